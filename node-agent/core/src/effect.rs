@@ -1,0 +1,292 @@
+//! What the core wants done.
+
+use std::time::Duration;
+
+use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, Tier};
+
+use crate::event::RequestId;
+use crate::pool::{DeviceOp, PageNumber};
+
+/// A device of this node's pool, in configuration order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DeviceId(pub u8);
+
+/// A region of the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub u16);
+
+/// A reserved slot that is being filled by an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LeaseId(pub u64);
+
+/// A load in progress or held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LoadId(pub u64);
+
+/// A block on its way into an arena slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FillId(pub u64);
+
+/// A question to the directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LookupId(pub u64);
+
+/// A group of blocks wanted from one peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FetchId(pub u64);
+
+/// A group of blocks that one peer wants from us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ServeId(pub u64);
+
+/// Counts the commits of a session; a durable notice names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
+
+/// Index of an entry in a session's progress page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ProgressEntry(pub u16);
+
+/// A slot in the arena: region, offset and length in bytes (multiples of 4096).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ArenaSlot {
+    /// The region.
+    pub region: RegionId,
+    /// Byte offset in the region.
+    pub offset: u64,
+    /// Payload bytes, padded to whole pages.
+    pub bytes: u64,
+}
+
+/// Where a block was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Source {
+    /// This node's DRAM.
+    OwnDram = 1,
+    /// This node's NVMe.
+    OwnNvme = 2,
+    /// A peer's DRAM.
+    PeerDram = 3,
+    /// A peer's NVMe.
+    PeerNvme = 4,
+}
+
+/// What a session may do with a region's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// Load from it.
+    ReadOnly,
+    /// Fill reserved slots in it.
+    ReadWrite,
+}
+
+/// One thing to do.
+#[derive(Debug)]
+pub enum Effect {
+    /// Answer a request.
+    Reply { session: SessionId, request: RequestId, reply: Reply },
+    /// Tell a session that a ticket's blocks have come to their end.
+    Durable { session: SessionId, ticket: Ticket, durable: u32, lost: Vec<BlockKey> },
+    /// Write a session's progress page.
+    Progress { session: SessionId, entry: ProgressEntry, update: ProgressUpdate },
+    /// Do a pool operation; report with `Event::DeviceDone`.
+    Device { device: DeviceId, op: DeviceOp },
+    /// Read and verify blocks; report with `Event::Fill`.
+    ReadBlocks { device: DeviceId, batch: ReadBatch },
+    /// Ask the directory for replicas on other nodes; report with `Found` or `LookupFailed`.
+    Lookup { lookup: LookupId, keys: Vec<BlockKey>, timeout: Duration },
+    /// Tell the directory what changed here, in order.
+    Announce { changes: Vec<ReplicaChange> },
+    /// Tell the directory all that is here, replacing what it knows.
+    AnnounceAll { replicas: Vec<(BlockKey, Tier)> },
+    /// Get blocks from a peer, verified; report with `Event::Fill`.
+    PeerFetch(PeerFetch),
+    /// Send a peer the header of a block: its checksums and where it came from.
+    ServeHeader { serve: ServeId, block: u32, tier: Tier, checksums: Box<[u32]> },
+    /// Send a peer objects of a block, after its header. `last` with the block's last object.
+    ServeObjects(ServeObjects),
+    /// Tell a peer that it will not get a block.
+    ServeAbsent { serve: ServeId, block: u32 },
+    /// Something an operator should know; the runtime logs it once.
+    Report(Report),
+}
+
+/// Answers to [`Request`](crate::event::Request).
+#[derive(Clone, Debug)]
+pub enum Reply {
+    /// The call was wrong; the text says what to do.
+    BadRequest(String),
+    /// Too much at once; try again.
+    Busy { message: String, retry_after: Duration },
+    /// Reserved slots, possibly fewer than asked. `regions` are those that the session has not seen with
+    /// this access yet.
+    Reserved { regions: Vec<(RegionId, Access)>, leases: Vec<(LeaseId, ArenaSlot)>, retry_after: Duration },
+    /// Per item of the commit, in order.
+    Committed { ticket: Ticket, statuses: Vec<CommitStatus> },
+    /// Slots given back.
+    Aborted,
+    /// Source of each leading block.
+    Matched { sources: Vec<Source> },
+    /// A load's blocks, in order of its keys. Layers may still be in flight: see the progress entry.
+    Loaded { load: LoadId, entry: ProgressEntry, regions: Vec<(RegionId, Access)>, blocks: Vec<LoadedBlock> },
+    /// Load released.
+    Released,
+    /// DRAM copies dropped.
+    Trimmed { blocks: u64 },
+    /// Counters by name, in the order of `Counters::fields`.
+    Stats(Vec<(&'static str, u64)>),
+}
+
+/// What became of one committed item.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommitStatus {
+    /// Readable on the node from now on.
+    Committed,
+    /// There was such a block already; the slot was given back.
+    Duplicate,
+    /// No such lease.
+    NoLease,
+    /// Key or checksums of the wrong length; the slot was given back.
+    BadItem,
+}
+
+/// One block of a load.
+#[derive(Clone, Debug)]
+pub enum LoadedBlock {
+    /// Readable in `slot` as far as the progress entry says.
+    Ok { source: Source, slot: ArenaSlot, checksums: Box<[u32]> },
+    /// Not to be had.
+    Lost(LossReason),
+}
+
+/// Why a block of a load is not to be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LossReason {
+    /// Nobody has it.
+    Miss,
+    /// It could not be read or did not verify.
+    Failed,
+    /// The arena is full of leased blocks.
+    NoSpace,
+    /// The deadline passed.
+    Deadline,
+}
+
+/// A change of a progress entry. The runtime writes `failed` bits before `layers`, with release ordering,
+/// then wakes waiters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ProgressUpdate {
+    /// The entry now belongs to this load: zero it, then set the id.
+    Begin { load: LoadId },
+    /// Leading layers that are verified for every block that has not failed.
+    Layers { layers: u32 },
+    /// A block (index within the load) failed after the reply was sent.
+    BlockFailed { block: u32 },
+    /// All blocks are verified or failed.
+    Done,
+}
+
+/// Blocks to read from one device.
+///
+/// The worker reads in layer-major order across the batch: first pieces of all blocks, then second pieces, …
+/// A piece is `read_bytes` rounded to whole objects whose boundary is a multiple of 4096; the header
+/// page is read together with the first piece.
+#[derive(Clone, Debug)]
+pub struct ReadBatch {
+    /// What to read.
+    pub blocks: Vec<BlockRead>,
+    /// Geometry of all of them.
+    pub layout: Layout,
+    /// Bytes of one read at the most.
+    pub read_bytes: u64,
+}
+
+/// One block to read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockRead {
+    /// Reported with every update.
+    pub fill: FillId,
+    /// The key that the header must carry.
+    pub key: BlockKey,
+    /// First page (the header) of the slot on the device.
+    pub page: PageNumber,
+    /// The generation that the header must carry.
+    pub generation: Generation,
+    /// CRC32C that the header page must have.
+    pub header_crc: u32,
+    /// Where the payload goes.
+    pub slot: ArenaSlot,
+}
+
+/// Blocks wanted from one peer.
+#[derive(Clone, Debug)]
+pub struct PeerFetch {
+    /// Names the group.
+    pub fetch: FetchId,
+    /// Whom to ask.
+    pub node: NodeId,
+    /// Geometry of all of them.
+    pub layout: Layout,
+    /// Keys, fills and destinations.
+    pub blocks: Vec<PeerBlock>,
+    /// Give up after this time.
+    pub deadline: Duration,
+}
+
+/// One block wanted from a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerBlock {
+    /// Reported with every update.
+    pub fill: FillId,
+    /// Its key.
+    pub key: BlockKey,
+    /// Where the payload goes.
+    pub slot: ArenaSlot,
+}
+
+/// Objects to send to a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServeObjects {
+    /// The peer's request.
+    pub serve: ServeId,
+    /// Index of the block in it.
+    pub block: u32,
+    /// Where the block lies.
+    pub slot: ArenaSlot,
+    /// Byte range of the payload: offset.
+    pub offset: u64,
+    /// Byte range of the payload: length (whole objects).
+    pub bytes: u64,
+    /// Whether these are the block's last objects.
+    pub last: bool,
+}
+
+/// A replica of this node appeared or went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplicaChange {
+    /// The block.
+    pub key: BlockKey,
+    /// Where on this node.
+    pub tier: Tier,
+    /// What happened.
+    pub change: Change,
+}
+
+/// What happened to a replica.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// It is there.
+    Added,
+    /// It is gone.
+    Removed,
+}
+
+/// News for the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Report {
+    /// A stored block did not verify and was dropped.
+    CorruptBlock { device: DeviceId, page: PageNumber, key: BlockKey },
+    /// A device had too many errors and is no longer used.
+    DeviceLost { device: DeviceId, reason: String },
+}

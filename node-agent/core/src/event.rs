@@ -1,0 +1,181 @@
+//! What happens to an agent: requests of engines, completions of devices, peers and the directory.
+
+use std::time::Duration;
+
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tier};
+
+use crate::effect::{ArenaSlot, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId, Source};
+use crate::pool::{DeviceError, OpToken};
+
+/// Names one request within its session; chosen by the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// One thing that happened.
+#[derive(Debug)]
+pub enum Event {
+    /// An engine opened a session (its greeting was checked by the runtime).
+    SessionOpened(SessionOpened),
+    /// A session ended: all its leases, reservations and loads end with it.
+    SessionClosed { session: SessionId },
+    /// A request of a session.
+    Request { session: SessionId, request: RequestId, body: Request },
+    /// A pool operation finished ([`Effect::Device`](crate::effect::Effect::Device)).
+    DeviceDone { device: DeviceId, token: OpToken, result: Result<(), DeviceError> },
+    /// A fill got further ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
+    Fill { fill: FillId, update: FillUpdate },
+    /// The directory answered.
+    Found { lookup: LookupId, found: Vec<Vec<Replica>> },
+    /// The directory did not answer in time or cannot be reached: whatever was looked up is a miss.
+    LookupFailed { lookup: LookupId },
+    /// A peer asks for blocks.
+    PeerRequest(PeerRequest),
+    /// All objects of one block that a peer asked for were handed to the transport's socket, or dropped with
+    /// the connection: the block's lease ends.
+    ServeDone { serve: ServeId, block: u32 },
+    /// The connection of a serve is gone; nothing more of it will be sent.
+    ServeAborted { serve: ServeId },
+    /// The control plane asks for everything (new registration): announce the whole inventory.
+    InventoryWanted,
+    /// Time passed; sent whenever the instant of [`AgentCore::next_deadline`](crate::agent::AgentCore) is reached.
+    Tick,
+}
+
+/// A new session.
+#[derive(Clone, Debug)]
+pub struct SessionOpened {
+    /// Its id.
+    pub session: SessionId,
+    /// Whose blocks it may see.
+    pub tenant: TenantId,
+    /// What it compares with.
+    pub namespace: NamespaceDigest,
+    /// Geometry of its blocks.
+    pub layout: Layout,
+}
+
+/// A call of an engine.
+#[derive(Clone, Debug)]
+pub enum Request {
+    /// Wants `count` slots to fill.
+    Reserve { count: u32 },
+    /// Publishes filled slots.
+    Commit { items: Vec<CommitItem>, priority: Priority },
+    /// Gives slots back unused.
+    Abort { leases: Vec<LeaseId> },
+    /// How many leading keys are available, and where.
+    Match { keys: Vec<BlockKey>, scope: Scope },
+    /// Wants blocks readable in the arena.
+    Load(LoadRequest),
+    /// Done with a load: its slots may be evicted again.
+    Release { load: LoadId },
+    /// Drop clean DRAM copies of blocks that are on NVMe.
+    Trim,
+    /// Wants the counters.
+    Stats,
+}
+
+/// One block to publish.
+#[derive(Clone, Debug)]
+pub struct CommitItem {
+    /// The reservation.
+    pub lease: LeaseId,
+    /// The block's key; `None` when the client sent one of a wrong length.
+    pub key: Option<BlockKey>,
+    /// CRC32C of each object, in order.
+    pub checksums: Box<[u32]>,
+}
+
+/// How much a block is worth keeping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Priority {
+    /// First to go.
+    Low = 0,
+    /// The default.
+    #[default]
+    Normal = 1,
+    /// Last to go: prefixes that many prompts share.
+    High = 2,
+}
+
+/// Where to look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// This node only.
+    Local,
+    /// This node, then its peers.
+    Cluster,
+}
+
+/// A load of many blocks.
+#[derive(Clone, Debug)]
+pub struct LoadRequest {
+    /// Which, in order.
+    pub keys: Vec<BlockKey>,
+    /// What is not there by then is reported as missed.
+    pub deadline: Duration,
+    /// Bytes of one device read at the most; rounded to whole objects, at least one.
+    pub read_bytes: u64,
+    /// Where to look.
+    pub scope: Scope,
+}
+
+/// How a fill got further.
+#[derive(Clone, Debug)]
+pub enum FillUpdate {
+    /// The block's checksums are known and its first `layers` layers are verified in the slot.
+    /// `checksums` comes with the first update.
+    Layers { layers: u32, checksums: Option<Box<[u32]>>, tier: Tier },
+    /// The block will not come; the slot is no longer touched. After all layers are reported ready
+    /// the device or transport no longer touches the slot either: no further update comes.
+    Failed(FillError),
+}
+
+/// Why a fill failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FillError {
+    /// The device reported an error.
+    #[error("device error")]
+    Device,
+    /// Header or object did not match its checksum, key or generation.
+    #[error("verification failed")]
+    Corrupt,
+    /// The peer does not have the block any more.
+    #[error("the peer does not have it")]
+    Absent,
+    /// The peer cannot be reached, stalled or broke the protocol.
+    #[error("peer lost")]
+    PeerLost,
+}
+
+/// A replica elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Replica {
+    /// The node that holds it.
+    pub node: NodeId,
+    /// Where it lies there.
+    pub tier: Tier,
+}
+
+/// A peer wants blocks.
+#[derive(Clone, Debug)]
+pub struct PeerRequest {
+    /// Chosen by the transport, unique on this node.
+    pub serve: ServeId,
+    /// Which blocks.
+    pub keys: Vec<BlockKey>,
+    /// The layout that the peer expects; blocks of another layout are reported absent.
+    pub layout: Layout,
+    /// The peer gives up after this time.
+    pub deadline: Duration,
+}
+
+/// A slot with what it came from; used by replies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// Where the block is readable.
+    pub slot: ArenaSlot,
+    /// Where it came from.
+    pub source: Source,
+}

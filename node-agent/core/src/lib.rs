@@ -1,0 +1,11 @@
+//! The pure core of the node agent: what to do, decided without doing it.
+//!
+//! [`AgentCore::apply`](agent::AgentCore::apply) takes one [`Event`](event::Event) at an instant and returns
+//! [`Effect`](effect::Effect)s; the runtime executes them and reports back with events. No clock, no
+//! randomness, no I/O, no threads: the simulator and the tests drive the same code with synthetic events.
+//!
+//! Deliberately absent: bytes of blocks (the runtime moves them), sockets, files, metrics libraries.
+
+pub mod effect;
+pub mod event;
+pub mod pool;

@@ -1,0 +1,109 @@
+//! Block keys: what a block is found by, on a node and across the cluster.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+use crate::content::first_16;
+use crate::namespace::NamespaceDigest;
+
+/// Hash slots that keys are spread over; the directory is sharded by them (DESIGN §7).
+pub const HASH_SLOTS: u16 = 4096;
+
+/// 16 bytes that name a block: SHA-256, truncated, over namespace, the engine's prefix-chained block hash
+/// (opaque bytes), KV cache group and shard. Two equal keys mean equal prefixes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockKey(pub [u8; 16]);
+
+impl BlockKey {
+    /// Size of a key on every wire and on disk, in bytes.
+    pub const SIZE: usize = 16;
+
+    /// Derives the key of one block.
+    ///
+    /// `engine_hash` is what the engine's prefix chain gives for the block (32 bytes for vLLM's SHA-256);
+    /// `group` is the KV cache group, `shard` the rank that holds this slice of the block.
+    pub fn derive(namespace: &NamespaceDigest, engine_hash: &[u8], part: KeyPart) -> BlockKey {
+        let mut digest = Sha256::new();
+        digest.update(namespace.0);
+        digest.update(part.group.to_be_bytes());
+        digest.update(part.shard.to_be_bytes());
+        digest.update(engine_hash);
+        BlockKey(first_16(&digest.finalize()))
+    }
+
+    /// The key's hash slot, `0..HASH_SLOTS`: its first 12 bits. Keys are uniform, so slots are too.
+    pub fn hash_slot(&self) -> u16 {
+        u16::from_be_bytes([self.0[0], self.0[1]]) >> 4
+    }
+
+    /// 64 uniform bits of the key that are independent of its hash slot, for use in hash tables.
+    pub fn table_hash(&self) -> u64 {
+        u64::from_le_bytes([
+            self.0[8], self.0[9], self.0[10], self.0[11], self.0[12], self.0[13], self.0[14], self.0[15],
+        ])
+    }
+
+    /// Splits a packed run of keys (16 bytes each, nothing between them).
+    ///
+    /// Returns `None` when the length is not a multiple of 16.
+    pub fn unpack(packed: &[u8]) -> Option<Vec<BlockKey>> {
+        let (keys, rest) = packed.as_chunks::<{ BlockKey::SIZE }>();
+        rest.is_empty().then(|| keys.iter().map(|key| BlockKey(*key)).collect())
+    }
+
+    /// Packs keys into the form that [`BlockKey::unpack`] reads.
+    pub fn pack(keys: &[BlockKey]) -> Vec<u8> {
+        let mut packed = Vec::with_capacity(keys.len() * BlockKey::SIZE);
+        for key in keys {
+            packed.extend_from_slice(&key.0);
+        }
+        packed
+    }
+}
+
+impl fmt::Debug for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+impl fmt::Display for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Which slice of an engine's block a key is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeyPart {
+    /// KV cache group of the engine (0 when it has one).
+    pub group: u32,
+    /// Rank that holds this slice of the block (tensor-parallel rank; 0 when there is one).
+    pub shard: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::namespace::NamespaceDigest;
+
+    #[test]
+    fn every_input_of_a_key_changes_it() {
+        let namespace = NamespaceDigest([1; 32]);
+        let base = BlockKey::derive(&namespace, b"hash", KeyPart::default());
+        assert_eq!(base, BlockKey::derive(&namespace, b"hash", KeyPart::default()));
+        assert_ne!(base, BlockKey::derive(&NamespaceDigest([2; 32]), b"hash", KeyPart::default()));
+        assert_ne!(base, BlockKey::derive(&namespace, b"hasi", KeyPart::default()));
+        assert_ne!(base, BlockKey::derive(&namespace, b"hash", KeyPart { group: 1, shard: 0 }));
+        assert_ne!(base, BlockKey::derive(&namespace, b"hash", KeyPart { group: 0, shard: 1 }));
+    }
+
+    #[test]
+    fn packed_keys_come_back_and_a_torn_run_is_refused() {
+        let keys = [BlockKey([7; 16]), BlockKey([9; 16])];
+        let packed = BlockKey::pack(&keys);
+        assert_eq!(BlockKey::unpack(&packed).as_deref(), Some(keys.as_slice()));
+        assert_eq!(BlockKey::unpack(&packed[..31]), None);
+    }
+}

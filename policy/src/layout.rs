@@ -1,0 +1,296 @@
+//! The geometry of one model's KV cache on one rank.
+//!
+//! A block's payload is its objects in *layer-major* order: object index = layer × parts + part. So a load
+//! that reads a prefix of the payload has the first layers whole, which is what per-layer progress needs.
+//! Object: `tokens_per_block × kv_heads × head_dim` elements of `dtype`. Example: Llama-3-8B has 32 layers,
+//! 8 KV heads of 128, bf16, 16 tokens a block: 32 KiB an object, 64 objects, 2 MiB a block.
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::content::first_16;
+
+/// Unit of alignment of everything that touches a device: offsets, lengths, memory.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Objects of one block at the most: their checksums must fit the 4 KiB header page of a slot.
+pub const OBJECTS_MAX: u32 = 960;
+
+/// Payload bytes of one block at the most.
+pub const BLOCK_BYTES_MAX: u64 = 128 << 20;
+
+/// Element type of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u8)]
+pub enum Dtype {
+    /// bfloat16, 2 bytes.
+    Bf16 = 1,
+    /// IEEE half, 2 bytes.
+    Fp16 = 2,
+    /// IEEE single, 4 bytes.
+    Fp32 = 3,
+    /// 8-bit float (e4m3 or e5m2), 1 byte.
+    Fp8 = 4,
+    /// 8-bit integer, 1 byte.
+    Int8 = 5,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Dtype::Bf16 | Dtype::Fp16 => 2,
+            Dtype::Fp32 => 4,
+            Dtype::Fp8 | Dtype::Int8 => 1,
+        }
+    }
+
+    /// The type of a number read from a wire or a disk, if it is one.
+    pub fn from_wire(number: u8) -> Option<Dtype> {
+        [Dtype::Bf16, Dtype::Fp16, Dtype::Fp32, Dtype::Fp8, Dtype::Int8]
+            .into_iter()
+            .find(|dtype| *dtype as u8 == number)
+    }
+}
+
+/// Parts of one layer of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[repr(u8)]
+pub enum Parts {
+    /// One latent (multi-head latent attention).
+    Latent = 1,
+    /// Keys and values.
+    KeyValue = 2,
+}
+
+impl Parts {
+    /// The parts of a number read from a wire or a disk, if it is one.
+    pub fn from_wire(number: u8) -> Option<Parts> {
+        match number {
+            1 => Some(Parts::Latent),
+            2 => Some(Parts::KeyValue),
+            _ => None,
+        }
+    }
+}
+
+/// A layout as somebody wrote it: not yet checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayoutSpec {
+    /// Layers on this rank.
+    pub layers: u16,
+    /// Parts per layer.
+    pub parts: Parts,
+    /// KV heads on this rank (1 for a latent).
+    pub kv_heads: u16,
+    /// Elements per head and token.
+    pub head_dim: u16,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Tokens of one block.
+    pub tokens_per_block: u16,
+    /// This rank within its tensor-parallel group, `0..tp_size`.
+    pub tp_rank: u16,
+    /// Ranks of the tensor-parallel group.
+    pub tp_size: u16,
+}
+
+/// Why a [`LayoutSpec`] is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// A dimension is zero.
+    #[error("layout: '{0}' must be at least 1")]
+    Zero(&'static str),
+    /// The rank lies outside its group.
+    #[error("layout: tp_rank must be below tp_size")]
+    Rank,
+    /// More objects than a slot's header page has checksums for.
+    #[error("layout: {0} objects (layers × parts) exceed the limit of {OBJECTS_MAX}")]
+    Objects(u32),
+    /// A block beyond [`BLOCK_BYTES_MAX`].
+    #[error("layout: a block of {0} bytes exceeds the limit of {BLOCK_BYTES_MAX}; use fewer tokens per block")]
+    BlockBytes(u64),
+}
+
+/// A checked layout. All sizes derive from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    spec: LayoutSpec,
+}
+
+/// First 16 bytes of SHA-256 over a layout's canonical encoding: equal digests mean interchangeable bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LayoutDigest(pub [u8; 16]);
+
+impl LayoutSpec {
+    /// Checks the dimensions.
+    ///
+    /// # Errors
+    /// [`LayoutError`] names the field and the limit.
+    pub fn validate(self) -> Result<Layout, LayoutError> {
+        let dimensions = [
+            ("layers", self.layers),
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("tokens_per_block", self.tokens_per_block),
+            ("tp_size", self.tp_size),
+        ];
+        if let Some((name, _)) = dimensions.into_iter().find(|(_, value)| *value == 0) {
+            return Err(LayoutError::Zero(name));
+        }
+        if self.tp_rank >= self.tp_size {
+            return Err(LayoutError::Rank);
+        }
+        let layout = Layout { spec: self };
+        if layout.objects() > OBJECTS_MAX {
+            return Err(LayoutError::Objects(layout.objects()));
+        }
+        if layout.block_bytes() > BLOCK_BYTES_MAX {
+            return Err(LayoutError::BlockBytes(layout.block_bytes()));
+        }
+        Ok(layout)
+    }
+}
+
+impl Layout {
+    /// The dimensions.
+    pub fn spec(&self) -> &LayoutSpec {
+        &self.spec
+    }
+
+    /// Layers of a block.
+    pub fn layers(&self) -> u32 {
+        u32::from(self.spec.layers)
+    }
+
+    /// Objects of one layer of a block: 1 or 2.
+    pub fn parts(&self) -> u32 {
+        self.spec.parts as u32
+    }
+
+    /// Objects of a block: layers × parts.
+    pub fn objects(&self) -> u32 {
+        self.layers() * self.parts()
+    }
+
+    /// Bytes of one object.
+    pub fn object_bytes(&self) -> u64 {
+        u64::from(self.spec.tokens_per_block)
+            * u64::from(self.spec.kv_heads)
+            * u64::from(self.spec.head_dim)
+            * self.spec.dtype.bytes()
+    }
+
+    /// Bytes of one layer of a block.
+    pub fn layer_bytes(&self) -> u64 {
+        self.object_bytes() * u64::from(self.parts())
+    }
+
+    /// Payload bytes of a block.
+    pub fn block_bytes(&self) -> u64 {
+        self.object_bytes() * u64::from(self.objects())
+    }
+
+    /// Payload bytes rounded up to whole pages: what a slot reserves in the arena and, after the header
+    /// page, on a device. The padding is zero.
+    pub fn slot_bytes(&self) -> u64 {
+        self.block_bytes().next_multiple_of(PAGE_BYTES)
+    }
+
+    /// The digest of the layout.
+    pub fn digest(&self) -> LayoutDigest {
+        LayoutDigest(first_16(&Sha256::digest(self.encode())))
+    }
+
+    /// Canonical 16-byte encoding, as stored on disk and sent to peers (little endian).
+    pub fn encode(&self) -> [u8; 16] {
+        let spec = &self.spec;
+        let mut out = [0; 16];
+        out[0..2].copy_from_slice(&spec.layers.to_le_bytes());
+        out[2] = spec.parts as u8;
+        out[3] = spec.dtype as u8;
+        out[4..6].copy_from_slice(&spec.kv_heads.to_le_bytes());
+        out[6..8].copy_from_slice(&spec.head_dim.to_le_bytes());
+        out[8..10].copy_from_slice(&spec.tokens_per_block.to_le_bytes());
+        out[10..12].copy_from_slice(&spec.tp_rank.to_le_bytes());
+        out[12..14].copy_from_slice(&spec.tp_size.to_le_bytes());
+        out
+    }
+
+    /// Reads [`Layout::encode`]'s form; `None` when it is no valid layout.
+    pub fn decode(bytes: &[u8; 16]) -> Option<Layout> {
+        let field = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        if bytes[14..] != [0, 0] {
+            return None;
+        }
+        LayoutSpec {
+            layers: field(0),
+            parts: Parts::from_wire(bytes[2])?,
+            dtype: Dtype::from_wire(bytes[3])?,
+            kv_heads: field(4),
+            head_dim: field(6),
+            tokens_per_block: field(8),
+            tp_rank: field(10),
+            tp_size: field(12),
+        }
+        .validate()
+        .ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn llama_3_8b() -> LayoutSpec {
+        LayoutSpec {
+            layers: 32,
+            parts: Parts::KeyValue,
+            kv_heads: 8,
+            head_dim: 128,
+            dtype: Dtype::Bf16,
+            tokens_per_block: 16,
+            tp_rank: 0,
+            tp_size: 1,
+        }
+    }
+
+    #[test]
+    fn llama_3_8b_has_32_kib_objects_and_2_mib_blocks() {
+        let layout = llama_3_8b().validate().expect("valid");
+        assert_eq!((layout.object_bytes(), layout.objects(), layout.block_bytes()), (32 << 10, 64, 2 << 20));
+        assert_eq!(layout.slot_bytes(), 2 << 20);
+    }
+
+    #[test]
+    fn a_latent_has_one_part_and_its_slot_is_whole_pages() {
+        let spec = LayoutSpec { layers: 61, parts: Parts::Latent, kv_heads: 1, head_dim: 576, ..llama_3_8b() };
+        let layout = spec.validate().expect("valid");
+        assert_eq!((layout.objects(), layout.object_bytes()), (61, 18_432));
+        assert_eq!(layout.block_bytes(), 1_124_352);
+        assert_eq!(layout.slot_bytes(), 1_126_400);
+    }
+
+    #[test]
+    fn bad_dimensions_are_refused_by_name() {
+        assert_eq!(LayoutSpec { layers: 0, ..llama_3_8b() }.validate(), Err(LayoutError::Zero("layers")));
+        assert_eq!(LayoutSpec { tp_rank: 1, ..llama_3_8b() }.validate(), Err(LayoutError::Rank));
+        assert_eq!(LayoutSpec { layers: 481, ..llama_3_8b() }.validate(), Err(LayoutError::Objects(962)));
+        let large = LayoutSpec { layers: 480, tokens_per_block: 256, ..llama_3_8b() };
+        assert!(matches!(large.validate(), Err(LayoutError::BlockBytes(_))));
+    }
+
+    #[test]
+    fn the_encoding_round_trips_and_every_field_changes_the_digest() {
+        let layout = llama_3_8b().validate().expect("valid");
+        assert_eq!(Layout::decode(&layout.encode()), Some(layout));
+        let sharded = LayoutSpec { tp_size: 2, ..llama_3_8b() }.validate().expect("valid");
+        assert_ne!(layout.digest(), sharded.digest());
+        let mut bad = layout.encode();
+        bad[2] = 3;
+        assert_eq!(Layout::decode(&bad), None);
+    }
+}

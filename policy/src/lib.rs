@@ -1,0 +1,28 @@
+//! Pure types and decisions of Reprise, shared by every component.
+//!
+//! Nothing here performs I/O, reads a clock or draws randomness: time arrives as a [`Tick`], decisions are
+//! functions or small state machines. Every other crate of the workspace may depend on this one; this one
+//! depends on none of them.
+//!
+//! Deliberately absent: wire formats (crate `reprise-proto`) and the on-disk format (`reprise-agent-core`).
+
+pub mod content;
+pub mod eviction;
+pub mod ids;
+pub mod key;
+pub mod layout;
+pub mod namespace;
+pub mod prefix_hash;
+pub mod routing;
+pub mod tier;
+pub mod time;
+pub mod units;
+
+pub use content::ContentId;
+pub use ids::{Epoch, Generation, NodeId, SessionId, TenantId};
+pub use key::BlockKey;
+pub use layout::{Dtype, Layout, LayoutDigest, LayoutSpec, Parts};
+pub use namespace::{NamespaceDigest, NamespaceSpec};
+pub use tier::Tier;
+pub use time::Tick;
+pub use units::{ByteSize, Interval};

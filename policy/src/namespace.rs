@@ -1,0 +1,105 @@
+//! Namespaces: everything that makes two KV blocks incomparable, in one digest.
+
+use sha2::{Digest, Sha256};
+
+use crate::layout::Layout;
+
+/// Version of the digest's encoding; it is hashed in, so a change of encoding separates caches.
+const ENCODING: &[u8] = b"reprise-namespace-v1";
+
+/// SHA-256 over a [`NamespaceSpec`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NamespaceDigest(pub [u8; 32]);
+
+/// What a namespace is made of. Two engines share blocks exactly when all of this is equal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamespaceSpec {
+    /// Model name, as the engine knows it.
+    pub model: String,
+    /// Revision or digest of the weights.
+    pub revision: String,
+    /// Layout on one rank (covers dtype, tokens per block and parallel geometry).
+    pub layout: Layout,
+    /// Hash algorithm of the engine's prefix chain, for example `sha256_cbor`.
+    pub hash_algorithm: String,
+    /// Seed of the prefix chain.
+    pub hash_seed: String,
+    /// The engine's name and KV format, for example `vllm:LBHNC`.
+    pub engine_format: String,
+    /// Isolation salt of the tenant; empty when tenants share.
+    pub tenant_salt: String,
+}
+
+impl NamespaceSpec {
+    /// The digest: each field with its length before it, so that no two specs encode alike.
+    pub fn digest(&self) -> NamespaceDigest {
+        let mut digest = Sha256::new();
+        let layout = self.layout.encode();
+        let fields: [&[u8]; 8] = [
+            ENCODING,
+            self.model.as_bytes(),
+            self.revision.as_bytes(),
+            &layout,
+            self.hash_algorithm.as_bytes(),
+            self.hash_seed.as_bytes(),
+            self.engine_format.as_bytes(),
+            self.tenant_salt.as_bytes(),
+        ];
+        for field in fields {
+            digest.update((field.len() as u64).to_be_bytes());
+            digest.update(field);
+        }
+        NamespaceDigest(digest.finalize().into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{Dtype, LayoutSpec, Parts};
+
+    fn spec() -> NamespaceSpec {
+        let layout = LayoutSpec {
+            layers: 2,
+            parts: Parts::KeyValue,
+            kv_heads: 1,
+            head_dim: 64,
+            dtype: Dtype::Bf16,
+            tokens_per_block: 16,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        NamespaceSpec {
+            model: "m".into(),
+            revision: "r".into(),
+            layout: layout.validate().expect("valid"),
+            hash_algorithm: "sha256_cbor".into(),
+            hash_seed: "s".into(),
+            engine_format: "reference".into(),
+            tenant_salt: String::new(),
+        }
+    }
+
+    #[test]
+    fn every_field_separates_namespaces() {
+        let base = spec().digest();
+        assert_eq!(base, spec().digest());
+        let other = |change: fn(&mut NamespaceSpec)| {
+            let mut changed = spec();
+            change(&mut changed);
+            changed.digest()
+        };
+        assert_ne!(base, other(|s| s.model.push('x')));
+        assert_ne!(base, other(|s| s.revision.push('x')));
+        assert_ne!(base, other(|s| s.hash_algorithm.push('x')));
+        assert_ne!(base, other(|s| s.hash_seed.push('x')));
+        assert_ne!(base, other(|s| s.engine_format.push('x')));
+        assert_ne!(base, other(|s| s.tenant_salt.push('x')));
+    }
+
+    #[test]
+    fn moving_a_byte_between_fields_separates_namespaces() {
+        let moved = NamespaceSpec { model: String::new(), revision: "mr".into(), ..spec() };
+        assert_ne!(spec().digest(), moved.digest());
+    }
+}
