@@ -1,1 +1,91 @@
-//! placeholder
+//! Eviction: which entry goes next when a tier needs room.
+//!
+//! A policy only orders entries; it knows neither bytes nor blocks. The caller names entries by the index they
+//! have in its own slab, takes victims until enough bytes are free, and keeps leased or pinned entries out:
+//! it removes an entry when it is leased and inserts it again when the last lease ends. So "never evict what
+//! somebody reads" needs no check here, and finding a victim costs the same whatever is leased.
+//!
+//! Invariants: an entry is in a policy at most once; [`EvictionPolicy::victim`] returns every entry that is in
+//! and nothing else. Deliberately absent: thresholds and amounts (the caller's budget) and time (order is by
+//! sequence of calls, so a replay gives the same victims).
+
+use std::fmt::Debug;
+
+use serde::{Deserialize, Serialize};
+
+pub mod priority_lru;
+
+pub use priority_lru::PriorityLru;
+
+/// Index of an entry in the slab of whoever uses the policy.
+///
+/// Memory of a policy grows with the largest index it has seen, so indices should be dense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EntryIndex(pub u32);
+
+/// An order of eviction. All operations are expected to be O(1).
+pub trait EvictionPolicy: Send + Debug {
+    /// Makes an entry evictable, as the one used last. `class` is its worth: 0 goes first; a class above the
+    /// policy's highest counts as the highest. An entry that is in already moves.
+    fn insert(&mut self, entry: EntryIndex, class: u8);
+
+    /// Notes a use of an entry; nothing happens when it is not in.
+    fn touch(&mut self, entry: EntryIndex);
+
+    /// Takes an entry out; nothing happens when it is not in.
+    fn remove(&mut self, entry: EntryIndex);
+
+    /// Takes out the entry that should go next, if there is any.
+    fn victim(&mut self) -> Option<EntryIndex>;
+
+    /// Entries that are in.
+    fn len(&self) -> usize;
+
+    /// Whether no entry is in.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The policies that configuration can name, with their parameters: `{ kind = "priority_lru" }`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum EvictionKind {
+    /// Classes in ascending order, least recently used first within a class.
+    #[default]
+    PriorityLru,
+}
+
+impl EvictionKind {
+    /// An empty policy of this kind.
+    pub fn build(&self) -> Box<dyn EvictionPolicy> {
+        match self {
+            EvictionKind::PriorityLru => Box::new(PriorityLru::new()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    struct Section {
+        eviction: EvictionKind,
+    }
+
+    #[test]
+    fn configuration_names_a_policy_and_an_unknown_one_is_refused() {
+        let section: Section = toml::from_str("eviction = { kind = 'priority_lru' }").expect("a policy");
+        assert_eq!(section.eviction, EvictionKind::default());
+        let error = toml::from_str::<Section>("eviction = { kind = 'random' }").expect_err("no such policy");
+        assert!(error.to_string().contains("priority_lru"), "{error}");
+    }
+
+    #[test]
+    fn a_built_policy_is_empty() {
+        let mut policy = EvictionKind::default().build();
+        assert!(policy.is_empty());
+        assert_eq!(policy.victim(), None);
+    }
+}

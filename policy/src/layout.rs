@@ -111,7 +111,9 @@ pub enum LayoutError {
     #[error("layout: {0} objects (layers × parts) exceed the limit of {OBJECTS_MAX}")]
     Objects(u32),
     /// A block beyond [`BLOCK_BYTES_MAX`].
-    #[error("layout: a block of {0} bytes exceeds the limit of {BLOCK_BYTES_MAX}; use fewer tokens per block")]
+    #[error(
+        "layout: a block of {0} bytes exceeds the limit of {BLOCK_BYTES_MAX}; use fewer tokens per block"
+    )]
     BlockBytes(u64),
 }
 
@@ -267,7 +269,8 @@ mod tests {
 
     #[test]
     fn a_latent_has_one_part_and_its_slot_is_whole_pages() {
-        let spec = LayoutSpec { layers: 61, parts: Parts::Latent, kv_heads: 1, head_dim: 576, ..llama_3_8b() };
+        let spec =
+            LayoutSpec { layers: 61, parts: Parts::Latent, kv_heads: 1, head_dim: 576, ..llama_3_8b() };
         let layout = spec.validate().expect("valid");
         assert_eq!((layout.objects(), layout.object_bytes()), (61, 18_432));
         assert_eq!(layout.block_bytes(), 1_124_352);

@@ -40,7 +40,10 @@ impl FromStr for ByteSize {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        let refuse = || UnitError { text: text.to_owned(), what: "size: write bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB" };
+        let refuse = || UnitError {
+            text: text.to_owned(),
+            what: "size: write bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB",
+        };
         let trimmed = text.trim();
         let (number, factor) = UNITS
             .iter()
@@ -55,7 +58,7 @@ impl fmt::Display for ByteSize {
     /// The largest binary unit that divides the size, so that the text parses back to the same number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (suffix, shift) in [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)] {
-            if self.0 != 0 && self.0 % (1 << shift) == 0 {
+            if self.0 != 0 && self.0.is_multiple_of(1 << shift) {
                 return write!(f, "{}{suffix}", self.0 >> shift);
             }
         }
