@@ -1,3 +1,84 @@
-//! placeholder
+//! `reprise`: the command line of Reprise.
+//!
+//! Thin by design: it starts processes, drives engines through the client library and prints. What is
+//! measured or decided lives in the crates it calls.
 
-fn main() {}
+mod cluster;
+mod demo;
+mod engine;
+mod engine_process;
+mod http;
+mod kv_function;
+mod model;
+mod output;
+mod paged_kv;
+mod replay;
+mod trace;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::output::{Audience, JsonFlag};
+
+/// Cluster-wide KV cache for LLM inference engines.
+#[derive(Debug, Parser)]
+#[command(name = "reprise", version, about)]
+struct Arguments {
+    /// One JSON object a line instead of tables and bars.
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// A two-node cluster on this machine serves a trace; one agent is killed and comes back.
+    Demo(demo::DemoArgs),
+    /// Replay a trace against running agents.
+    Replay(replay::ReplayArgs),
+    /// The reference engine as a process; started by demo and replay.
+    #[command(hide = true)]
+    Engine {
+        /// The agent's socket.
+        #[arg(long)]
+        socket: PathBuf,
+        /// Encoded layout, 32 hexadecimal digits.
+        #[arg(long, value_parser = model::layout_from_hex)]
+        layout: reprise_policy::Layout,
+    },
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    init_logs();
+    match run(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            report(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let audience = Audience::of(JsonFlag(arguments.json));
+    match arguments.command {
+        Command::Demo(args) => demo::command(&args, audience),
+        Command::Replay(args) => replay::command(&args, audience),
+        Command::Engine { socket, layout } => engine_process::serve(socket, layout),
+    }
+}
+
+fn init_logs() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}
+
+#[allow(clippy::print_stderr)] // the one place where a failed command says why
+fn report(error: &anyhow::Error) {
+    eprintln!("reprise: {error:#}");
+}

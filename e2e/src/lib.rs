@@ -1,1 +1,1 @@
-//! placeholder
+//! Harness of the end-to-end tests: real processes of Reprise in a temporary directory.

@@ -1,0 +1,179 @@
+//! The reference engine as a process of its own: commands in, answers out, one JSON object a line.
+//!
+//! `reprise engine` is what the demo and the replay start, one a node; [`EngineProcess`] is their side.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, bail};
+use reprise_policy::Layout;
+use serde::{Deserialize, Serialize};
+
+use crate::engine::{DurableCheck, Engine, EngineSettings, RequestOutcome};
+use crate::model::hex;
+
+/// A command to an engine process.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+enum EngineCommand {
+    /// Serve a request.
+    Run { hash_ids: Vec<u64> },
+    /// Wait until everything saved is durable.
+    Settle,
+    /// Load and compare every durable block, from this node alone.
+    CheckDurable,
+    /// Open a new session: the agent was restarted.
+    Reconnect,
+}
+
+/// An engine process's answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "snake_case")]
+enum EngineAnswer {
+    /// To `run`.
+    Served { outcome: RequestOutcome },
+    /// To `settle`.
+    Settled { durable: u64 },
+    /// To `check_durable`.
+    Checked { check: DurableCheck },
+    /// Connected, at the start and after `reconnect`.
+    Connected,
+    /// The command failed.
+    Failed { message: String },
+}
+
+/// An engine process that this process has started; killed when dropped.
+#[derive(Debug)]
+pub(crate) struct EngineProcess {
+    child: Child,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl EngineProcess {
+    /// Starts `reprise engine` and waits until it is connected.
+    pub(crate) fn start(settings: &EngineSettings) -> anyhow::Result<EngineProcess> {
+        let program = std::env::current_exe().context("cannot find this program's own file")?;
+        let mut child = Command::new(program)
+            .arg("engine")
+            .arg("--socket")
+            .arg(&settings.socket)
+            .arg("--layout")
+            .arg(hex(&settings.layout.encode()))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start the engine process")?;
+        let commands = child.stdin.take().expect("piped above");
+        let answers = BufReader::new(child.stdout.take().expect("piped above"));
+        let mut process = EngineProcess { child, commands, answers };
+        match process.answer()? {
+            EngineAnswer::Connected => Ok(process),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Serves a request.
+    pub(crate) fn run(&mut self, hash_ids: &[u64]) -> anyhow::Result<RequestOutcome> {
+        match self.call(&EngineCommand::Run { hash_ids: hash_ids.to_vec() })? {
+            EngineAnswer::Served { outcome } => Ok(outcome),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Waits until everything saved is durable; returns how many blocks that are.
+    pub(crate) fn settle(&mut self) -> anyhow::Result<u64> {
+        match self.call(&EngineCommand::Settle)? {
+            EngineAnswer::Settled { durable } => Ok(durable),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Loads and compares every durable block, from its node alone.
+    pub(crate) fn check_durable(&mut self) -> anyhow::Result<DurableCheck> {
+        match self.call(&EngineCommand::CheckDurable)? {
+            EngineAnswer::Checked { check } => Ok(check),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Opens a new session.
+    pub(crate) fn reconnect(&mut self) -> anyhow::Result<()> {
+        match self.call(&EngineCommand::Reconnect)? {
+            EngineAnswer::Connected => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    fn call(&mut self, command: &EngineCommand) -> anyhow::Result<EngineAnswer> {
+        let mut line = serde_json::to_string(command).context("encoding an engine command")?;
+        line.push('\n');
+        self.commands.write_all(line.as_bytes()).context("the engine process is gone")?;
+        self.commands.flush().context("the engine process is gone")?;
+        self.answer()
+    }
+
+    fn answer(&mut self) -> anyhow::Result<EngineAnswer> {
+        let mut line = String::new();
+        if self.answers.read_line(&mut line).context("reading from the engine process")? == 0 {
+            bail!("the engine process ended");
+        }
+        serde_json::from_str(&line).with_context(|| format!("the engine process said '{}'", line.trim()))
+    }
+}
+
+impl Drop for EngineProcess {
+    fn drop(&mut self) {
+        // The process may have ended by itself; either way it must be reaped.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// `reprise engine`: serves commands from standard input until it ends.
+pub(crate) fn serve(socket: PathBuf, layout: Layout) -> anyhow::Result<()> {
+    let settings = EngineSettings { socket, layout };
+    let mut output = std::io::stdout().lock();
+    let mut engine = Engine::connect(&settings)?;
+    send(&mut output, &EngineAnswer::Connected)?;
+    for line in std::io::stdin().lock().lines() {
+        let line = line.context("reading commands")?;
+        let command: EngineCommand =
+            serde_json::from_str(&line).with_context(|| format!("not an engine command: '{line}'"))?;
+        let answer = execute(&mut engine, &settings, command)
+            .unwrap_or_else(|error| EngineAnswer::Failed { message: format!("{error:#}") });
+        send(&mut output, &answer)?;
+    }
+    Ok(())
+}
+
+fn execute(
+    engine: &mut Engine,
+    settings: &EngineSettings,
+    command: EngineCommand,
+) -> anyhow::Result<EngineAnswer> {
+    Ok(match command {
+        EngineCommand::Run { hash_ids } => EngineAnswer::Served { outcome: engine.run(&hash_ids)? },
+        EngineCommand::Settle => EngineAnswer::Settled { durable: engine.settle()? },
+        EngineCommand::CheckDurable => EngineAnswer::Checked { check: engine.check_durable()? },
+        EngineCommand::Reconnect => {
+            engine.reconnect(settings)?;
+            EngineAnswer::Connected
+        }
+    })
+}
+
+fn send(output: &mut impl Write, answer: &EngineAnswer) -> anyhow::Result<()> {
+    let mut line = serde_json::to_string(answer).context("encoding an engine answer")?;
+    line.push('\n');
+    output.write_all(line.as_bytes()).context("writing an answer")?;
+    output.flush().context("writing an answer")
+}
+
+fn unexpected(answer: EngineAnswer) -> anyhow::Error {
+    match answer {
+        EngineAnswer::Failed { message } => anyhow::anyhow!("engine: {message}"),
+        other => anyhow::anyhow!("engine: unexpected answer {other:?}"),
+    }
+}

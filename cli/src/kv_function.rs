@@ -1,0 +1,82 @@
+//! The keyed function that stands for a model: KV bytes as a function of the tokens.
+//!
+//! Every byte of an object is determined by the block's prefix hash (so by all tokens up to its end), the
+//! layer and the part. Whoever knows the tokens can compute any byte, and so check any byte that a cache
+//! gives back, without keeping a copy. One 64-bit word: `mix(seed + index)`, with SplitMix64's finaliser.
+//! Speed: about 5 GB/s a core, above what the devices of a test machine deliver.
+
+/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Where an object belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ObjectPlace {
+    /// Layer of the model.
+    pub(crate) layer: u32,
+    /// 0 for keys (or the latent), 1 for values.
+    pub(crate) part: u32,
+}
+
+/// SplitMix64's finaliser: a bijection of 64 bits whose output bits each depend on all input bits.
+pub(crate) fn mix(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+/// Writes the bytes of one object. The length must be a multiple of 8.
+pub(crate) fn fill(prefix_hash: &[u8; 32], place: ObjectPlace, object: &mut [u8]) {
+    let seed = seed(prefix_hash, place);
+    let (words, rest) = object.as_chunks_mut::<8>();
+    debug_assert!(rest.is_empty(), "object sizes are multiples of 8 bytes");
+    for (index, word) in words.iter_mut().enumerate() {
+        *word = word_at(seed, index).to_le_bytes();
+    }
+}
+
+/// How many 8-byte words of an object differ from what they must be.
+pub(crate) fn mismatches(prefix_hash: &[u8; 32], place: ObjectPlace, object: &[u8]) -> u64 {
+    let seed = seed(prefix_hash, place);
+    let (words, rest) = object.as_chunks::<8>();
+    let wrong = words
+        .iter()
+        .enumerate()
+        .filter(|(index, word)| u64::from_le_bytes(**word) != word_at(seed, *index))
+        .count();
+    wrong as u64 + u64::from(!rest.is_empty())
+}
+
+fn seed(prefix_hash: &[u8; 32], place: ObjectPlace) -> u64 {
+    let (words, _) = prefix_hash.as_chunks::<8>();
+    let folded = words.iter().fold(0u64, |sum, word| mix(sum ^ u64::from_le_bytes(*word)));
+    mix(folded ^ (u64::from(place.layer) << 32 | u64::from(place.part)))
+}
+
+fn word_at(seed: u64, index: usize) -> u64 {
+    mix(seed.wrapping_add((index as u64).wrapping_mul(GOLDEN)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filled_object_has_no_mismatch_and_a_flipped_bit_is_one() {
+        let place = ObjectPlace { layer: 3, part: 1 };
+        let mut object = vec![0; 4096];
+        fill(&[9; 32], place, &mut object);
+        assert_eq!(mismatches(&[9; 32], place, &object), 0);
+        object[1000] ^= 1;
+        assert_eq!(mismatches(&[9; 32], place, &object), 1);
+    }
+
+    #[test]
+    fn another_prefix_layer_or_part_gives_other_bytes() {
+        let place = ObjectPlace { layer: 3, part: 1 };
+        let mut object = vec![0; 64];
+        fill(&[9; 32], place, &mut object);
+        assert_eq!(mismatches(&[8; 32], place, &object), 8);
+        assert_eq!(mismatches(&[9; 32], ObjectPlace { layer: 4, part: 1 }, &object), 8);
+        assert_eq!(mismatches(&[9; 32], ObjectPlace { layer: 3, part: 0 }, &object), 8);
+    }
+}

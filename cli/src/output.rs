@@ -1,0 +1,128 @@
+//! What the command line prints: tables and bars for people on a terminal, one JSON object a line otherwise.
+
+// This module is where printing happens; everywhere else it is a lint error.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+use std::io::IsTerminal;
+
+use serde::Serialize;
+
+/// Who reads the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Audience {
+    /// A person: tables and text.
+    Person,
+    /// A program: one JSON object a line.
+    Program,
+}
+
+impl Audience {
+    /// Programs get JSON when they ask for it.
+    pub(crate) fn of(json: JsonFlag) -> Audience {
+        if json.0 { Audience::Program } else { Audience::Person }
+    }
+
+    /// Prints a line for people.
+    pub(crate) fn say(self, line: impl AsRef<str>) {
+        if self == Audience::Person {
+            println!("{}", line.as_ref());
+        }
+    }
+
+    /// Prints an object for programs.
+    pub(crate) fn emit(self, object: &impl Serialize) {
+        if self == Audience::Program {
+            println!("{}", serde_json::to_string(object).expect("our own types encode as JSON"));
+        }
+    }
+
+    /// A progress bar on a terminal; hidden from programs and pipes.
+    pub(crate) fn progress(self, length: u64, what: &'static str) -> indicatif::ProgressBar {
+        if self == Audience::Program || !std::io::stderr().is_terminal() {
+            return indicatif::ProgressBar::hidden();
+        }
+        let style = indicatif::ProgressStyle::with_template("{prefix} {bar:32} {pos}/{len} {elapsed} {msg}")
+            .expect("the template is well formed");
+        indicatif::ProgressBar::new(length).with_style(style).with_prefix(what)
+    }
+}
+
+/// The `--json` flag.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct JsonFlag(pub(crate) bool);
+
+/// A table for people: right-aligned columns but the first.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table with a heading.
+    pub(crate) fn new(heading: &[&str]) -> Table {
+        Table { rows: vec![heading.iter().map(|cell| (*cell).to_owned()).collect()] }
+    }
+
+    /// Adds a row.
+    pub(crate) fn row(&mut self, cells: Vec<String>) {
+        self.rows.push(cells);
+    }
+
+    /// The table as text.
+    pub(crate) fn render(&self) -> String {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |column: usize| {
+            self.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut text = String::new();
+        for row in &self.rows {
+            for (column, cell) in row.iter().enumerate() {
+                let pad = " ".repeat(widths[column] - cell.chars().count());
+                match column {
+                    0 => text.extend([cell.as_str(), pad.as_str()]),
+                    _ => text.extend(["  ", pad.as_str(), cell.as_str()]),
+                }
+            }
+            text.truncate(text.trim_end().len());
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// Bytes with a unit that leaves at most four digits, one decimal below ten.
+pub(crate) fn bytes_text(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 || value >= 100.0 { format!("{value:.0} {}", units[unit]) } else { format!("{value:.1} {}", units[unit]) }
+}
+
+/// Bytes per second as GB/s (decimal, as devices are sold).
+pub(crate) fn bandwidth_text(bytes: u64, seconds: f64) -> String {
+    if seconds <= 0.0 { "–".to_owned() } else { format!("{:.2} GB/s", bytes as f64 / seconds / 1e9) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_aligns_its_columns() {
+        let mut table = Table::new(&["tier", "blocks"]);
+        table.row(vec!["own DRAM".into(), "7".into()]);
+        assert_eq!(table.render(), "tier      blocks\nown DRAM       7\n");
+    }
+
+    #[test]
+    fn bytes_get_a_readable_unit() {
+        assert_eq!(bytes_text(512), "512 B");
+        assert_eq!(bytes_text(64 << 10), "64.0 KiB");
+        assert_eq!(bytes_text(3 << 30), "3.0 GiB");
+    }
+}

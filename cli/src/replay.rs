@@ -1,0 +1,269 @@
+//! Replays a trace against engines, one a node, and adds up what they saw.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use hdrhistogram::Histogram;
+use indicatif::ProgressBar;
+use serde::Serialize;
+
+use crate::cluster::{ClusterFile, cache_directory};
+use crate::engine::{EngineSettings, HitCounts, RequestOutcome};
+use crate::engine_process::EngineProcess;
+use crate::model::llama_3_8b_scaled;
+use crate::output::{Audience, Table, bandwidth_text, bytes_text};
+use crate::trace::{Trace, TraceRequest};
+
+/// Range of latencies recorded: 1 µs to 60 s, three significant digits.
+const LATENCY_US_MAX: u64 = 60_000_000;
+
+/// Arguments of `reprise replay`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ReplayArgs {
+    /// Trace to replay (JSON lines); the conversation trace by default.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Sockets of the agents; requests alternate between them. By default those of the running cluster.
+    #[arg(long, value_name = "PATH")]
+    socket: Vec<PathBuf>,
+    /// Directory of the running cluster [default: the demo's].
+    #[arg(long, value_name = "DIR")]
+    cluster: Option<PathBuf>,
+    /// Requests to replay; all by default.
+    #[arg(long)]
+    requests: Option<usize>,
+    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this.
+    #[arg(long, default_value_t = crate::model::SCALE_DEFAULT)]
+    scale: u32,
+}
+
+/// Sums over a replay.
+pub(crate) struct Totals {
+    pub(crate) requests: u64,
+    pub(crate) blocks: u64,
+    pub(crate) blocks_saved: u64,
+    pub(crate) duplicates: u64,
+    pub(crate) unsaved: u64,
+    pub(crate) lost: u64,
+    pub(crate) hits: HitCounts,
+    pub(crate) bytes_loaded: u64,
+    pub(crate) bytes_verified: u64,
+    pub(crate) bytes_saved: u64,
+    pub(crate) mismatches: u64,
+    load_seconds: f64,
+    save_seconds: f64,
+    match_us: Histogram<u64>,
+    first_layer_us: Histogram<u64>,
+    started: Instant,
+}
+
+/// The JSON form of [`Totals`].
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Summary {
+    pub(crate) event: &'static str,
+    pub(crate) trace: String,
+    pub(crate) scale: u32,
+    pub(crate) block_bytes: u64,
+    pub(crate) requests: u64,
+    pub(crate) blocks: u64,
+    pub(crate) blocks_saved: u64,
+    pub(crate) duplicates: u64,
+    pub(crate) unsaved: u64,
+    pub(crate) lost: u64,
+    pub(crate) hits: HitCounts,
+    pub(crate) hit_ratio: f64,
+    pub(crate) bytes_loaded: u64,
+    pub(crate) bytes_verified: u64,
+    pub(crate) bytes_saved: u64,
+    pub(crate) mismatches: u64,
+    pub(crate) load_gb_per_s: f64,
+    pub(crate) save_gb_per_s: f64,
+    pub(crate) match_us_p50: u64,
+    pub(crate) match_us_p99: u64,
+    pub(crate) first_layer_us_p50: u64,
+    pub(crate) first_layer_us_p99: u64,
+    pub(crate) seconds: f64,
+}
+
+/// What is being replayed; for the summary.
+#[derive(Clone, Debug)]
+pub(crate) struct Subject {
+    pub(crate) trace: String,
+    pub(crate) scale: u32,
+    pub(crate) block_bytes: u64,
+}
+
+impl Totals {
+    pub(crate) fn new() -> Totals {
+        let histogram = || Histogram::new_with_max(LATENCY_US_MAX, 3).expect("the bounds are valid");
+        Totals {
+            requests: 0,
+            blocks: 0,
+            blocks_saved: 0,
+            duplicates: 0,
+            unsaved: 0,
+            lost: 0,
+            hits: HitCounts::default(),
+            bytes_loaded: 0,
+            bytes_verified: 0,
+            bytes_saved: 0,
+            mismatches: 0,
+            load_seconds: 0.0,
+            save_seconds: 0.0,
+            match_us: histogram(),
+            first_layer_us: histogram(),
+            started: Instant::now(),
+        }
+    }
+
+    pub(crate) fn add(&mut self, outcome: &RequestOutcome) {
+        self.requests += 1;
+        self.blocks += outcome.blocks;
+        self.blocks_saved += outcome.saved;
+        self.duplicates += outcome.duplicates;
+        self.unsaved += outcome.unsaved;
+        self.lost += outcome.lost;
+        self.hits.merge(&outcome.hits);
+        self.bytes_loaded += outcome.bytes_loaded;
+        self.bytes_verified += outcome.bytes_verified;
+        self.bytes_saved += outcome.bytes_saved;
+        self.mismatches += outcome.mismatches;
+        self.load_seconds += outcome.load_us as f64 / 1e6;
+        self.save_seconds += outcome.save_us as f64 / 1e6;
+        self.match_us.saturating_record(outcome.match_us.max(1));
+        if outcome.first_layer_us > 0 {
+            self.first_layer_us.saturating_record(outcome.first_layer_us);
+        }
+    }
+
+    pub(crate) fn summary(&self, event: &'static str, subject: &Subject) -> Summary {
+        let rate = |bytes: u64, seconds: f64| if seconds > 0.0 { bytes as f64 / seconds / 1e9 } else { 0.0 };
+        Summary {
+            event,
+            trace: subject.trace.clone(),
+            scale: subject.scale,
+            block_bytes: subject.block_bytes,
+            requests: self.requests,
+            blocks: self.blocks,
+            blocks_saved: self.blocks_saved,
+            duplicates: self.duplicates,
+            unsaved: self.unsaved,
+            lost: self.lost,
+            hits: self.hits,
+            hit_ratio: if self.blocks == 0 { 0.0 } else { self.hits.total() as f64 / self.blocks as f64 },
+            bytes_loaded: self.bytes_loaded,
+            bytes_verified: self.bytes_verified,
+            bytes_saved: self.bytes_saved,
+            mismatches: self.mismatches,
+            load_gb_per_s: rate(self.bytes_loaded, self.load_seconds),
+            save_gb_per_s: rate(self.bytes_saved, self.save_seconds),
+            match_us_p50: self.match_us.value_at_quantile(0.50),
+            match_us_p99: self.match_us.value_at_quantile(0.99),
+            first_layer_us_p50: self.first_layer_us.value_at_quantile(0.50),
+            first_layer_us_p99: self.first_layer_us.value_at_quantile(0.99),
+            seconds: self.started.elapsed().as_secs_f64(),
+        }
+    }
+
+    /// One line for a progress bar.
+    pub(crate) fn live(&self) -> String {
+        format!(
+            "saved {} | hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {} | verified {} | mismatches {}",
+            self.blocks_saved,
+            self.hits.own_dram,
+            self.hits.own_nvme,
+            self.hits.peer_dram,
+            self.hits.peer_nvme,
+            bytes_text(self.bytes_verified),
+            self.mismatches
+        )
+    }
+
+    /// A table for people.
+    pub(crate) fn table(&self) -> String {
+        let mut table = Table::new(&["", "blocks", "share"]);
+        let share = |count: u64| format!("{:.1} %", 100.0 * count as f64 / self.blocks.max(1) as f64);
+        let computed = self.blocks.saturating_sub(self.hits.total());
+        for (name, count) in [
+            ("own DRAM", self.hits.own_dram),
+            ("own NVMe", self.hits.own_nvme),
+            ("peer DRAM", self.hits.peer_dram),
+            ("peer NVMe", self.hits.peer_nvme),
+            ("computed", computed),
+            ("asked for", self.blocks),
+        ] {
+            table.row(vec![name.to_owned(), count.to_string(), share(count)]);
+        }
+        let quantile = |histogram: &Histogram<u64>, q: f64| histogram.value_at_quantile(q);
+        format!(
+            "{}\n{} requests in {:.1} s; {} blocks saved, {} lost, {} unsaved\n\
+             loaded {} at {}, verified {}, mismatches {}; saved {} at {}\n\
+             match p50 {} µs, p99 {} µs; first layer p50 {} µs, p99 {} µs\n",
+            table.render(),
+            self.requests,
+            self.started.elapsed().as_secs_f64(),
+            self.blocks_saved,
+            self.lost,
+            self.unsaved,
+            bytes_text(self.bytes_loaded),
+            bandwidth_text(self.bytes_loaded, self.load_seconds),
+            bytes_text(self.bytes_verified),
+            self.mismatches,
+            bytes_text(self.bytes_saved),
+            bandwidth_text(self.bytes_saved, self.save_seconds),
+            quantile(&self.match_us, 0.5),
+            quantile(&self.match_us, 0.99),
+            quantile(&self.first_layer_us, 0.5),
+            quantile(&self.first_layer_us, 0.99),
+        )
+    }
+}
+
+/// Sends requests to the engines in turn.
+pub(crate) fn run(
+    requests: &[TraceRequest],
+    engines: &mut [EngineProcess],
+    totals: &mut Totals,
+    bar: &ProgressBar,
+) -> anyhow::Result<()> {
+    for (index, request) in requests.iter().enumerate() {
+        let engine = index % engines.len();
+        let outcome = engines[engine]
+            .run(request.full_blocks())
+            .with_context(|| format!("request {index} on engine {engine}"))?;
+        totals.add(&outcome);
+        bar.inc(1);
+        bar.set_message(totals.live());
+    }
+    Ok(())
+}
+
+/// `reprise replay`.
+pub(crate) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<()> {
+    let trace = Trace::open(args.trace.as_deref())?;
+    let layout = llama_3_8b_scaled(args.scale)?;
+    let sockets = if args.socket.is_empty() {
+        let directory = args.cluster.clone().unwrap_or_else(|| cache_directory().join("demo"));
+        ClusterFile::read(&directory)?.agents.into_iter().map(|agent| agent.socket).collect()
+    } else {
+        args.socket.clone()
+    };
+    let mut engines = sockets
+        .into_iter()
+        .map(|socket| EngineProcess::start(&EngineSettings { socket, layout }))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let requests = &trace.requests[..args.requests.unwrap_or(usize::MAX).min(trace.requests.len())];
+    let subject =
+        Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
+    let bar = audience.progress(requests.len() as u64, "replay");
+    let mut totals = Totals::new();
+    run(requests, &mut engines, &mut totals, &bar)?;
+    bar.finish_and_clear();
+    audience.say(totals.table());
+    audience.emit(&totals.summary("replay", &subject));
+    if totals.mismatches > 0 {
+        bail!("{} words differed from what was saved", totals.mismatches);
+    }
+    Ok(())
+}

@@ -1,0 +1,266 @@
+//! Repository checks: what review should not have to look for.
+//!
+//! Each test names the rule it keeps; a failure names the file. The list of files comes from git, so files
+//! that are not tracked yet are not checked.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cargo_metadata::MetadataCommand;
+
+/// No source file may be longer.
+const LINES_MAX: usize = 900;
+
+/// Files longer than this are on the ratchet: listed with the length they may not exceed.
+const LINES_BEFORE_RATCHET: usize = 600;
+
+/// Longest permitted lengths of files beyond [`LINES_BEFORE_RATCHET`]. Lower a number when a file shrinks; never
+/// raise one: split the file by responsibility.
+const RATCHET: &[(&str, usize)] = &[];
+
+/// Largest tracked file.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Crates in which unsafe code may live (ARCHITECTURE, "Who may know whom").
+const UNSAFE_FOLDERS: &[&str] = &["node-agent/buffers/", "node-agent/io/"];
+
+/// Every dependency that one of our crates may have on another (development dependencies included for tests
+/// of the agent against its client).
+const EDGES: &[(&str, &[&str])] = &[
+    ("reprise-policy", &[]),
+    ("reprise-proto", &[]),
+    ("reprise-buffers", &["reprise-policy"]),
+    ("reprise-io", &["reprise-policy", "reprise-buffers"]),
+    ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
+    ("reprise-agent-core", &["reprise-policy"]),
+    ("reprise-client", &["reprise-policy", "reprise-proto", "reprise-buffers"]),
+    (
+        "reprise-agent",
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-buffers",
+            "reprise-io",
+            "reprise-transport",
+            "reprise-agent-core",
+            "reprise-client",
+        ],
+    ),
+    ("reprise-controlplane-core", &["reprise-policy"]),
+    ("reprise-controlplane-store", &["reprise-policy"]),
+    (
+        "reprise-controlplane",
+        &["reprise-policy", "reprise-proto", "reprise-controlplane-core", "reprise-controlplane-store"],
+    ),
+    (
+        "reprise",
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-buffers",
+            "reprise-io",
+            "reprise-transport",
+            "reprise-agent-core",
+            "reprise-client",
+            "reprise-controlplane-core",
+        ],
+    ),
+    ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client"]),
+];
+
+/// Crates that decide without doing: no async runtime, no clock, no I/O libraries.
+const PURE: &[&str] = &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"];
+
+/// What a pure crate must not depend on.
+const IMPURE: &[&str] = &["tokio", "libc", "io-uring", "tonic", "axum", "rand", "redb", "crossbeam-channel"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("e2e lies in the workspace").to_owned()
+}
+
+fn tracked() -> Vec<String> {
+    let output = Command::new("git").arg("ls-files").current_dir(root()).output().expect("git runs");
+    assert!(output.status.success(), "git ls-files failed: the checks need a git checkout");
+    let files: Vec<String> = String::from_utf8(output.stdout)
+        .expect("file names are UTF-8")
+        .lines()
+        .filter(|file| root().join(file).exists())
+        .map(str::to_owned)
+        .collect();
+    assert!(files.iter().any(|file| file == "Cargo.toml"), "the list of files is not that of this repository");
+    files
+}
+
+fn rust_files() -> Vec<(String, String)> {
+    tracked()
+        .into_iter()
+        .filter(|file| file.ends_with(".rs"))
+        .map(|file| {
+            let text = fs::read_to_string(root().join(&file)).expect("a tracked file reads");
+            (file, text)
+        })
+        .collect()
+}
+
+fn assert_none(rule: &str, offenders: &[String]) {
+    assert!(offenders.is_empty(), "{rule}:\n  {}", offenders.join("\n  "));
+}
+
+#[test]
+fn every_source_file_says_what_it_is_for() {
+    let offenders: Vec<String> = rust_files()
+        .into_iter()
+        .filter(|(_, text)| !text.lines().find(|line| !line.trim().is_empty()).is_some_and(|line| line.starts_with("//!")))
+        .map(|(file, _)| file)
+        .collect();
+    assert_none("a source file opens with a `//!` module doc", &offenders);
+}
+
+#[test]
+fn no_source_file_outgrows_the_head() {
+    let limits: BTreeMap<&str, usize> = RATCHET.iter().copied().collect();
+    let mut offenders = Vec::new();
+    for (file, text) in rust_files() {
+        let lines = text.lines().count();
+        let limit = limits.get(file.as_str()).copied().unwrap_or(LINES_BEFORE_RATCHET).min(LINES_MAX);
+        if lines > limit {
+            offenders.push(format!("{file}: {lines} lines, limit {limit}"));
+        }
+    }
+    assert_none("files are split by responsibility before they grow too long", &offenders);
+}
+
+#[test]
+fn crates_know_only_whom_they_may() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(root().join("Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata runs");
+    let allowed: BTreeMap<&str, &[&str]> = EDGES.iter().copied().collect();
+    let ours: BTreeSet<&str> = metadata.packages.iter().map(|package| package.name.as_str()).collect();
+    let mut offenders = Vec::new();
+    for package in &metadata.packages {
+        let Some(may) = allowed.get(package.name.as_str()) else {
+            offenders.push(format!("{} is not in the list of edges", package.name));
+            continue;
+        };
+        for dependency in &package.dependencies {
+            let name = dependency.name.as_str();
+            if ours.contains(name) && !may.contains(&name) {
+                offenders.push(format!("{} must not depend on {name}", package.name));
+            }
+            if PURE.contains(&package.name.as_str()) && IMPURE.contains(&name) {
+                offenders.push(format!("{} is pure and must not depend on {name}", package.name));
+            }
+        }
+    }
+    assert_none("crate edges are those of docs/ARCHITECTURE.md", &offenders);
+}
+
+#[test]
+fn unsafe_code_lives_in_the_leaf_crates() {
+    let offenders: Vec<String> = rust_files()
+        .into_iter()
+        .filter(|(file, _)| !UNSAFE_FOLDERS.iter().any(|folder| file.starts_with(folder)))
+        .filter(|(_, text)| {
+            text.lines().any(|line| {
+                let code = line.split("//").next().unwrap_or("");
+                code.contains("unsafe {") || code.contains("unsafe fn") || code.contains("unsafe impl")
+            })
+        })
+        .map(|(file, _)| file)
+        // This file names the words it looks for.
+        .filter(|file| file != "e2e/tests/tidy.rs")
+        .collect();
+    assert_none("unsafe code lives in buffers and io", &offenders);
+}
+
+#[test]
+fn every_module_file_belongs_to_a_module() {
+    let files = rust_files();
+    let texts: BTreeMap<&str, &str> = files.iter().map(|(file, text)| (file.as_str(), text.as_str())).collect();
+    let mut offenders = Vec::new();
+    for (file, _) in &files {
+        let path = Path::new(file);
+        let stem = path.file_stem().and_then(|stem| stem.to_str()).expect("a file name");
+        let parent = path.parent().expect("a folder");
+        let folder = parent.file_name().and_then(|name| name.to_str()).unwrap_or("");
+        let is_root = matches!(stem, "lib" | "main" | "build") || matches!(folder, "tests" | "examples" | "benches" | "bin");
+        if is_root && !(folder == "tests" && stem == "mod") {
+            continue;
+        }
+        let declares = |candidate: PathBuf| {
+            let text = texts.get(candidate.to_str().expect("UTF-8")).copied().unwrap_or("");
+            text.lines().any(|line| {
+                let line = line.trim();
+                let line = line.strip_prefix("pub(crate) ").or_else(|| line.strip_prefix("pub ")).unwrap_or(line);
+                line.strip_prefix("mod ").is_some_and(|rest| rest.trim_end_matches([';', ' ', '{']) == stem)
+            })
+        };
+        let owner = parent.with_extension("rs");
+        let mut owners = vec![parent.join("lib.rs"), parent.join("main.rs"), parent.join("mod.rs"), owner];
+        // A folder of an integration test: any file of `tests/` may own it.
+        if parent.parent().and_then(Path::file_name).is_some_and(|name| name == "tests") || folder == "tests" {
+            let tests = parent.parent().expect("a folder");
+            owners.extend(files.iter().map(|(file, _)| PathBuf::from(file)).filter(|file| file.starts_with(tests)));
+        }
+        if !owners.into_iter().any(declares) {
+            offenders.push(file.clone());
+        }
+    }
+    assert_none("a module file is declared by its parent, or it is dead", &offenders);
+}
+
+#[test]
+fn nothing_is_left_to_do_without_an_issue() {
+    let offenders: Vec<String> = rust_files()
+        .into_iter()
+        .filter(|(file, _)| file != "e2e/tests/tidy.rs")
+        .flat_map(|(file, text)| {
+            text.lines()
+                .enumerate()
+                .filter(|(_, line)| ["TODO", "FIXME", "XXX"].iter().any(|word| line.contains(word)) && !line.contains("(#"))
+                .map(|(index, _)| format!("{file}:{}", index + 1))
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    assert_none("a note of work to do names its issue, as in TODO(#12)", &offenders);
+}
+
+#[test]
+fn an_ignored_test_says_why() {
+    let offenders: Vec<String> = rust_files()
+        .into_iter()
+        .filter(|(file, _)| file != "e2e/tests/tidy.rs")
+        .filter(|(_, text)| text.lines().any(|line| line.trim() == "#[ignore]"))
+        .map(|(file, _)| file)
+        .collect();
+    assert_none("#[ignore] has a reason", &offenders);
+}
+
+#[test]
+fn the_tree_holds_no_large_files_and_no_paths_of_one_machine() {
+    // Spelled in two halves so that this file does not name what it forbids.
+    let forbidden: Vec<String> = [("/wor", "k/main"), ("/roo", "t/"), ("/home", "/"), ("crates", ".io/")]
+        .iter()
+        .map(|(head, tail)| format!("{head}{tail}"))
+        .collect();
+    let mut offenders = Vec::new();
+    for file in tracked() {
+        let path = root().join(&file);
+        let bytes = fs::metadata(&path).expect("a tracked file has metadata").len();
+        if bytes > FILE_BYTES_MAX {
+            offenders.push(format!("{file}: {bytes} bytes"));
+        }
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        if file != "Cargo.lock" {
+            offenders.extend(
+                forbidden.iter().filter(|word| text.contains(word.as_str())).map(|word| format!("{file}: {word}")),
+            );
+        }
+    }
+    assert_none("the tree is small and says nothing of one machine", &offenders);
+}
