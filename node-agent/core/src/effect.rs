@@ -1,4 +1,7 @@
 //! What the core wants done.
+//!
+//! Effects are executed in order. They own what they carry, so that the runtime can hand them to other threads.
+//! Deliberately absent: anything of how they are executed.
 
 use std::time::Duration;
 
@@ -85,29 +88,90 @@ pub enum Access {
 #[derive(Debug)]
 pub enum Effect {
     /// Answer a request.
-    Reply { session: SessionId, request: RequestId, reply: Reply },
+    Reply {
+        /// Who asked.
+        session: SessionId,
+        /// From the request.
+        request: RequestId,
+        /// The answer.
+        reply: Reply,
+    },
     /// Tell a session that a ticket's blocks have come to their end.
-    Durable { session: SessionId, ticket: Ticket, durable: u32, lost: Vec<BlockKey> },
+    Durable {
+        /// Whose ticket.
+        session: SessionId,
+        /// From `Reply::Committed`.
+        ticket: Ticket,
+        /// Items whose block is durable.
+        durable: u32,
+        /// Keys that are not and will not be.
+        lost: Vec<BlockKey>,
+    },
     /// Write a session's progress page.
-    Progress { session: SessionId, entry: ProgressEntry, update: ProgressUpdate },
+    Progress {
+        /// Whose page.
+        session: SessionId,
+        /// Which entry of it.
+        entry: ProgressEntry,
+        /// What to write.
+        update: ProgressUpdate,
+    },
     /// Do a pool operation; report with `Event::DeviceDone`.
-    Device { device: DeviceId, op: DeviceOp },
+    Device {
+        /// The device.
+        device: DeviceId,
+        /// The operation.
+        op: DeviceOp,
+    },
     /// Read and verify blocks; report with `Event::Fill`.
-    ReadBlocks { device: DeviceId, batch: ReadBatch },
+    ReadBlocks {
+        /// The device.
+        device: DeviceId,
+        /// The blocks.
+        batch: ReadBatch,
+    },
     /// Ask the directory for replicas on other nodes; report with `Found` or `LookupFailed`.
-    Lookup { lookup: LookupId, keys: Vec<BlockKey>, timeout: Duration },
+    Lookup {
+        /// Repeated in the answer.
+        lookup: LookupId,
+        /// What is looked for.
+        keys: Vec<BlockKey>,
+        /// Report `LookupFailed` after this time.
+        timeout: Duration,
+    },
     /// Tell the directory what changed here, in order.
-    Announce { changes: Vec<ReplicaChange> },
+    Announce {
+        /// The changes.
+        changes: Vec<ReplicaChange>,
+    },
     /// Tell the directory all that is here, replacing what it knows.
-    AnnounceAll { replicas: Vec<(BlockKey, Tier)> },
+    AnnounceAll {
+        /// Every replica of this node.
+        replicas: Vec<(BlockKey, Tier)>,
+    },
     /// Get blocks from a peer, verified; report with `Event::Fill`.
     PeerFetch(PeerFetch),
     /// Send a peer the header of a block: its checksums and where it came from.
-    ServeHeader { serve: ServeId, block: u32, tier: Tier, checksums: Box<[u32]> },
+    ServeHeader {
+        /// The peer's request.
+        serve: ServeId,
+        /// Index of the block in it.
+        block: u32,
+        /// Where the block lay on this node.
+        tier: Tier,
+        /// CRC32C of each object.
+        checksums: Box<[u32]>,
+    },
     /// Send a peer objects of a block, after its header. `last` with the block's last object.
     ServeObjects(ServeObjects),
-    /// Tell a peer that it will not get a block.
-    ServeAbsent { serve: ServeId, block: u32 },
+    /// Tell a peer that it will not get a block (the rest of it, when its header was sent already). If the
+    /// header was sent, the block's lease still ends with `ServeDone` or `ServeAborted`.
+    ServeAbsent {
+        /// The peer's request.
+        serve: ServeId,
+        /// Index of the block in it.
+        block: u32,
+    },
     /// Something an operator should know; the runtime logs it once.
     Report(Report),
 }
@@ -118,22 +182,54 @@ pub enum Reply {
     /// The call was wrong; the text says what to do.
     BadRequest(String),
     /// Too much at once; try again.
-    Busy { message: String, retry_after: Duration },
+    Busy {
+        /// What there is too much of.
+        message: String,
+        /// When to try again.
+        retry_after: Duration,
+    },
     /// Reserved slots, possibly fewer than asked. `regions` are those that the session has not seen with
     /// this access yet.
-    Reserved { regions: Vec<(RegionId, Access)>, leases: Vec<(LeaseId, ArenaSlot)>, retry_after: Duration },
+    Reserved {
+        /// Regions to grant with this reply.
+        regions: Vec<(RegionId, Access)>,
+        /// The slots.
+        leases: Vec<(LeaseId, ArenaSlot)>,
+        /// When to ask for the rest; zero when all were given.
+        retry_after: Duration,
+    },
     /// Per item of the commit, in order.
-    Committed { ticket: Ticket, statuses: Vec<CommitStatus> },
+    Committed {
+        /// Named by the durable notice to come.
+        ticket: Ticket,
+        /// One per item.
+        statuses: Vec<CommitStatus>,
+    },
     /// Slots given back.
     Aborted,
     /// Source of each leading block.
-    Matched { sources: Vec<Source> },
+    Matched {
+        /// As many as there are leading blocks available.
+        sources: Vec<Source>,
+    },
     /// A load's blocks, in order of its keys. Layers may still be in flight: see the progress entry.
-    Loaded { load: LoadId, entry: ProgressEntry, regions: Vec<(RegionId, Access)>, blocks: Vec<LoadedBlock> },
+    Loaded {
+        /// For `Release`.
+        load: LoadId,
+        /// Where its progress is published.
+        entry: ProgressEntry,
+        /// Regions to grant with this reply.
+        regions: Vec<(RegionId, Access)>,
+        /// One per key.
+        blocks: Vec<LoadedBlock>,
+    },
     /// Load released.
     Released,
     /// DRAM copies dropped.
-    Trimmed { blocks: u64 },
+    Trimmed {
+        /// How many.
+        blocks: u64,
+    },
     /// Counters by name, in the order of `Counters::fields`.
     Stats(Vec<(&'static str, u64)>),
 }
@@ -155,7 +251,14 @@ pub enum CommitStatus {
 #[derive(Clone, Debug)]
 pub enum LoadedBlock {
     /// Readable in `slot` as far as the progress entry says.
-    Ok { source: Source, slot: ArenaSlot, checksums: Box<[u32]> },
+    Ok {
+        /// Where it was found.
+        source: Source,
+        /// Where it is readable until `Release`.
+        slot: ArenaSlot,
+        /// CRC32C of each object.
+        checksums: Box<[u32]>,
+    },
     /// Not to be had.
     Lost(LossReason),
 }
@@ -178,11 +281,20 @@ pub enum LossReason {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProgressUpdate {
     /// The entry now belongs to this load: zero it, then set the id.
-    Begin { load: LoadId },
+    Begin {
+        /// The load.
+        load: LoadId,
+    },
     /// Leading layers that are verified for every block that has not failed.
-    Layers { layers: u32 },
+    Layers {
+        /// How many.
+        layers: u32,
+    },
     /// A block (index within the load) failed after the reply was sent.
-    BlockFailed { block: u32 },
+    BlockFailed {
+        /// Index within the load.
+        block: u32,
+    },
     /// All blocks are verified or failed.
     Done,
 }
@@ -286,7 +398,19 @@ pub enum Change {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Report {
     /// A stored block did not verify and was dropped.
-    CorruptBlock { device: DeviceId, page: PageNumber, key: BlockKey },
+    CorruptBlock {
+        /// Where it was stored.
+        device: DeviceId,
+        /// Its header page, now quarantined.
+        page: PageNumber,
+        /// Its key.
+        key: BlockKey,
+    },
     /// A device had too many errors and is no longer used.
-    DeviceLost { device: DeviceId, reason: String },
+    DeviceLost {
+        /// Which.
+        device: DeviceId,
+        /// Why.
+        reason: String,
+    },
 }

@@ -17,24 +17,62 @@ pub enum Event {
     /// An engine opened a session (its greeting was checked by the runtime).
     SessionOpened(SessionOpened),
     /// A session ended: all its leases, reservations and loads end with it.
-    SessionClosed { session: SessionId },
+    SessionClosed {
+        /// Which.
+        session: SessionId,
+    },
     /// A request of a session.
-    Request { session: SessionId, request: RequestId, body: Request },
+    Request {
+        /// Who asks.
+        session: SessionId,
+        /// Repeated in the reply.
+        request: RequestId,
+        /// What is wanted.
+        body: Request,
+    },
     /// A pool operation finished ([`Effect::Device`](crate::effect::Effect::Device)).
-    DeviceDone { device: DeviceId, token: OpToken, result: Result<(), DeviceError> },
+    DeviceDone {
+        /// The device.
+        device: DeviceId,
+        /// The operation's token.
+        token: OpToken,
+        /// How it ended.
+        result: Result<(), DeviceError>,
+    },
     /// A fill got further ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
-    Fill { fill: FillId, update: FillUpdate },
+    Fill {
+        /// Which.
+        fill: FillId,
+        /// How far.
+        update: FillUpdate,
+    },
     /// The directory answered.
-    Found { lookup: LookupId, found: Vec<Vec<Replica>> },
+    Found {
+        /// The question.
+        lookup: LookupId,
+        /// Replicas of each key of the question, in its order; none of this node.
+        found: Vec<Vec<Replica>>,
+    },
     /// The directory did not answer in time or cannot be reached: whatever was looked up is a miss.
-    LookupFailed { lookup: LookupId },
+    LookupFailed {
+        /// The question.
+        lookup: LookupId,
+    },
     /// A peer asks for blocks.
     PeerRequest(PeerRequest),
     /// All objects of one block that a peer asked for were handed to the transport's socket, or dropped with
     /// the connection: the block's lease ends.
-    ServeDone { serve: ServeId, block: u32 },
+    ServeDone {
+        /// The peer's request.
+        serve: ServeId,
+        /// Index of the block in it.
+        block: u32,
+    },
     /// The connection of a serve is gone; nothing more of it will be sent.
-    ServeAborted { serve: ServeId },
+    ServeAborted {
+        /// The peer's request.
+        serve: ServeId,
+    },
     /// The control plane asks for everything (new registration): announce the whole inventory.
     InventoryWanted,
     /// Time passed; sent whenever the instant of [`AgentCore::next_deadline`](crate::agent::AgentCore) is reached.
@@ -58,17 +96,36 @@ pub struct SessionOpened {
 #[derive(Clone, Debug)]
 pub enum Request {
     /// Wants `count` slots to fill.
-    Reserve { count: u32 },
+    Reserve {
+        /// How many; fewer may be given.
+        count: u32,
+    },
     /// Publishes filled slots.
-    Commit { items: Vec<CommitItem>, priority: Priority },
+    Commit {
+        /// The filled slots and what they hold.
+        items: Vec<CommitItem>,
+        /// How much these blocks are worth keeping.
+        priority: Priority,
+    },
     /// Gives slots back unused.
-    Abort { leases: Vec<LeaseId> },
+    Abort {
+        /// The reservations; unknown ones are passed over.
+        leases: Vec<LeaseId>,
+    },
     /// How many leading keys are available, and where.
-    Match { keys: Vec<BlockKey>, scope: Scope },
+    Match {
+        /// The whole chain, in order.
+        keys: Vec<BlockKey>,
+        /// Where to look.
+        scope: Scope,
+    },
     /// Wants blocks readable in the arena.
     Load(LoadRequest),
     /// Done with a load: its slots may be evicted again.
-    Release { load: LoadId },
+    Release {
+        /// From `Reply::Loaded`.
+        load: LoadId,
+    },
     /// Drop clean DRAM copies of blocks that are on NVMe.
     Trim,
     /// Wants the counters.
@@ -126,7 +183,14 @@ pub struct LoadRequest {
 pub enum FillUpdate {
     /// The block's checksums are known and its first `layers` layers are verified in the slot.
     /// `checksums` comes with the first update.
-    Layers { layers: u32, checksums: Option<Box<[u32]>>, tier: Tier },
+    Layers {
+        /// Leading layers of the block that are verified.
+        layers: u32,
+        /// CRC32C of each object; with the first update.
+        checksums: Option<Box<[u32]>>,
+        /// Where the block came from (on the peer, for a fetch).
+        tier: Tier,
+    },
     /// The block will not come; the slot is no longer touched. After all layers are reported ready
     /// the device or transport no longer touches the slot either: no further update comes.
     Failed(FillError),
