@@ -1,0 +1,310 @@
+//! The agent's memory for blocks: regions, each a sealed memory file mapped in the largest pages to be had.
+//!
+//! Pages, best first: the hugetlb pool; ordinary memory collapsed into 2 MiB pages (`MADV_COLLAPSE`, which works
+//! whatever `shmem_enabled` says); 4 KiB pages. A collapse needs one page of each 2 MiB to exist and fills the rest
+//! with zeros, so one page each is touched before, and the whole region after: no page fault is left for later.
+//!
+//! First touch costs 0.3–3 GB/s a core (the hypervisor may have to find the memory too), so regions are made by
+//! several threads. An arena is never resized.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread;
+
+use reprise_policy::ByteSize;
+
+use crate::error::BufferError;
+use crate::meminfo::Available;
+use crate::memory::{Access, Advice, Memory};
+use crate::page_kind::{PageCoverage, PageKind, measure};
+use crate::span::Span;
+use crate::{HUGE_PAGE_BYTES, PAGE_BYTES, sys};
+
+/// Regions of one arena: io_uring registers at most 2^14 buffers (io_uring_register(2)).
+pub const REGIONS_MAX: usize = 1 << 14;
+
+/// Bytes of one region: io_uring registers buffers of at most 1 GiB (io_uring_register(2)).
+pub const REGION_BYTES_MAX: u64 = 1 << 30;
+
+/// Threads that touch memory at start.
+const BUILDERS_MAX: usize = 8;
+
+/// A collapse fails now and then because a page is just in use elsewhere (EAGAIN, EBUSY).
+const COLLAPSE_ATTEMPTS_MAX: u32 = 3;
+
+/// Which pages to try for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HugePolicy {
+    /// Huge pages where the machine has them.
+    Prefer,
+    /// Ordinary pages only.
+    Never,
+}
+
+/// How large an arena shall be, and how it is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaConfig {
+    /// Bytes altogether, a multiple of 4096.
+    pub bytes: u64,
+    /// Bytes of a region (the last one may be smaller), a multiple of 4096 (of 2 MiB for huge pages), at most
+    /// [`REGION_BYTES_MAX`].
+    pub region_bytes: u64,
+    /// Which pages to try for.
+    pub huge: HugePolicy,
+}
+
+/// All regions of an agent.
+#[derive(Debug)]
+pub struct Arena {
+    regions: Vec<Arc<Region>>,
+}
+
+/// A part of the arena that is one memory file: what an engine is handed, and what io_uring registers.
+#[derive(Debug)]
+pub struct Region {
+    id: u16,
+    memory: Arc<Memory>,
+    writable: OwnedFd,
+    readonly: OwnedFd,
+    coverage: PageCoverage,
+}
+
+/// A region whose pages are not measured yet.
+struct FreshRegion {
+    memory: Memory,
+    writable: OwnedFd,
+    readonly: OwnedFd,
+}
+
+impl ArenaConfig {
+    /// Sizes of the regions, in order.
+    fn region_sizes(&self) -> Result<Vec<u64>, BufferError> {
+        let invalid = |text: String| Err(BufferError::Invalid(text));
+        let whole_pages = |bytes: u64| bytes > 0 && bytes.is_multiple_of(PAGE_BYTES as u64);
+        if !whole_pages(self.bytes) || !whole_pages(self.region_bytes) {
+            return invalid(format!(
+                "an arena of {} in regions of {} is not made of whole 4 KiB pages: use multiples of 2MiB",
+                ByteSize(self.bytes),
+                ByteSize(self.region_bytes)
+            ));
+        }
+        if self.region_bytes > REGION_BYTES_MAX {
+            return invalid(format!(
+                "regions of {} are too large: at most {}",
+                ByteSize(self.region_bytes),
+                ByteSize(REGION_BYTES_MAX)
+            ));
+        }
+        let count = self.bytes.div_ceil(self.region_bytes);
+        if count > REGIONS_MAX as u64 {
+            return invalid(format!(
+                "an arena of {} in regions of {} has {count} regions: at most {REGIONS_MAX}, use larger ones",
+                ByteSize(self.bytes),
+                ByteSize(self.region_bytes)
+            ));
+        }
+        Ok((0..count).map(|index| self.region_bytes.min(self.bytes - index * self.region_bytes)).collect())
+    }
+
+    /// Refuses an arena that does not fit, before memory is touched.
+    fn check_memory(&self) -> Result<(), BufferError> {
+        // Without /proc/meminfo nothing can be said beforehand; populating reports ENOMEM then.
+        let Some(available) = Available::now() else { return Ok(()) };
+        let from_pool = match self.huge {
+            HugePolicy::Prefer => available.hugetlb_bytes - available.hugetlb_bytes % self.region_bytes,
+            HugePolicy::Never => 0,
+        };
+        available.check(self.bytes.saturating_sub(from_pool))
+    }
+}
+
+impl Arena {
+    /// Takes and touches the memory.
+    ///
+    /// Errors: sizes that cannot be, more than the memory available, too few descriptors (two for each region).
+    pub fn new(config: &ArenaConfig) -> Result<Arena, BufferError> {
+        let sizes = config.region_sizes()?;
+        config.check_memory()?;
+        let fresh = build_all(&sizes, config.huge)?;
+        let addresses: Vec<Range<usize>> = fresh.iter().map(FreshRegion::addresses).collect();
+        let coverages = measure(&addresses);
+        let regions = (0u16..)
+            .zip(fresh)
+            .zip(coverages)
+            .map(|((id, fresh), coverage)| Arc::new(fresh.into_region(id, coverage)))
+            .collect();
+        Ok(Arena { regions })
+    }
+
+    /// The regions; a region's id is its position.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.regions
+    }
+
+    /// The kind of pages that all of it has; see [`Arena::coverage`] for the parts.
+    pub fn page_kind(&self) -> PageKind {
+        self.coverage().kind()
+    }
+
+    /// How much of it is in which pages, as measured when it was made.
+    pub fn coverage(&self) -> PageCoverage {
+        self.regions.iter().map(|region| region.coverage).fold(PageCoverage::default(), PageCoverage::plus)
+    }
+
+    /// `bytes` bytes from `offset` of a region; an error when there is no such region or they do not lie inside.
+    pub fn span(&self, region: u16, offset: u64, bytes: u64) -> Result<Span, BufferError> {
+        match self.regions.get(usize::from(region)) {
+            Some(region) => region.span(offset, bytes),
+            None => Err(BufferError::Invalid(format!(
+                "there is no region {region}: the arena has {} regions",
+                self.regions.len()
+            ))),
+        }
+    }
+}
+
+impl Region {
+    /// Its position in the arena.
+    pub fn id(&self) -> u16 {
+        self.id
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.memory.bytes() as u64
+    }
+
+    /// For engines that fill it.
+    pub fn writable_fd(&self) -> BorrowedFd<'_> {
+        self.writable.as_fd()
+    }
+
+    /// For engines that load from it: cannot be mapped for writing.
+    pub fn readonly_fd(&self) -> BorrowedFd<'_> {
+        self.readonly.as_fd()
+    }
+
+    /// The kind of pages that all of it has.
+    pub fn page_kind(&self) -> PageKind {
+        self.coverage.kind()
+    }
+
+    /// How much of it is in which pages, as measured when it was made.
+    pub fn coverage(&self) -> PageCoverage {
+        self.coverage
+    }
+
+    /// Address of its first byte (a multiple of 2 MiB in regions of at least that size), valid while the region or
+    /// a span of it lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.memory.as_ptr()
+    }
+
+    /// `bytes` bytes from `offset`; an error when they do not lie inside.
+    pub fn span(&self, offset: u64, bytes: u64) -> Result<Span, BufferError> {
+        Span::of(&self.memory, offset, bytes)
+    }
+
+    /// Whether the span lies in this region (and not in one of the same id of another arena).
+    pub fn contains(&self, span: &Span) -> bool {
+        span.is_of(&self.memory)
+    }
+
+    /// Overwrites all of it with zeros, as before it changes its tenant. The caller makes sure that no slot of it is
+    /// in use.
+    pub fn zero(&self) {
+        // SAFETY: the mapping is writable and `bytes()` long, and no reference into it exists (spans are raw).
+        unsafe { self.memory.as_ptr().write_bytes(0, self.memory.bytes()) };
+    }
+}
+
+impl FreshRegion {
+    /// A region of zeros in the best pages to be had.
+    fn new(bytes: u64, huge: HugePolicy) -> Result<FreshRegion, BufferError> {
+        let huge = match huge {
+            HugePolicy::Prefer if bytes >= HUGE_PAGE_BYTES as u64 => HugePolicy::Prefer,
+            _ => HugePolicy::Never,
+        };
+        if huge == HugePolicy::Prefer && bytes.is_multiple_of(HUGE_PAGE_BYTES as u64) {
+            // EINVAL: no hugetlb in this kernel; ENOMEM: pool empty or too small. Either way there are other pages.
+            if let Ok(region) =
+                FreshRegion::populated(bytes, libc::MFD_HUGETLB | libc::MFD_HUGE_2MB, HugePolicy::Never)
+            {
+                return Ok(region);
+            }
+        }
+        FreshRegion::populated(bytes, 0, huge)
+            .map_err(|source| BufferError::system(format!("taking {} of memory", ByteSize(bytes)), source))
+    }
+
+    fn populated(bytes: u64, flags: libc::c_uint, collapse: HugePolicy) -> io::Result<FreshRegion> {
+        let writable = sys::sealed_memfd(c"reprise-region", bytes, flags)?;
+        let readonly = sys::reopen_readonly(writable.as_fd())?;
+        let length = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let memory = Memory::map(writable.as_fd(), length, Access::ReadWrite)?;
+        // Only a wish: an old kernel then writes larger core dumps.
+        let _ = memory.advise(0, length, Advice::DontDump);
+        if collapse == HugePolicy::Prefer {
+            collapse_whole(&memory)?;
+        }
+        memory.advise(0, length, Advice::PopulateWrite)?;
+        Ok(FreshRegion { memory, writable, readonly })
+    }
+
+    fn addresses(&self) -> Range<usize> {
+        let start = self.memory.as_ptr().addr();
+        start..start + self.memory.bytes()
+    }
+
+    fn into_region(self, id: u16, coverage: PageCoverage) -> Region {
+        Region {
+            id,
+            memory: Arc::new(self.memory.with_region(id)),
+            writable: self.writable,
+            readonly: self.readonly,
+            coverage,
+        }
+    }
+}
+
+/// Makes huge pages of as much as possible; what stays small is found by measuring.
+fn collapse_whole(memory: &Memory) -> io::Result<()> {
+    let whole = memory.bytes() - memory.bytes() % HUGE_PAGE_BYTES;
+    for offset in (0..whole).step_by(HUGE_PAGE_BYTES) {
+        memory.advise(offset, PAGE_BYTES, Advice::PopulateWrite)?;
+    }
+    if memory.advise(0, whole, Advice::Collapse).is_ok() {
+        return Ok(());
+    }
+    for offset in (0..whole).step_by(HUGE_PAGE_BYTES) {
+        for _ in 0..COLLAPSE_ATTEMPTS_MAX {
+            match memory.advise(offset, HUGE_PAGE_BYTES, Advice::Collapse) {
+                // EINVAL: this kernel does not know it, or transparent huge pages are off. Trying on is useless.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ok(()),
+                Err(_) => {}
+                Ok(()) => break,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Builds regions of these sizes, in order, on several threads.
+fn build_all(sizes: &[u64], huge: HugePolicy) -> Result<Vec<FreshRegion>, BufferError> {
+    let builders = thread::available_parallelism().map_or(1, usize::from).min(BUILDERS_MAX);
+    let build = |share: &[u64]| {
+        share.iter().map(|bytes| FreshRegion::new(*bytes, huge)).collect::<Result<Vec<_>, _>>()
+    };
+    let shares = sizes.chunks(sizes.len().div_ceil(builders));
+    let built: Vec<Result<Vec<FreshRegion>, BufferError>> = thread::scope(|scope| {
+        let threads: Vec<_> = shares.map(|share| scope.spawn(move || build(share))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("building a region does not panic")).collect()
+    });
+    let mut regions = Vec::with_capacity(sizes.len());
+    for share in built {
+        regions.extend(share?);
+    }
+    Ok(regions)
+}

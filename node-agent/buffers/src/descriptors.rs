@@ -1,0 +1,202 @@
+//! Passing descriptors over a unix socket, and asking who is at the other end. See unix(7), cmsg(3).
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use crate::error::BufferError;
+use crate::sys::check;
+
+/// Descriptors in one message (the kernel's own limit is 253, SCM_MAX_FD).
+pub const DESCRIPTORS_MAX: usize = 32;
+
+/// Room for [`DESCRIPTORS_MAX`] descriptors and one header: CMSG_SPACE(32 × 4) = 16 + 128.
+const CONTROL_BYTES: usize = 144;
+
+// SAFETY: CMSG_SPACE is arithmetic on its argument.
+const _: () = assert!(
+    unsafe { libc::CMSG_SPACE((DESCRIPTORS_MAX * size_of::<RawFd>()) as u32) } as usize == CONTROL_BYTES
+);
+
+/// The process at the other end of a unix socket, as the kernel saw it when the connection was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerCredentials {
+    /// Process id.
+    pub pid: i32,
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
+}
+
+/// A buffer for control messages, aligned as `cmsghdr` wants it.
+#[repr(C, align(8))]
+struct Control([u8; CONTROL_BYTES]);
+
+/// Sends all of `bytes` (at least one) over a blocking stream socket, the descriptors with the first of them.
+///
+/// Errors: more than [`DESCRIPTORS_MAX`] descriptors, no bytes, or what the socket says (`WouldBlock` when a send
+/// timeout is set and over: a part may be sent, so close the connection).
+pub fn send_with_fds(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), BufferError> {
+    if fds.len() > DESCRIPTORS_MAX {
+        return Err(BufferError::Invalid(format!(
+            "{} descriptors in one message: at most {DESCRIPTORS_MAX}, send more messages",
+            fds.len()
+        )));
+    }
+    if bytes.is_empty() {
+        return Err(BufferError::Invalid("descriptors travel with at least one byte".to_owned()));
+    }
+    let failed = |source| BufferError::system("sending on a unix socket", source);
+    let mut sent = send_once(sock, bytes, fds).map_err(failed)?;
+    while sent < bytes.len() {
+        sent += send_once(sock, &bytes[sent..], &[]).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Receives up to `buf.len()` bytes, as one recvmsg(2) gives them; adds descriptors that came along to `fds`
+/// (close-on-exec). 0 bytes: the other side closed.
+///
+/// Errors: descriptors did not fit (those that did are closed), or what the socket says (`WouldBlock` when a receive
+/// timeout is set and over).
+pub fn recv_with_fds(
+    sock: BorrowedFd<'_>,
+    buf: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> Result<usize, BufferError> {
+    let mut control = Control([0; CONTROL_BYTES]);
+    let mut vector = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
+    let mut message = message_header(&raw mut vector);
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = CONTROL_BYTES;
+    let received = loop {
+        // SAFETY: the header names one vector over `buf` and a control buffer of the stated length, all alive and
+        // exclusively ours during the call (recvmsg(2)).
+        let rc = unsafe { libc::recvmsg(sock.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+        match usize::try_from(rc) {
+            Ok(received) => break received,
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(BufferError::system("receiving from a unix socket", error));
+                }
+            }
+        }
+    };
+    // Taken before anything is refused, so that refused descriptors are closed and not leaked.
+    let came = take_descriptors(&message);
+    if message.msg_flags & libc::MSG_CTRUNC != 0 {
+        return Err(BufferError::Descriptors(
+            "more of them than a message may carry, or none left in this process",
+        ));
+    }
+    fds.extend(came);
+    Ok(received)
+}
+
+/// Who is at the other end of a connected unix socket.
+pub fn peer_credentials(sock: BorrowedFd<'_>) -> Result<PeerCredentials, BufferError> {
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: SO_PEERCRED stores a `ucred` of the stated length (unix(7)).
+    let rc = unsafe {
+        libc::getsockopt(
+            sock.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
+    };
+    check(rc).map_err(|source| BufferError::system("asking who is at the other end of a socket", source))?;
+    // The kernel knows no peer of a socket that is not connected and says so with process id 0.
+    if credentials.pid == 0 {
+        return Err(BufferError::Invalid("the socket is not connected to a process".to_owned()));
+    }
+    Ok(PeerCredentials { pid: credentials.pid, uid: credentials.uid, gid: credentials.gid })
+}
+
+/// One sendmsg(2); gives the bytes taken.
+fn send_once(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    let mut control = Control([0; CONTROL_BYTES]);
+    let vector = IoSlice::new(bytes);
+    // IoSlice is promised to have the layout of an iovec; sendmsg only reads through it.
+    let mut message = message_header((&raw const vector).cast_mut().cast());
+    if !fds.is_empty() {
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = put_descriptors(&mut control, fds);
+    }
+    loop {
+        // SAFETY: the header names one vector over `bytes` and the filled part of `control`, alive during the call;
+        // the descriptors are open as long as `fds` borrows them (sendmsg(2)). No SIGPIPE.
+        let rc = unsafe { libc::sendmsg(sock.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+        match usize::try_from(rc) {
+            Ok(sent) => return Ok(sent),
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// A header with one vector and no control data.
+fn message_header(vector: *mut libc::iovec) -> libc::msghdr {
+    // SAFETY: `msghdr` is plain data whose zero value means: no name, no vectors, no control data.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = vector;
+    message.msg_iovlen = 1;
+    message
+}
+
+/// Writes one SCM_RIGHTS message; gives the length of the control data.
+fn put_descriptors(control: &mut Control, fds: &[BorrowedFd<'_>]) -> usize {
+    let data_bytes = size_of_val(fds) as u32;
+    let header = control.0.as_mut_ptr().cast::<libc::cmsghdr>();
+    // SAFETY: arithmetic on its argument.
+    let header_bytes = unsafe { libc::CMSG_LEN(data_bytes) };
+    // SAFETY: the buffer is aligned for a `cmsghdr` and has room for it.
+    unsafe {
+        header.write(libc::cmsghdr {
+            cmsg_len: header_bytes as usize,
+            cmsg_level: libc::SOL_SOCKET,
+            cmsg_type: libc::SCM_RIGHTS,
+        });
+    }
+    // SAFETY: the header lies in our buffer; its data follows it there.
+    let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
+    for (index, fd) in fds.iter().enumerate() {
+        // SAFETY: at most DESCRIPTORS_MAX (checked by the caller), for which CONTROL_BYTES has room.
+        unsafe { data.wrapping_add(index).write_unaligned(fd.as_raw_fd()) };
+    }
+    // SAFETY: arithmetic on its argument.
+    unsafe { libc::CMSG_SPACE(data_bytes) as usize }
+}
+
+/// Takes ownership of every descriptor in the control data of a received message.
+fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
+    let mut taken = Vec::new();
+    // SAFETY: recvmsg left a valid control buffer and its length in the header (cmsg(3)).
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
+    while !header.is_null() {
+        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give headers that lie whole in the control buffer; it is aligned.
+        let found = unsafe { header.read() };
+        if found.cmsg_level == libc::SOL_SOCKET && found.cmsg_type == libc::SCM_RIGHTS {
+            // SAFETY: arithmetic.
+            let data_bytes = found.cmsg_len - unsafe { libc::CMSG_LEN(0) } as usize;
+            // SAFETY: the data follows the header in the buffer.
+            let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
+            for index in 0..data_bytes / size_of::<RawFd>() {
+                // SAFETY: the kernel wrote that many descriptors behind the header.
+                let fd = unsafe { data.wrapping_add(index).read_unaligned() };
+                // SAFETY: the kernel installed the descriptor for us in this call; nobody else owns it.
+                taken.push(unsafe { OwnedFd::from_raw_fd(fd) });
+            }
+        }
+        // SAFETY: as for CMSG_FIRSTHDR; null at the end.
+        header = unsafe { libc::CMSG_NXTHDR(message, header) };
+    }
+    taken
+}

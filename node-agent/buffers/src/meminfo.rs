@@ -1,0 +1,131 @@
+//! How much memory this process may still take: the machine's, the hugetlb pool's and its control group's.
+//!
+//! Read before memory is touched, because the kernel promises more than it has and kills later.
+
+use std::path::{Path, PathBuf};
+
+use reprise_policy::ByteSize;
+
+use crate::HUGE_PAGE_BYTES;
+use crate::error::BufferError;
+
+/// A sixteenth of what is available stays free: page tables, connections, the engine's own growth.
+const HEADROOM_SHIFT: u32 = 4;
+
+/// Memory that can be had, and who says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Available {
+    /// Ordinary memory in bytes.
+    pub(crate) bytes: u64,
+    /// Where the figure comes from, for people.
+    pub(crate) limit: String,
+    /// Free and unreserved pages of the hugetlb pool, in bytes.
+    pub(crate) hugetlb_bytes: u64,
+}
+
+impl Available {
+    /// What the machine and the control group say now; `None` when the machine does not tell.
+    pub(crate) fn now() -> Option<Available> {
+        let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+        let mut available = Available::from_meminfo(&meminfo)?;
+        for group in memory_groups() {
+            if let Some(left) = memory_left(&group).filter(|left| *left < available.bytes) {
+                available.bytes = left;
+                available.limit = format!("control group {}", group.display());
+            }
+        }
+        Some(available)
+    }
+
+    fn from_meminfo(text: &str) -> Option<Available> {
+        let value = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+            line.split_whitespace().next()?.parse::<u64>().ok()
+        };
+        let free = value("HugePages_Free").unwrap_or(0).saturating_sub(value("HugePages_Rsvd").unwrap_or(0));
+        let of_our_size = value("Hugepagesize") == Some(HUGE_PAGE_BYTES as u64 >> 10);
+        Some(Available {
+            bytes: value("MemAvailable")? << 10,
+            limit: "MemAvailable of /proc/meminfo".to_owned(),
+            hugetlb_bytes: if of_our_size { free * HUGE_PAGE_BYTES as u64 } else { 0 },
+        })
+    }
+
+    /// Refuses what does not fit.
+    pub(crate) fn check(&self, wanted: u64) -> Result<(), BufferError> {
+        let usable = self.bytes - (self.bytes >> HEADROOM_SHIFT);
+        if wanted <= usable {
+            return Ok(());
+        }
+        let left = 1u32 << HEADROOM_SHIFT;
+        Err(BufferError::NotEnoughMemory {
+            wanted: ByteSize(wanted),
+            usable: ByteSize(usable),
+            limit: format!("{} is {}, of which 1/{left} stays free", self.limit, ByteSize(self.bytes)),
+        })
+    }
+}
+
+/// Directories of this process's control group (version 2) and its ancestors.
+fn memory_groups() -> Vec<PathBuf> {
+    let root = Path::new("/sys/fs/cgroup");
+    let membership = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let Some(path) = membership.lines().find_map(|line| line.strip_prefix("0::/")) else {
+        return Vec::new();
+    };
+    root.join(path).ancestors().take_while(|group| group.starts_with(root)).map(Path::to_path_buf).collect()
+}
+
+/// Limit of a control group less what it uses and cannot drop; `None` without a limit.
+fn memory_left(group: &Path) -> Option<u64> {
+    let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
+    let limit: u64 = read("memory.max")?.trim().parse().ok()?; // "max" is no number: no limit
+    let current: u64 = read("memory.current")?.trim().parse().ok()?;
+    let droppable = droppable_bytes(&read("memory.stat")?);
+    Some(limit.saturating_sub(current.saturating_sub(droppable)))
+}
+
+/// Page cache in a `memory.stat`; shared memory counts as anonymous there and is not part of it.
+fn droppable_bytes(stat: &str) -> u64 {
+    let counted = |line: &str| {
+        let (name, value) = line.split_once(' ')?;
+        matches!(name, "active_file" | "inactive_file").then(|| value.parse::<u64>().ok()).flatten()
+    };
+    stat.lines().filter_map(counted).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_and_unreserved_huge_pages_are_read_in_bytes() {
+        let text = "MemTotal: 100 kB\nMemAvailable:   2048 kB\nHugePages_Total: 9\nHugePages_Free:  5\n\
+                    HugePages_Rsvd: 2\nHugepagesize: 2048 kB\n";
+        let available = Available::from_meminfo(text).expect("MemAvailable is there");
+        assert_eq!((available.bytes, available.hugetlb_bytes), (2 << 20, 6 << 20));
+        assert_eq!(Available::from_meminfo("MemTotal: 100 kB\n"), None);
+    }
+
+    #[test]
+    fn huge_pages_of_another_size_do_not_count() {
+        let text = "MemAvailable: 2048 kB\nHugePages_Free: 5\nHugePages_Rsvd: 0\nHugepagesize: 1048576 kB\n";
+        assert_eq!(Available::from_meminfo(text).map(|available| available.hugetlb_bytes), Some(0));
+    }
+
+    #[test]
+    fn a_sixteenth_of_the_memory_is_never_given_away() {
+        let available = Available { bytes: 16 << 20, limit: "test".to_owned(), hugetlb_bytes: 0 };
+        assert!(available.check(15 << 20).is_ok());
+        let refused = available.check((15 << 20) + 1).expect_err("more than 15/16").to_string();
+        assert!(
+            refused.contains("15MiB") && refused.contains("16MiB") && refused.contains("lower"),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn only_the_page_cache_of_a_group_counts_as_droppable() {
+        assert_eq!(droppable_bytes("anon 5\nfile 900\nshmem 800\ninactive_file 70\nactive_file 30\n"), 100);
+    }
+}

@@ -1,0 +1,172 @@
+//! A piece of memory that other processes or devices may write at any time.
+//!
+//! A span is an address range and the mapping behind it; clones share the mapping, and the last one releases it.
+//! Because somebody else may store to the bytes while we look, a span is never a `&[u8]`: bytes are copied out, and
+//! a checksum is taken over the copy. A copy that races with a writer gives unspecified bytes, which is what the
+//! checksum is for; it never touches memory outside the span.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::checksum::{Checksum, PIECE_BYTES};
+use crate::error::{BufferError, check_range};
+use crate::memory::{Access, Memory};
+
+/// A range of an arena region, of a client's mapping, or of a [`PageBuffer`](crate::PageBuffer).
+#[derive(Clone)]
+pub struct Span {
+    memory: Arc<Memory>,
+    offset: usize,
+    bytes: usize,
+}
+
+impl Span {
+    /// A range of `memory`; an error when it does not lie inside.
+    pub(crate) fn of(memory: &Arc<Memory>, offset: u64, bytes: u64) -> Result<Span, BufferError> {
+        let (offset, bytes) = check_range("a region", memory.bytes(), offset, bytes)?;
+        Ok(Span { memory: Arc::clone(memory), offset, bytes })
+    }
+
+    /// Bytes in the span.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether there is not a byte in it.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Whether this process may store to it.
+    pub fn is_writable(&self) -> bool {
+        self.memory.access() == Access::ReadWrite
+    }
+
+    /// `len` bytes from `offset` of this span; an error when they do not lie inside.
+    pub fn slice(&self, offset: usize, len: usize) -> Result<Span, BufferError> {
+        let (offset, bytes) = check_range("a span", self.bytes, offset as u64, len as u64)?;
+        Ok(Span { memory: Arc::clone(&self.memory), offset: self.offset + offset, bytes })
+    }
+
+    /// Address of the first byte, valid for reading `len()` bytes while a clone of the span lives.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.memory.at(self.offset)
+    }
+
+    /// Address of the first byte for writing; `None` for a read-only mapping.
+    pub fn as_mut_ptr(&self) -> Option<*mut u8> {
+        self.is_writable().then(|| self.memory.at(self.offset))
+    }
+
+    /// The arena region it lies in; `None` for a client's mapping and for page buffers.
+    pub fn region_id(&self) -> Option<u16> {
+        self.memory.region()
+    }
+
+    /// Byte offset in its region, mapping or buffer.
+    pub fn region_offset(&self) -> usize {
+        self.offset
+    }
+
+    pub(crate) fn is_of(&self, memory: &Arc<Memory>) -> bool {
+        Arc::ptr_eq(&self.memory, memory)
+    }
+
+    /// Copies the span to `dst`, unverified. Panics when the lengths differ, as `copy_from_slice` does.
+    pub fn copy_out(&self, dst: &mut [u8]) {
+        assert_eq!(dst.len(), self.bytes, "copy_out: the destination must be as long as the span");
+        self.copy_piece_out(0, dst);
+    }
+
+    /// Copies `src` to the span; an error when the lengths differ or the span is read-only.
+    pub fn copy_in(&self, src: &[u8]) -> Result<(), BufferError> {
+        self.check_copy_in(src)?;
+        self.copy_piece_in(0, src);
+        Ok(())
+    }
+
+    /// CRC32C of the bytes at the time of the call.
+    ///
+    /// Goes through a buffer on the stack: a slice of memory that others write must not exist.
+    pub fn crc32c(&self) -> u32 {
+        let mut buffer = [0u8; PIECE_BYTES];
+        let mut checksum = Checksum::new();
+        for offset in (0..self.bytes).step_by(PIECE_BYTES) {
+            let piece = &mut buffer[..PIECE_BYTES.min(self.bytes - offset)];
+            self.copy_piece_out(offset, piece);
+            checksum.update(piece);
+        }
+        checksum.value()
+    }
+
+    /// Copies the span to `dst` and gives the CRC32C of what arrived there, so that nothing can change between
+    /// check and use. Panics when the lengths differ, as `copy_from_slice` does.
+    pub fn copy_out_checked(&self, dst: &mut [u8]) -> u32 {
+        assert_eq!(dst.len(), self.bytes, "copy_out_checked: the destination must be as long as the span");
+        let mut checksum = Checksum::new();
+        let mut offset = 0;
+        for piece in dst.chunks_mut(PIECE_BYTES) {
+            self.copy_piece_out(offset, piece);
+            checksum.update(piece);
+            offset += piece.len();
+        }
+        checksum.value()
+    }
+
+    /// Copies `src` to the span and gives the CRC32C of `src`; an error when the lengths differ or the span is
+    /// read-only.
+    pub fn copy_in_checked(&self, src: &[u8]) -> Result<u32, BufferError> {
+        self.check_copy_in(src)?;
+        let mut checksum = Checksum::new();
+        let mut offset = 0;
+        for piece in src.chunks(PIECE_BYTES) {
+            checksum.update(piece);
+            self.copy_piece_in(offset, piece);
+            offset += piece.len();
+        }
+        Ok(checksum.value())
+    }
+
+    fn check_copy_in(&self, src: &[u8]) -> Result<(), BufferError> {
+        if !self.is_writable() {
+            return Err(BufferError::ReadOnly);
+        }
+        if src.len() != self.bytes {
+            return Err(BufferError::LengthMismatch {
+                source_bytes: src.len(),
+                destination_bytes: self.bytes,
+            });
+        }
+        Ok(())
+    }
+
+    /// Callers pass pieces that lie inside: `offset + dst.len() <= len()`.
+    fn copy_piece_out(&self, offset: usize, dst: &mut [u8]) {
+        debug_assert!(offset + dst.len() <= self.bytes);
+        let src = self.memory.at(self.offset + offset);
+        // SAFETY: the source range lies inside the mapping that `self` keeps alive; `dst` is exclusively ours and
+        // therefore does not overlap memory that spans name. A concurrent store by another process can only
+        // change which bytes are copied: memcpy reads the source as plain bytes and acts on none of them.
+        unsafe { std::ptr::copy_nonoverlapping(src, dst.as_mut_ptr(), dst.len()) };
+    }
+
+    /// Callers have checked that the span is writable and that the piece lies inside.
+    fn copy_piece_in(&self, offset: usize, src: &[u8]) {
+        debug_assert!(offset + src.len() <= self.bytes);
+        let dst = self.memory.at(self.offset + offset);
+        // SAFETY: the destination range lies inside a writable mapping that `self` keeps alive, and no reference
+        // into it exists; `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
+        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst, src.len()) };
+    }
+}
+
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Span")
+            .field("region", &self.region_id())
+            .field("offset", &self.offset)
+            .field("bytes", &self.bytes)
+            .field("writable", &self.is_writable())
+            .finish()
+    }
+}

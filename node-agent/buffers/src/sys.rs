@@ -1,0 +1,110 @@
+//! System calls on descriptors and futexes, each wrapped once. Mapping calls are in `memory`, those on sockets in
+//! `descriptors`.
+
+use std::ffi::CStr;
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+/// Keeps an engine that holds the descriptor from changing the size (we would fault), and from adding seals
+/// (we could no longer map it for writing). memfd_create(2), fcntl(2) "File Sealing".
+const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+/// Mode of a memfd's inode. A new memfd has mode 0777, so whoever is passed a read-only descriptor could
+/// reopen it for writing through /proc/self/fd; without mode bits only its owner and root can.
+const MEMFD_MODE: u32 = 0o400;
+
+/// A new memory file of `bytes` zero bytes, sealed against changes of its size.
+pub(crate) fn sealed_memfd(name: &CStr, bytes: u64, extra_flags: libc::c_uint) -> io::Result<OwnedFd> {
+    let fd = create_memfd(name, libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | extra_flags)?;
+    let length = libc::off_t::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: ftruncate(2) reads no memory of ours; the descriptor is open.
+    check(unsafe { libc::ftruncate(fd.as_raw_fd(), length) })?;
+    // SAFETY: F_ADD_SEALS takes an int (fcntl(2)); the descriptor is open.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, SEALS) })?;
+    Ok(fd)
+}
+
+/// memfd_create(2), asking for a file that cannot be executed where the kernel knows that (6.3).
+fn create_memfd(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
+    let mut created = raw_memfd(name, flags | libc::MFD_NOEXEC_SEAL);
+    if matches!(&created, Err(error) if error.raw_os_error() == Some(libc::EINVAL)) {
+        created = raw_memfd(name, flags);
+    }
+    created
+}
+
+fn raw_memfd(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
+    // SAFETY: `name` is a NUL-terminated string that lives through the call (memfd_create(2)).
+    let fd = check(unsafe { libc::memfd_create(name.as_ptr(), flags) })?;
+    // SAFETY: memfd_create returned a new descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A second descriptor of the same memory file that can be read and mapped for reading only; takes the write
+/// permission off the file, so that the receiver cannot reopen it (unless it is root or has our user id).
+pub(crate) fn reopen_readonly(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    fs::set_permissions(&path, fs::Permissions::from_mode(MEMFD_MODE))?;
+    // std opens with O_CLOEXEC.
+    Ok(OpenOptions::new().read(true).open(&path)?.into())
+}
+
+/// Size of the file behind a descriptor.
+pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let mut status = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: the pointer is valid for one `stat`, which fstat(2) fills.
+    check(unsafe { libc::fstat(fd.as_raw_fd(), status.as_mut_ptr()) })?;
+    // SAFETY: fstat succeeded, so the structure is filled.
+    let status = unsafe { status.assume_init() };
+    u64::try_from(status.st_size).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
+/// Sleeps while `*word == expected`, at most `timeout`; wakes on [`futex_wake`] through any mapping of the page.
+pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) -> io::Result<()> {
+    let limit = libc::timespec {
+        // Saturates at 292 billion years.
+        tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: libc::c_long::from(timeout.subsec_nanos()),
+    };
+    // SAFETY: futex(2) FUTEX_WAIT reads an aligned u32 that `word` keeps alive, and a timespec (relative time).
+    // Without FUTEX_PRIVATE_FLAG the key is the page of the file, so other processes' mappings match. The kernel
+    // does not write to the word: a read-only mapping is enough.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT,
+            expected,
+            &raw const limit,
+            0usize,
+            0u32,
+        )
+    };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Wakes everybody who sleeps on the word.
+pub(crate) fn futex_wake(word: &AtomicU32) -> io::Result<u32> {
+    // SAFETY: futex(2) FUTEX_WAKE uses the address only as a key; the word is mapped.
+    let woken = unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAKE,
+            libc::c_int::MAX,
+            0usize,
+            0usize,
+            0u32,
+        )
+    };
+    u32::try_from(woken).map_err(|_| io::Error::last_os_error())
+}
+
+/// −1 → the error in errno.
+pub(crate) fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc) }
+}
