@@ -1,0 +1,372 @@
+//! The agent's client of the control plane: registration, heartbeats, announcements, lookups, the node list.
+//!
+//! Nothing of local work waits for the control plane: every method returns at once, answers arrive as
+//! [`DirectoryEvent`]s through the sink. Two threads do the work, each with a runtime and a connection of its own:
+//!
+//! ```text
+//!  agent core ── announce, announce_all, lookup ──►  queues  ──►  link thread ──── gRPC ───┐
+//!       ▲                                                           │    ▲                 ├─ control plane
+//!       └──────────────── sink(DirectoryEvent) ─────────────────────┘    │ beats           │
+//!                                                                   heartbeat thread ─────┘
+//! ```
+//!
+//! * The heartbeat thread does nothing but beat and never calls the sink, so neither a long update nor a sink that
+//!   blocks can cost this node its life in the cluster. All events come from the link thread, in order.
+//! * The order of announcements is kept. Each batch carries its sequence number, so that a batch sent again after a
+//!   lost answer is not applied twice; what cannot be sent in order any more (queue full, gap, new registration) is
+//!   dropped whole and replaced by an inventory ([`DirectoryEvent::InventoryWanted`]), never lost silently.
+//! * Between `InventoryWanted` and the next [`DirectoryClient::announce_all`] changes are not queued: the inventory
+//!   is taken later and contains them.
+//! * Without a control plane ([`DirectorySettings::endpoint`] empty) lookups fail at once and announcements vanish.
+//!
+//! Deliberately absent: the choice among replicas (the core's), retries of lookups (a failed one is a miss), TLS.
+
+mod backoff;
+mod heartbeat;
+mod link;
+mod lookups;
+mod nodes;
+mod outbox;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use reprise_agent_core::effect::{LookupId, ReplicaChange};
+use reprise_agent_core::event::Replica;
+use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
+use tokio::sync::{Notify, watch};
+use tonic::transport::Endpoint;
+
+use lookups::{Lookup, LookupQueue};
+use nodes::NodeMap;
+pub(crate) use nodes::PeerNode;
+use outbox::Outbox;
+
+/// Announcements waiting for the control plane, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
+/// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice that).
+pub(crate) const CHANGES_QUEUED_MAX: usize = 1 << 20;
+/// Lookups queued or under way; more fail at once. Each is at most 8,192 keys: 256 × 128 KiB = 32 MiB.
+pub(crate) const LOOKUPS_MAX: usize = 256;
+/// Time that [`DirectoryClient::shutdown`] gives the threads to end.
+const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
+
+/// What the client needs to know.
+#[derive(Clone, Debug)]
+pub(crate) struct DirectorySettings {
+    /// The control plane, `http://host:port`; empty: stand-alone.
+    pub(crate) endpoint: String,
+    /// What this node says about itself.
+    pub(crate) registration: Registration,
+    /// Time for one attempt to connect.
+    pub(crate) connect_timeout: Duration,
+    /// Time for one registration, announcement batch or node list.
+    pub(crate) call_timeout: Duration,
+    /// Bound of the announcement queue, in changes; [`CHANGES_QUEUED_MAX`] unless tested.
+    pub(crate) changes_queued_max: usize,
+    /// Bound of the lookups queued or under way; [`LOOKUPS_MAX`] unless tested.
+    pub(crate) lookups_max: usize,
+}
+
+/// What a node says about itself when it registers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Registration {
+    /// Unique in the cluster; the node's number follows it.
+    pub(crate) name: String,
+    /// `host:port` of this agent's peer transport, as others reach it.
+    pub(crate) peer_address: String,
+    /// `host:port` of this agent's admin endpoint.
+    pub(crate) admin_address: String,
+    /// Capacity of the arena, in bytes.
+    pub(crate) dram_bytes: u64,
+    /// Capacity of the pool, in bytes.
+    pub(crate) nvme_bytes: u64,
+    /// Nodes of one domain fail together (rack, zone).
+    pub(crate) failure_domain: String,
+    /// Version of this agent.
+    pub(crate) version: String,
+}
+
+/// What the client tells the agent, in order, from one thread.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum DirectoryEvent {
+    /// The control plane knows this node by this number, until the next such event.
+    Registered { node: NodeId, epoch: Epoch },
+    /// The directory knows nothing of this node, or not all: call [`DirectoryClient::announce_all`].
+    InventoryWanted,
+    /// Replicas of each key of the lookup, in the order of its keys. Never this node's own.
+    Found { lookup: LookupId, found: Vec<Vec<Replica>> },
+    /// The lookup got no answer in its time, or cannot be sent.
+    LookupFailed { lookup: LookupId },
+    /// The control plane answers.
+    Connected,
+    /// The control plane is gone or has forgotten this node; the client keeps trying.
+    Disconnected,
+}
+
+/// Receives the client's events, on the client's link thread. It may block; heartbeats go on meanwhile.
+pub(crate) type DirectorySink = Arc<dyn Fn(DirectoryEvent) + Send + Sync>;
+
+/// How the client is doing; counters are totals since its start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DirectoryStatus {
+    /// No control plane is configured.
+    pub(crate) stand_alone: bool,
+    /// The control plane answers and knows this node.
+    pub(crate) connected: bool,
+    /// This node's number and registration.
+    pub(crate) registered: Option<(NodeId, Epoch)>,
+    /// Changes (or inventory entries) waiting to be sent.
+    pub(crate) changes_queued: u64,
+    /// Changes the directory has applied.
+    pub(crate) changes_announced: u64,
+    /// Changes not queued, or dropped from the queue, because an inventory replaces them.
+    pub(crate) changes_superseded: u64,
+    /// Inventories asked for.
+    pub(crate) inventories_wanted: u64,
+    /// Registrations made.
+    pub(crate) registrations: u64,
+    /// Lookups answered.
+    pub(crate) lookups_answered: u64,
+    /// Lookups failed.
+    pub(crate) lookups_failed: u64,
+    /// Heartbeats without an answer.
+    pub(crate) beats_failed: u64,
+}
+
+/// Why the client could not start.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DirectoryError {
+    /// The endpoint is not an address.
+    #[error(
+        "control plane address '{endpoint}' is not of the form http://host:port: correct controlplane.address"
+    )]
+    Endpoint { endpoint: String, source: tonic::transport::Error },
+    /// The system gave no thread or no runtime.
+    #[error("cannot start the {what} of the control plane client")]
+    Start { what: &'static str, source: std::io::Error },
+}
+
+/// The client; see the module.
+pub(crate) struct DirectoryClient {
+    shared: Arc<Shared>,
+    /// Every thread holds the sending half and drops it as it ends.
+    ended: Receiver<()>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// A registration the control plane has granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Granted {
+    node: NodeId,
+    epoch: Epoch,
+    heartbeat_every: Duration,
+}
+
+/// What the heartbeat thread reports to the link thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beats {
+    /// Answered, or nothing to beat for yet.
+    Answered,
+    /// The last beat had no answer in time.
+    Failing,
+    /// The control plane does not know this registration.
+    Unknown(Epoch),
+}
+
+/// What methods, link thread and heartbeat thread share. No lock is held across a call of the sink or an await.
+struct Shared {
+    settings: DirectorySettings,
+    sink: DirectorySink,
+    outbox: Mutex<Outbox>,
+    /// The outbox has something to send or to say.
+    outbox_changed: Notify,
+    lookups: Mutex<LookupQueue>,
+    lookups_changed: Notify,
+    nodes: RwLock<NodeMap>,
+    granted: watch::Sender<Option<Granted>>,
+    beats: watch::Sender<Beats>,
+    /// The directory refused an update of this epoch: register again.
+    fenced: watch::Sender<Option<Epoch>>,
+    connected: watch::Sender<bool>,
+    shutdown: watch::Sender<bool>,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    changes_announced: AtomicU64,
+    inventories_wanted: AtomicU64,
+    registrations: AtomicU64,
+    lookups_answered: AtomicU64,
+    lookups_failed: AtomicU64,
+    beats_failed: AtomicU64,
+}
+
+impl DirectoryClient {
+    /// Starts the client's threads. Errors are of the configuration or of this machine; an absent control plane is none.
+    pub(crate) fn start(
+        settings: DirectorySettings,
+        sink: DirectorySink,
+    ) -> Result<DirectoryClient, DirectoryError> {
+        let endpoint = match settings.endpoint.as_str() {
+            "" => None,
+            text => Some(parse_endpoint(text, &settings)?),
+        };
+        let shared = Arc::new(Shared::new(settings, sink));
+        let (alive, ended) = sync_channel(0);
+        let mut threads = Vec::with_capacity(2);
+        if let Some(endpoint) = &endpoint {
+            let (shared, endpoint, alive) = (shared.clone(), endpoint.clone(), alive.clone());
+            threads.push(spawn("heartbeat", alive, move |runtime| {
+                heartbeat::run(&runtime, &shared, &endpoint)
+            })?);
+        }
+        let link = shared.clone();
+        threads.push(spawn("directory", alive, move |runtime| link::run(&runtime, &link, endpoint))?);
+        Ok(DirectoryClient { shared, ended, threads: Mutex::new(threads) })
+    }
+
+    /// Tells the directory what changed here, in order. See the module for when changes are superseded.
+    pub(crate) fn announce(&self, changes: Vec<ReplicaChange>) {
+        self.shared.outbox().announce(&changes);
+        self.shared.outbox_changed.notify_one();
+    }
+
+    /// Tells the directory all that is here, replacing what it knows and what is still queued.
+    pub(crate) fn announce_all(&self, replicas: Vec<(BlockKey, Tier)>) {
+        self.shared.outbox().announce_all(replicas);
+        self.shared.outbox_changed.notify_one();
+    }
+
+    /// Asks for replicas on other nodes; ends in exactly one `Found` or `LookupFailed`, unless the client is shut
+    /// down before. `timeout` counts from now.
+    pub(crate) fn lookup(&self, lookup: LookupId, keys: Vec<BlockKey>, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        self.shared.lookups().push(Lookup { id: lookup, keys, deadline });
+        self.shared.lookups_changed.notify_one();
+    }
+
+    /// Where a node's peer transport listens, `host:port`; `None` for a node the control plane has not named.
+    pub(crate) fn peer_address(&self, node: NodeId) -> Option<String> {
+        self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).peer_address(node)
+    }
+
+    /// All nodes the control plane has named, by number. The last known list while disconnected.
+    pub(crate) fn nodes(&self) -> Vec<PeerNode> {
+        self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).list()
+    }
+
+    /// How the client is doing.
+    pub(crate) fn status(&self) -> DirectoryStatus {
+        self.shared.status()
+    }
+
+    /// Ends the threads; lookups under way get no event any more. Waits at the most one second, for a sink that
+    /// blocks. Called again it does nothing; dropping the client calls it.
+    pub(crate) fn shutdown(&self) {
+        self.shared.shutdown.send_replace(true);
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        if threads.is_empty() {
+            return;
+        }
+        // Nothing is ever sent: the channel disconnects when the last thread has ended.
+        if self.ended.recv_timeout(SHUTDOWN_WAIT) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("control plane client did not end in time; its threads end with the process");
+            return;
+        }
+        for thread in threads {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the control plane client panicked");
+            }
+        }
+    }
+}
+
+impl Drop for DirectoryClient {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+impl Shared {
+    fn new(settings: DirectorySettings, sink: DirectorySink) -> Shared {
+        Shared {
+            outbox: Mutex::new(Outbox::new(settings.changes_queued_max)),
+            outbox_changed: Notify::new(),
+            lookups: Mutex::new(LookupQueue::new(settings.lookups_max)),
+            lookups_changed: Notify::new(),
+            nodes: RwLock::new(NodeMap::default()),
+            granted: watch::Sender::new(None),
+            beats: watch::Sender::new(Beats::Answered),
+            fenced: watch::Sender::new(None),
+            connected: watch::Sender::new(false),
+            shutdown: watch::Sender::new(false),
+            counters: Counters::default(),
+            settings,
+            sink,
+        }
+    }
+
+    /// The outbox. Every change of it leaves it consistent, so a poisoned lock is as good as any.
+    fn outbox(&self) -> MutexGuard<'_, Outbox> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lookups(&self) -> MutexGuard<'_, LookupQueue> {
+        self.lookups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn emit(&self, event: DirectoryEvent) {
+        (self.sink)(event);
+    }
+
+    fn status(&self) -> DirectoryStatus {
+        let (changes_queued, changes_superseded) = {
+            let outbox = self.outbox();
+            (outbox.queued() as u64, outbox.superseded())
+        };
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        DirectoryStatus {
+            stand_alone: self.settings.endpoint.is_empty(),
+            connected: *self.connected.borrow(),
+            registered: self.granted.borrow().map(|granted| (granted.node, granted.epoch)),
+            changes_queued,
+            changes_superseded,
+            changes_announced: count(&self.counters.changes_announced),
+            inventories_wanted: count(&self.counters.inventories_wanted),
+            registrations: count(&self.counters.registrations),
+            lookups_answered: count(&self.counters.lookups_answered),
+            lookups_failed: count(&self.counters.lookups_failed),
+            beats_failed: count(&self.counters.beats_failed),
+        }
+    }
+}
+
+fn parse_endpoint(text: &str, settings: &DirectorySettings) -> Result<Endpoint, DirectoryError> {
+    Endpoint::from_shared(text.to_owned())
+        .map(|endpoint| endpoint.connect_timeout(settings.connect_timeout).tcp_nodelay(true))
+        .map_err(|source| DirectoryError::Endpoint { endpoint: text.to_owned(), source })
+}
+
+/// Starts a named thread with a runtime of its own.
+fn spawn(
+    what: &'static str,
+    alive: SyncSender<()>,
+    body: impl FnOnce(tokio::runtime::Runtime) + Send + 'static,
+) -> Result<JoinHandle<()>, DirectoryError> {
+    let refuse = |source| DirectoryError::Start { what, source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(refuse)?;
+    std::thread::Builder::new()
+        .name(format!("reprise-{what}"))
+        .spawn(move || {
+            body(runtime);
+            drop(alive);
+        })
+        .map_err(refuse)
+}

@@ -1,0 +1,96 @@
+//! Between the agent's types and the control plane's messages. What the control plane sends is checked, not trusted.
+
+use prost::bytes::Bytes;
+use reprise_agent_core::effect::Change;
+use reprise_agent_core::event::Replica;
+use reprise_policy::{BlockKey, NodeId, Tier};
+use reprise_proto::controlplane::LookupReply;
+
+/// Bit of an operation byte that says "withdrawn".
+const WITHDRAWN: u8 = 0x80;
+/// Packed replica: u16 node, u8 tier, u8 zero.
+const REPLICA_BYTES: usize = 4;
+
+/// A change as the directory's operation byte.
+pub(super) fn operation(tier: Tier, change: Change) -> u8 {
+    match change {
+        Change::Added => tier as u8,
+        Change::Removed => tier as u8 | WITHDRAWN,
+    }
+}
+
+/// Keys in the packed form of a request.
+pub(super) fn pack(keys: &[BlockKey]) -> Bytes {
+    BlockKey::pack(keys).into()
+}
+
+/// Appends the replicas of each key to `found`. `None` when the reply does not fit the `keys` asked.
+/// Tiers this agent does not know are left out: a newer control plane may have more.
+pub(super) fn unpack_found(reply: &LookupReply, keys: usize, found: &mut Vec<Vec<Replica>>) -> Option<()> {
+    let (replicas, rest) = reply.replicas.as_chunks::<REPLICA_BYTES>();
+    let whole = rest.is_empty()
+        && reply.offsets.len() == keys + 1
+        && reply.offsets.first() == Some(&0)
+        && reply.offsets.last().is_some_and(|last| *last as usize == replicas.len());
+    if !whole {
+        return None;
+    }
+    for bounds in reply.offsets.windows(2) {
+        let of_key = replicas.get(bounds[0] as usize..bounds[1] as usize)?;
+        found.push(of_key.iter().filter_map(replica).collect());
+    }
+    Some(())
+}
+
+fn replica(packed: &[u8; REPLICA_BYTES]) -> Option<Replica> {
+    let [low, high, tier, _] = *packed;
+    Some(Replica { node: NodeId(u16::from_le_bytes([low, high])), tier: Tier::from_wire(tier)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replicas_are_split_by_their_offsets() {
+        let reply = LookupReply {
+            offsets: vec![0, 2, 2, 3],
+            replicas: vec![1, 0, 1, 0, 2, 1, 2, 0, 3, 0, 2, 0].into(),
+        };
+        let mut found = Vec::new();
+        assert_eq!(unpack_found(&reply, 3, &mut found), Some(()));
+        let replica = |node, tier| Replica { node: NodeId(node), tier };
+        assert_eq!(
+            found,
+            vec![
+                vec![replica(1, Tier::Dram), replica(258, Tier::Nvme)],
+                vec![],
+                vec![replica(3, Tier::Nvme)]
+            ]
+        );
+    }
+
+    #[test]
+    fn a_reply_that_does_not_fit_the_question_is_refused() {
+        let replicas = Bytes::from(vec![1, 0, 1, 0]);
+        for (offsets, replicas) in [
+            (vec![], replicas.clone()),
+            (vec![0, 1, 1], replicas.clone()),
+            (vec![0, 2], replicas.clone()),
+            (vec![1, 1], replicas.clone()),
+            (vec![0, 0], replicas.clone()),
+            (vec![0, 1], replicas.slice(..3)),
+        ] {
+            let reply = LookupReply { offsets: offsets.clone(), replicas };
+            assert_eq!(unpack_found(&reply, 1, &mut Vec::new()), None, "{offsets:?}");
+        }
+        let backwards = LookupReply { offsets: vec![0, 1, 0, 1], replicas };
+        assert_eq!(unpack_found(&backwards, 3, &mut Vec::new()), None);
+    }
+
+    #[test]
+    fn an_operation_is_the_tier_and_a_bit_for_withdrawal() {
+        assert_eq!(operation(Tier::Nvme, Change::Added), 2);
+        assert_eq!(operation(Tier::Dram, Change::Removed), 0x81);
+    }
+}
