@@ -17,6 +17,12 @@ impl Checksum {
         Checksum(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
+    /// Goes on where a checksum of the bytes before ended.
+    pub(crate) fn resume(crc: u32) -> Checksum {
+        // CRC-32/ISCSI inverts its register at the end (xorout 0xffffffff): inverting again gives the register.
+        Checksum(Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(!crc)))
+    }
+
     pub(crate) fn update(&mut self, piece: &[u8]) {
         self.0.update(piece);
     }

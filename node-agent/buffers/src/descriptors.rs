@@ -37,6 +37,34 @@ struct Control([u8; CONTROL_BYTES]);
 /// Errors: more than [`DESCRIPTORS_MAX`] descriptors, no bytes, or what the socket says (`WouldBlock` when a send
 /// timeout is set and over: a part may be sent, so close the connection).
 pub fn send_with_fds(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), BufferError> {
+    check_message(bytes, fds)?;
+    let failed = |source| BufferError::system("sending on a unix socket", source);
+    let mut sent = send_once(sock, bytes, fds, 0).map_err(failed)?;
+    while sent < bytes.len() {
+        sent += send_once(sock, &bytes[sent..], &[], 0).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Sends what a stream socket takes at once of `bytes` (at least one), the descriptors with the first of them, whether
+/// or not the socket blocks. `None`: it takes nothing now, and no descriptor was sent either.
+///
+/// Errors: as for [`send_with_fds`], without time-outs.
+pub fn try_send_with_fds(
+    sock: BorrowedFd<'_>,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<Option<usize>, BufferError> {
+    check_message(bytes, fds)?;
+    match send_once(sock, bytes, fds, libc::MSG_DONTWAIT) {
+        Ok(sent) => Ok(Some(sent)),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        Err(error) => Err(BufferError::system("sending on a unix socket", error)),
+    }
+}
+
+/// What both ways of sending ask of their arguments.
+fn check_message(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), BufferError> {
     if fds.len() > DESCRIPTORS_MAX {
         return Err(BufferError::Invalid(format!(
             "{} descriptors in one message: at most {DESCRIPTORS_MAX}, send more messages",
@@ -45,11 +73,6 @@ pub fn send_with_fds(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>])
     }
     if bytes.is_empty() {
         return Err(BufferError::Invalid("descriptors travel with at least one byte".to_owned()));
-    }
-    let failed = |source| BufferError::system("sending on a unix socket", source);
-    let mut sent = send_once(sock, bytes, fds).map_err(failed)?;
-    while sent < bytes.len() {
-        sent += send_once(sock, &bytes[sent..], &[]).map_err(failed)?;
     }
     Ok(())
 }
@@ -116,8 +139,13 @@ pub fn peer_credentials(sock: BorrowedFd<'_>) -> Result<PeerCredentials, BufferE
     Ok(PeerCredentials { pid: credentials.pid, uid: credentials.uid, gid: credentials.gid })
 }
 
-/// One sendmsg(2); gives the bytes taken.
-fn send_once(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+/// One sendmsg(2) with these flags more; gives the bytes taken.
+fn send_once(
+    sock: BorrowedFd<'_>,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+    flags: libc::c_int,
+) -> io::Result<usize> {
     let mut control = Control([0; CONTROL_BYTES]);
     let vector = IoSlice::new(bytes);
     // IoSlice is promised to have the layout of an iovec; sendmsg only reads through it.
@@ -129,7 +157,7 @@ fn send_once(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::
     loop {
         // SAFETY: the header names one vector over `bytes` and the filled part of `control`, alive during the call;
         // the descriptors are open as long as `fds` borrows them (sendmsg(2)). No SIGPIPE.
-        let rc = unsafe { libc::sendmsg(sock.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+        let rc = unsafe { libc::sendmsg(sock.as_raw_fd(), &raw const message, flags | libc::MSG_NOSIGNAL) };
         match usize::try_from(rc) {
             Ok(sent) => return Ok(sent),
             Err(_) => {

@@ -33,7 +33,9 @@ mod sys;
 
 pub use arena::{Arena, ArenaConfig, HugePolicy, REGION_BYTES_MAX, REGIONS_MAX, Region};
 pub use checksum::{PIECE_BYTES, checksum_method, copy_checked, crc32c};
-pub use descriptors::{DESCRIPTORS_MAX, PeerCredentials, peer_credentials, recv_with_fds, send_with_fds};
+pub use descriptors::{
+    DESCRIPTORS_MAX, PeerCredentials, peer_credentials, recv_with_fds, send_with_fds, try_send_with_fds,
+};
 pub use error::BufferError;
 pub use mapped::MappedRegion;
 pub use memory::Access;

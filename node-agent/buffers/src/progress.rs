@@ -267,3 +267,6 @@ fn writer_base(entry: u16) -> usize {
 fn bit_of(block: usize) -> Option<(usize, u32)> {
     (block < PROGRESS_BLOCKS_MAX).then(|| (BITMAP + block / WORD_BITS * WORD_BYTES, 1 << (block % WORD_BITS)))
 }
+
+#[cfg(test)]
+mod tests;

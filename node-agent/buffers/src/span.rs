@@ -89,8 +89,16 @@ impl Span {
     ///
     /// Goes through a buffer on the stack: a slice of memory that others write must not exist.
     pub fn crc32c(&self) -> u32 {
+        self.checksum(Checksum::new())
+    }
+
+    /// CRC32C of bytes whose checksum is `crc` followed by the bytes of this span at the time of the call.
+    pub fn crc32c_append(&self, crc: u32) -> u32 {
+        self.checksum(Checksum::resume(crc))
+    }
+
+    fn checksum(&self, mut checksum: Checksum) -> u32 {
         let mut buffer = [0u8; PIECE_BYTES];
-        let mut checksum = Checksum::new();
         for offset in (0..self.bytes).step_by(PIECE_BYTES) {
             let piece = &mut buffer[..PIECE_BYTES.min(self.bytes - offset)];
             self.copy_piece_out(offset, piece);

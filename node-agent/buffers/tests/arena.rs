@@ -1,0 +1,267 @@
+//! Arena and regions as the agent and engines use them: bounds, seals, page sizes, memory limits.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::PermissionsExt;
+
+use proptest::prelude::*;
+use reprise_buffers::{
+    Access, Arena, ArenaConfig, BufferError, HUGE_PAGE_BYTES, HugePolicy, MappedRegion, PageKind,
+    REGION_BYTES_MAX,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn arena(bytes: u64, region_bytes: u64, huge: HugePolicy) -> Arena {
+    Arena::new(&ArenaConfig { bytes, region_bytes, huge }).expect("an arena of a few MiB")
+}
+
+fn map(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<MappedRegion, BufferError> {
+    MappedRegion::map(fd.try_clone_to_owned().expect("a descriptor"), bytes, access)
+}
+
+#[test]
+fn an_arena_is_cut_into_regions_and_the_last_takes_the_rest() {
+    let arena = arena(5 * MIB, 2 * MIB, HugePolicy::Never);
+    let sizes: Vec<u64> = arena.regions().iter().map(|region| region.bytes()).collect();
+    assert_eq!(sizes, [2 * MIB, 2 * MIB, MIB]);
+    let ids: Vec<u16> = arena.regions().iter().map(|region| region.id()).collect();
+    assert_eq!(ids, [0, 1, 2]);
+}
+
+#[test]
+fn regions_start_at_huge_page_boundaries_here_and_in_the_client() {
+    let arena = arena(4 * MIB, 2 * MIB, HugePolicy::Never);
+    for region in arena.regions() {
+        assert_eq!(region.as_ptr().addr() % HUGE_PAGE_BYTES, 0);
+        let mapped = map(region.readonly_fd(), region.bytes(), Access::ReadOnly).expect("a mapping");
+        let start = mapped.span(0, 1).expect("the first byte").as_ptr();
+        assert_eq!(start.addr() % HUGE_PAGE_BYTES, 0);
+    }
+}
+
+#[test]
+fn what_an_engine_writes_the_agent_and_other_engines_see() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Prefer);
+    let region = &arena.regions()[0];
+    let engine = map(region.writable_fd(), region.bytes(), Access::ReadWrite).expect("a writable mapping");
+    let other = map(region.readonly_fd(), region.bytes(), Access::ReadOnly).expect("a readable mapping");
+    engine.span(MIB, 5).expect("inside").copy_in(b"bytes").expect("writable");
+    for span in [arena.span(0, MIB, 5), other.span(MIB, 5)] {
+        let mut seen = [0; 5];
+        span.expect("inside").copy_out(&mut seen);
+        assert_eq!(&seen, b"bytes");
+    }
+}
+
+#[test]
+fn a_region_is_zero_at_first_and_after_zeroing() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let span = arena.span(0, 0, 2 * MIB).expect("all of it");
+    let mut bytes = vec![1; 2 << 20];
+    span.copy_out(&mut bytes);
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    span.copy_in(&vec![7; 2 << 20]).expect("writable");
+    arena.regions()[0].zero();
+    span.copy_out(&mut bytes);
+    assert!(bytes.iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn an_engine_cannot_change_the_size_of_a_region_nor_seal_it() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let file = File::from(arena.regions()[0].writable_fd().try_clone_to_owned().expect("a descriptor"));
+    for length in [0, MIB, 4 * MIB] {
+        let refused = file.set_len(length).expect_err("the size is sealed");
+        assert_eq!(refused.raw_os_error(), Some(libc::EPERM));
+    }
+    // SAFETY: F_ADD_SEALS takes an int; the descriptor is open.
+    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_FUTURE_WRITE) };
+    assert_eq!((rc, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EPERM)));
+}
+
+#[test]
+fn a_readonly_descriptor_cannot_be_mapped_for_writing() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let region = &arena.regions()[0];
+    let refused = map(region.readonly_fd(), region.bytes(), Access::ReadWrite).expect_err("read-only");
+    assert_eq!(refused.io_kind(), Some(std::io::ErrorKind::PermissionDenied), "{refused}");
+}
+
+#[test]
+fn a_readonly_mapping_cannot_be_made_writable() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let region = &arena.regions()[0];
+    let mapped = map(region.readonly_fd(), region.bytes(), Access::ReadOnly).expect("a readable mapping");
+    let span = mapped.span(0, 4096).expect("inside");
+    assert!(!span.is_writable() && span.as_mut_ptr().is_none());
+    assert!(matches!(span.copy_in(&[1; 4096]), Err(BufferError::ReadOnly)));
+    // SAFETY: mprotect changes no content; the range is mapped.
+    let rc = unsafe {
+        libc::mprotect(span.as_ptr().cast_mut().cast(), span.len(), libc::PROT_READ | libc::PROT_WRITE)
+    };
+    assert_eq!((rc, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EACCES)));
+}
+
+#[test]
+fn nobody_but_the_owner_may_reopen_a_region_for_writing() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let file = File::from(arena.regions()[0].readonly_fd().try_clone_to_owned().expect("a descriptor"));
+    let mode = file.metadata().expect("metadata of a memfd").permissions().mode();
+    assert_eq!(mode & 0o777, 0o400);
+}
+
+#[test]
+fn a_mapping_longer_than_the_file_is_refused_instead_of_faulting_later() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    for bytes in [0, 2 * MIB + 1, u64::MAX] {
+        let refused =
+            map(arena.regions()[0].readonly_fd(), bytes, Access::ReadOnly).expect_err("not that long");
+        assert!(refused.to_string().contains("disagree"), "{refused}");
+    }
+}
+
+#[test]
+fn a_span_keeps_its_memory_after_the_arena_is_gone() {
+    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let span = arena.span(0, 4096, 4).expect("inside");
+    let slice = span.slice(1, 2).expect("inside");
+    span.copy_in(b"kept").expect("writable");
+    drop(arena);
+    drop(span);
+    let mut bytes = [0; 2];
+    slice.copy_out(&mut bytes);
+    assert_eq!(&bytes, b"ep");
+}
+
+#[test]
+fn a_region_knows_its_own_spans_from_those_of_another_arena() {
+    let ours = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let theirs = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
+    let span = ours.span(0, 8192, 4096).expect("inside").slice(1024, 16).expect("inside");
+    assert_eq!((span.region_id(), span.region_offset()), (Some(0), 9216));
+    assert!(ours.regions()[0].contains(&span));
+    assert!(!theirs.regions()[0].contains(&span));
+}
+
+#[test]
+fn an_arena_larger_than_memory_is_refused_with_words_before_anything_is_touched() {
+    let config = ArenaConfig {
+        bytes: 8192 * REGION_BYTES_MAX,
+        region_bytes: REGION_BYTES_MAX,
+        huge: HugePolicy::Prefer,
+    };
+    let refused = Arena::new(&config).expect_err("no machine has 8 TiB to spare");
+    assert!(matches!(refused, BufferError::NotEnoughMemory { .. }));
+    let text = refused.to_string();
+    assert!(text.contains("8TiB") && text.contains("lower the arena"), "{text}");
+}
+
+#[test]
+fn sizes_that_cannot_be_are_refused_with_words() {
+    let cases = [
+        (0, MIB, "whole 4 KiB pages"),
+        (MIB, 0, "whole 4 KiB pages"),
+        (MIB + 1, MIB, "whole 4 KiB pages"),
+        (MIB, 1000, "whole 4 KiB pages"),
+        (4 * REGION_BYTES_MAX, 2 * REGION_BYTES_MAX, "too large"),
+        (1 << 40, MIB, "use larger ones"),
+        (u64::MAX & !4095, 4096, "use larger ones"),
+    ];
+    for (bytes, region_bytes, expected) in cases {
+        let refused =
+            Arena::new(&ArenaConfig { bytes, region_bytes, huge: HugePolicy::Never }).expect_err(expected);
+        assert!(refused.to_string().contains(expected), "{refused}");
+    }
+}
+
+/// Whether this kernel can make huge pages of a memfd (`transparent_hugepage/enabled` other than never).
+fn can_collapse() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+        .is_ok_and(|text| !text.contains("[never]"))
+}
+
+#[test]
+fn page_sizes_are_as_measured_and_huge_where_the_kernel_can() {
+    let small = arena(4 * MIB, 2 * MIB, HugePolicy::Never);
+    assert_eq!(small.page_kind(), PageKind::Small, "nobody asked for huge pages");
+    let huge = arena(8 * MIB, 4 * MIB, HugePolicy::Prefer);
+    if !can_collapse() {
+        eprintln!("CANNOT RUN HERE: transparent huge pages are off, so huge regions were not tested");
+        return;
+    }
+    assert_ne!(huge.page_kind(), PageKind::Small, "{}", huge.coverage());
+    let region = &huge.regions()[0];
+    for (fd, access) in [(region.readonly_fd(), Access::ReadOnly), (region.writable_fd(), Access::ReadWrite)]
+    {
+        let mapped = map(fd, region.bytes(), access).expect("a mapping");
+        assert_eq!(mapped.coverage().kind(), region.page_kind(), "{access:?}: {}", mapped.coverage());
+    }
+}
+
+#[test]
+fn the_part_of_a_region_beyond_whole_huge_pages_is_said_to_be_small() {
+    if !can_collapse() {
+        eprintln!("CANNOT RUN HERE: transparent huge pages are off, so partial coverage was not tested");
+        return;
+    }
+    let arena = arena(3 * MIB, 3 * MIB, HugePolicy::Prefer);
+    assert_eq!(arena.page_kind(), PageKind::Small);
+    assert_eq!(arena.coverage().to_string(), "transparent 2 MiB: 2MiB, 4 KiB: 1MiB");
+}
+
+#[test]
+#[ignore = "needs vm.nr_hugepages = 2 and nobody else using them: run alone"]
+fn the_hugetlb_pool_is_used_as_far_as_it_goes() {
+    let arena = arena(8 * MIB, 4 * MIB, HugePolicy::Prefer);
+    let kinds: Vec<PageKind> = arena.regions().iter().map(|region| region.page_kind()).collect();
+    assert!(kinds.contains(&PageKind::HugeTlb) && kinds.contains(&PageKind::TransparentHuge), "{kinds:?}");
+    assert_eq!(arena.coverage().to_string(), "hugetlb 2 MiB: 4MiB, transparent 2 MiB: 4MiB");
+    for region in arena.regions() {
+        let mapped = map(region.readonly_fd(), region.bytes(), Access::ReadOnly).expect("a mapping");
+        assert_eq!(mapped.coverage().kind(), region.page_kind());
+        let file = File::from(region.writable_fd().try_clone_to_owned().expect("a descriptor"));
+        assert!(file.set_len(0).is_err(), "the size is sealed");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn a_span_exists_exactly_when_it_lies_inside(
+        region in 0u16..4,
+        offset in prop_oneof![0u64..70_000, any::<u64>()],
+        bytes in prop_oneof![0u64..70_000, any::<u64>()],
+    ) {
+        thread_local! {
+            static ARENA: Arena = arena(128 << 10, 64 << 10, HugePolicy::Never);
+        }
+        let span = ARENA.with(|arena| arena.span(region, offset, bytes));
+        let inside = region < 2 && u128::from(offset) + u128::from(bytes) <= 64 << 10;
+        prop_assert_eq!(span.is_ok(), inside);
+        if let Ok(span) = span {
+            prop_assert_eq!((span.len() as u64, span.region_offset() as u64), (bytes, offset));
+        }
+    }
+
+    #[test]
+    fn a_slice_of_a_span_exists_exactly_when_it_lies_inside(
+        start in 0usize..60_000,
+        offset in prop_oneof![0usize..70_000, any::<usize>()],
+        bytes in prop_oneof![0usize..70_000, any::<usize>()],
+    ) {
+        thread_local! {
+            static ARENA: Arena = arena(64 << 10, 64 << 10, HugePolicy::Never);
+        }
+        let length = (64 << 10) - start;
+        let span = ARENA.with(|arena| arena.span(0, start as u64, length as u64)).expect("inside");
+        let slice = span.slice(offset, bytes);
+        let inside = offset as u128 + bytes as u128 <= length as u128;
+        prop_assert_eq!(slice.is_ok(), inside);
+        if let Ok(slice) = slice {
+            prop_assert_eq!(slice.len(), bytes);
+            prop_assert_eq!(slice.as_ptr().addr(), span.as_ptr().addr() + offset);
+        }
+    }
+}
