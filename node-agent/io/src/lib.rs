@@ -1,1 +1,39 @@
-//! placeholder
+//! Block-device I/O of Reprise: one trait, three engines.
+//!
+//! An [`IoEngine`] moves whole 4 KiB pages between one [`DeviceFile`] and memory that it is lent as
+//! [`Span`](reprise_buffers::Span)s. An operation owns its memory from submission to completion, the engine owns
+//! the operation, and dropping the engine ends every operation first: memory is never given back while
+//! a device may still write to it.
+//!
+//! * [`EngineKind::IoUring`]: O_DIRECT, registered file and buffers, one system call per batch.
+//! * [`EngineKind::Plain`]: `preadv`/`pwritev` on a few threads, for kernels that refuse io_uring.
+//! * [`EngineKind::Simulated`]: a device in memory with latency, faults and crashes, all drawn from a seed.
+//!
+//! [`open_engine`] chooses between the first two. The suite in `tests/conformance` holds for all three.
+//!
+//! Deliberately absent: ordering between operations in flight, any knowledge of the pool's format, checksums, and
+//! retries of media errors. [`bare`] is the yardstick of the benchmarks, not a second path.
+
+pub mod bare;
+mod device;
+mod engine;
+mod error;
+mod op;
+mod open;
+mod plain;
+mod probe;
+mod queue;
+pub mod simulated;
+mod sys;
+mod transfer;
+mod uring;
+mod waker;
+
+pub use device::{Caching, DeviceFile, FileAccess, Missing, Preallocated};
+pub use engine::{EngineKind, IoEngine, Wait};
+pub use error::{IoError, IoErrorKind};
+pub use op::{Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};
+pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};
+pub use probe::{IoProbe, RingMode, probe};
+pub use queue::{OpClass, QueueSettings, ReadFirstQueue};
+pub use waker::Waker;

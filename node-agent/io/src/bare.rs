@@ -1,0 +1,242 @@
+//! The yardstick: a bare io_uring loop over a file, as short as it can be, with nothing of the engines in it.
+//!
+//! Benchmarks divide what the engines reach by what this reaches on the same file in the same run. It therefore uses the
+//! kernel in the best way known: O_DIRECT (from the [`DeviceFile`]), registered file, registered buffers, `depth`
+//! operations always in flight, one system call per batch.
+//!
+//! Reading extents that were reserved but never written costs no device time: write the file first.
+
+use std::io;
+use std::num::NonZeroU32;
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use io_uring::types::{Fixed, FsyncFlags};
+use io_uring::{IoUring, opcode, squeue};
+use reprise_buffers::Span;
+
+use crate::device::{DeviceFile, FileAccess};
+use crate::error::{Call, IoError, IoErrorKind};
+use crate::op::IO_ALIGN;
+
+/// Operations in flight at the most; also buffers.
+pub const BARE_DEPTH_MAX: usize = 4096;
+
+/// What a loop does.
+#[derive(Clone, Debug)]
+pub struct BareLoop<'a> {
+    /// The file; nothing else uses it meanwhile.
+    pub file: &'a DeviceFile,
+    /// Bytes of each operation, a multiple of 4096.
+    pub block_bytes: u32,
+    /// Byte offsets of the operations, in order; each a multiple of 4096 with a block behind it inside the file.
+    pub offsets: &'a [u64],
+    /// One operation in flight per buffer, which gives the depth; each of at least `block_bytes`, writable.
+    pub buffers: &'a [Span],
+    /// Waits for everything and calls fdatasync after this many writes, and at the end. `None`: one sync at the end.
+    pub sync_every: Option<NonZeroU32>,
+}
+
+/// What a loop measured.
+#[derive(Clone, Copy, Debug)]
+pub struct BareRun {
+    /// Bytes transferred.
+    pub bytes: u64,
+    /// From the first operation to the last completion, syncs included.
+    pub elapsed: Duration,
+}
+
+struct Ring {
+    uring: IoUring,
+    in_flight: usize,
+    /// The first that an operation reported.
+    failure: Option<io::Error>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Read,
+    Write,
+}
+
+impl BareRun {
+    /// Bytes per second.
+    pub fn bytes_per_second(&self) -> f64 {
+        self.bytes as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+/// Reads every offset once.
+///
+/// # Errors
+/// As the kernel reports them; the first failed or short operation ends the loop.
+pub fn read_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
+    run(parameters, Direction::Read)
+}
+
+/// Writes every offset once, with whatever is in the buffers.
+///
+/// # Errors
+/// As the kernel reports them; the first failed or short operation ends the loop.
+pub fn write_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
+    if parameters.file.access() == FileAccess::ReadOnly {
+        return Err(IoError::new(IoErrorKind::Invalid, "write loop on a file opened read-only"));
+    }
+    run(parameters, Direction::Write)
+}
+
+/// Buffers of `bytes` from one span: `depth` of them, side by side.
+///
+/// # Errors
+/// `Invalid` when they do not fit.
+pub fn cut(span: &Span, bytes: u32, depth: usize) -> Result<Vec<Span>, IoError> {
+    let bytes = bytes as usize;
+    let pieces = (0..depth).map(|index| span.slice(index * bytes, bytes));
+    pieces.collect::<Result<_, _>>().map_err(|error| IoError::new(IoErrorKind::Invalid, error.to_string()))
+}
+
+fn run(parameters: &BareLoop<'_>, direction: Direction) -> Result<BareRun, IoError> {
+    check(parameters)?;
+    let mut ring = Ring { uring: set_up(parameters)?, in_flight: 0, failure: None };
+    let start = Instant::now();
+    let outcome = transfer_all(&mut ring, parameters, direction);
+    let elapsed = start.elapsed();
+    if outcome.is_err() {
+        // The buffers are the caller's, so whatever is in flight must end before this returns.
+        ring.drain(parameters.buffers);
+    }
+    let bytes = outcome.map_err(|error| IoError::from_call(Call::Transfer, "bare loop", error))?;
+    Ok(BareRun { bytes, elapsed })
+}
+
+fn check(parameters: &BareLoop<'_>) -> Result<(), IoError> {
+    let BareLoop { file, block_bytes, offsets, buffers, .. } = parameters;
+    let whole = |bytes: u64| bytes.is_multiple_of(IO_ALIGN as u64);
+    let fits = |offset: &u64| {
+        whole(*offset) && offset.checked_add(u64::from(*block_bytes)).is_some_and(|end| end <= file.size())
+    };
+    let usable = |buffer: &Span| {
+        buffer.len() >= *block_bytes as usize && buffer.is_writable() && whole(buffer.as_ptr().addr() as u64)
+    };
+    let sane =
+        *block_bytes > 0 && whole(u64::from(*block_bytes)) && (1..=BARE_DEPTH_MAX).contains(&buffers.len());
+    if sane && offsets.iter().all(fits) && buffers.iter().all(usable) {
+        return Ok(());
+    }
+    let text =
+        format!("bare loop of {block_bytes} bytes over {} buffers: misaligned or outside", buffers.len());
+    Err(IoError::new(IoErrorKind::Invalid, text))
+}
+
+fn set_up(parameters: &BareLoop<'_>) -> Result<IoUring, IoError> {
+    let refused = |error: io::Error| {
+        IoError::with_source(IoErrorKind::Unsupported, "setting up a bare io_uring", error)
+    };
+    let entries = parameters.buffers.len().next_power_of_two() as u32;
+    let best = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
+    let ring = best.or_else(|_| IoUring::new(entries)).map_err(refused)?;
+    ring.submitter().register_files(&[parameters.file.file().as_raw_fd()]).map_err(refused)?;
+    let iovec = |span: &Span| libc::iovec {
+        iov_base: span.as_ptr().cast_mut().cast(),
+        iov_len: parameters.block_bytes as usize,
+    };
+    let iovecs: Vec<_> = parameters.buffers.iter().map(iovec).collect();
+    // SAFETY: the spans are borrowed for longer than the ring lives.
+    unsafe { ring.submitter().register_buffers(&iovecs) }.map_err(refused)?;
+    Ok(ring)
+}
+
+/// Bytes transferred.
+fn transfer_all(ring: &mut Ring, parameters: &BareLoop<'_>, direction: Direction) -> io::Result<u64> {
+    let batch = match (direction, parameters.sync_every) {
+        (Direction::Write, Some(count)) => count.get() as usize,
+        _ => parameters.offsets.len().max(1),
+    };
+    let mut idle = Vec::with_capacity(parameters.buffers.len());
+    for offsets in parameters.offsets.chunks(batch) {
+        idle.clear();
+        idle.extend(0..parameters.buffers.len());
+        transfer_batch(ring, parameters, (direction, offsets), &mut idle)?;
+        if direction == Direction::Write {
+            let entry = opcode::Fsync::new(Fixed(0)).flags(FsyncFlags::DATASYNC).build();
+            // SAFETY: a sync names no memory.
+            unsafe { ring.push(&entry) };
+            ring.wait(0, &mut idle)?;
+        }
+    }
+    Ok(u64::from(parameters.block_bytes) * parameters.offsets.len() as u64)
+}
+
+/// Keeps every buffer busy until all offsets are done.
+fn transfer_batch(
+    ring: &mut Ring,
+    parameters: &BareLoop<'_>,
+    (direction, offsets): (Direction, &[u64]),
+    idle: &mut Vec<usize>,
+) -> io::Result<()> {
+    let mut todo = offsets.iter().peekable();
+    while todo.peek().is_some() || ring.in_flight > 0 {
+        while let Some(offset) = todo.next_if(|_| !idle.is_empty()) {
+            let index = idle.pop().expect("not empty");
+            let (memory, bytes) = (parameters.buffers[index].as_ptr().cast_mut(), parameters.block_bytes);
+            let (file, buffer) = (Fixed(0), index as u16);
+            let entry = match direction {
+                Direction::Read => {
+                    opcode::ReadFixed::new(file, memory, bytes, buffer).offset(*offset).build()
+                }
+                Direction::Write => {
+                    opcode::WriteFixed::new(file, memory, bytes, buffer).offset(*offset).build()
+                }
+            };
+            // SAFETY: the caller borrows the spans until every operation has ended; `check` saw their size.
+            unsafe { ring.push(&entry.user_data(index as u64)) };
+        }
+        ring.wait(parameters.block_bytes, idle)?;
+    }
+    Ok(())
+}
+
+impl Ring {
+    /// # Safety
+    /// The entry's memory is valid until the operation has ended.
+    unsafe fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: passed on to the caller.
+        let pushed = unsafe { self.uring.submission().push(entry) };
+        pushed.expect("there is one entry per buffer");
+        self.in_flight += 1;
+    }
+
+    /// Starts what was pushed and takes what ended, at least one; indices of buffers go to `idle`. Every operation must
+    /// have moved `bytes`.
+    fn wait(&mut self, bytes: u32, idle: &mut Vec<usize>) -> io::Result<()> {
+        match self.uring.submit_and_wait(1) {
+            Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
+            _ => {}
+        }
+        for entry in self.uring.completion() {
+            self.in_flight -= 1;
+            idle.push(entry.user_data() as usize);
+            let failure = match u32::try_from(entry.result()) {
+                Ok(moved) if moved == bytes => continue,
+                Ok(moved) => io::Error::other(format!("an operation moved {moved} of {bytes} bytes")),
+                Err(_) => io::Error::from_raw_os_error(-entry.result()),
+            };
+            self.failure.get_or_insert(failure);
+        }
+        self.failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Waits until nothing is in flight, whatever each operation ends with. If even that fails, the memory is leaked
+    /// rather than given back while the device may write to it.
+    fn drain(&mut self, buffers: &[Span]) {
+        while self.in_flight > 0 {
+            match self.uring.submit_and_wait(1) {
+                Err(error) if error.raw_os_error() != Some(libc::EINTR) => {
+                    std::mem::forget(buffers.to_vec());
+                    return;
+                }
+                _ => self.in_flight -= self.uring.completion().count(),
+            }
+        }
+    }
+}

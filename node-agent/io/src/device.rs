@@ -1,0 +1,257 @@
+//! The file or block device under an engine: opened for direct I/O, locked, sized.
+//!
+//! The lock (`flock`) lives with the open file description, and an io_uring that registered the file keeps that
+//! alive until its last operation has ended. So after `kill -9` the lock also fences out writes of the dead process that
+//! are still on their way; that is why opening waits [`LOCK_PATIENCE`] for it, and why no POSIX record lock is used.
+
+use std::fmt;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::error::{Call, IoError, IoErrorKind};
+use crate::op::Bounds;
+use crate::sys;
+
+/// How long opening waits for a lock: operations of a killed process end within device latencies (milliseconds); what
+/// holds longer is a living process.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Pause between two attempts to lock.
+const LOCK_RETRY: Duration = Duration::from_millis(10);
+
+/// What may be done with a [`DeviceFile`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileAccess {
+    /// Reads only; shares the lock with other readers.
+    ReadOnly,
+    /// Reads and writes; nobody else has it open.
+    ReadWrite,
+}
+
+/// What [`DeviceFile::open`] does about a path that does not exist.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// Refuses.
+    Fail,
+    /// Creates an empty file, readable and writable by its owner only.
+    Create,
+}
+
+/// Whether transfers go through the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caching {
+    /// O_DIRECT: between device and the span, nothing in between.
+    Direct,
+    /// The file system refuses O_DIRECT: every byte is copied and kept twice.
+    PageCache,
+}
+
+/// What [`DeviceFile::preallocate`] achieved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preallocated {
+    /// Space is reserved; writes inside will not run out of it.
+    Reserved,
+    /// The file system cannot reserve; the file has holes, and writes may run out of space.
+    Sparse,
+    /// A block device: its size is what it is, and large enough.
+    Device,
+}
+
+/// An open, locked file or block device.
+pub struct DeviceFile {
+    file: File,
+    path: PathBuf,
+    size: u64,
+    access: FileAccess,
+    caching: Caching,
+    block_device: bool,
+}
+
+impl DeviceFile {
+    /// Opens and locks a file or block device.
+    ///
+    /// # Errors
+    /// `InUse` when another process has it open, or the kernel uses the block device (mounted, RAID, …);
+    /// `Unavailable` when it does not exist, permissions forbid it, or it is neither file nor block device.
+    pub fn open(path: &Path, access: FileAccess, missing: Missing) -> Result<DeviceFile, IoError> {
+        let opening = || format!("opening {}", path.display());
+        let block_device = match std::fs::metadata(path) {
+            Ok(found) if found.file_type().is_block_device() => true,
+            Ok(found) if found.is_file() => false,
+            Ok(_) => {
+                let text = format!("{}; give a file or a block device", opening());
+                return Err(IoError::new(IoErrorKind::Unavailable, text));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound && missing == Missing::Create => false,
+            Err(error) => return Err(IoError::from_call(Call::Open, opening(), error)),
+        };
+        let mut options = OpenOptions::new();
+        options.read(true).write(access == FileAccess::ReadWrite).mode(0o600);
+        options.create(missing == Missing::Create && access == FileAccess::ReadWrite && !block_device);
+        // O_EXCL without O_CREAT on a block device fails while the kernel itself uses it: open(2).
+        let flags = if block_device { libc::O_EXCL } else { 0 };
+        let (file, caching) = open_direct(&mut options, path, flags).map_err(|error| {
+            let in_use = error.raw_os_error() == Some(libc::EBUSY);
+            let hint = if in_use { ": the device is mounted or otherwise in use by the kernel" } else { "" };
+            IoError::from_call(Call::Open, opening() + hint, error)
+        })?;
+        lock(&file, path, access)?;
+        let mut device = DeviceFile { file, path: path.to_owned(), size: 0, access, caching, block_device };
+        device.refresh_size()?;
+        Ok(device)
+    }
+
+    /// Makes the file at least `bytes` long and reserves its space, without writing: what was never written reads as
+    /// zeroes. A file that could not be enlarged keeps its size.
+    ///
+    /// # Errors
+    /// `NoSpace` when the file system has less than that available, or the block device is smaller.
+    pub fn preallocate(&mut self, bytes: u64) -> Result<Preallocated, IoError> {
+        let refuse = |have: u64, what: &str| {
+            let text = format!(
+                "pool of {bytes} bytes at {}: {what} {have} bytes; free space or configure a smaller pool",
+                self.path.display()
+            );
+            Err(IoError::new(IoErrorKind::NoSpace, text))
+        };
+        if self.block_device {
+            return if self.size >= bytes {
+                Ok(Preallocated::Device)
+            } else {
+                refuse(self.size, "the device has")
+            };
+        }
+        let grow = bytes.saturating_sub(self.size);
+        // Asked beforehand: filling a file system to its last block to learn that it is too small hurts its other users.
+        let available = sys::available_bytes(self.file.as_fd()).map_err(|e| self.open_error("sizing", e))?;
+        if grow > available {
+            return refuse(available, "the file system has left");
+        }
+        let outcome = match sys::fallocate(self.file.as_fd(), bytes) {
+            Ok(()) => Preallocated::Reserved,
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                if grow > 0 {
+                    self.file.set_len(bytes).map_err(|e| self.open_error("enlarging", e))?;
+                }
+                Preallocated::Sparse
+            }
+            Err(error) => {
+                // Gives back what was reserved before it failed; the error that matters is the first.
+                let _ = self.file.set_len(self.size);
+                return Err(self.open_error("reserving space for", error));
+            }
+        };
+        self.refresh_size()?;
+        Ok(outcome)
+    }
+
+    /// Bytes of the file or device, as of opening or the last [`preallocate`](Self::preallocate).
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The path it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How it was opened.
+    pub fn access(&self) -> FileAccess {
+        self.access
+    }
+
+    /// Whether direct I/O is in effect.
+    pub fn caching(&self) -> Caching {
+        self.caching
+    }
+
+    /// Whether it is a block device rather than a file.
+    pub fn is_block_device(&self) -> bool {
+        self.block_device
+    }
+
+    pub(crate) fn bounds(&self) -> Bounds {
+        Bounds { size: self.size, access: self.access }
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    fn refresh_size(&mut self) -> Result<(), IoError> {
+        // The end is also where block devices report their size; their st_size is zero.
+        self.size = self.file.seek(SeekFrom::End(0)).map_err(|error| self.open_error("sizing", error))?;
+        Ok(())
+    }
+
+    fn open_error(&self, doing: &str, source: io::Error) -> IoError {
+        IoError::from_call(Call::Open, format!("{doing} {}", self.path.display()), source)
+    }
+}
+
+impl AsFd for DeviceFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl fmt::Debug for DeviceFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = f.debug_struct("DeviceFile");
+        text.field("path", &self.path).field("size", &self.size).field("caching", &self.caching);
+        text.finish_non_exhaustive()
+    }
+}
+
+impl Drop for DeviceFile {
+    /// Unlocks by hand: a closed ring gives up its reference to the file some time later, and until then the lock
+    /// would stand. Every engine has ended its operations before it drops its file.
+    fn drop(&mut self) {
+        if let Err(error) = self.file.unlock() {
+            tracing::warn!(path = %self.path.display(), %error, "cannot unlock a pool file");
+        }
+    }
+}
+
+/// Opens with O_DIRECT where the file system has it with a granularity that suits, else without.
+fn open_direct(options: &mut OpenOptions, path: &Path, flags: i32) -> io::Result<(File, Caching)> {
+    match options.custom_flags(flags | libc::O_DIRECT).open(path) {
+        Ok(file) if sys::direct_alignment_fits(file.as_fd()) != Some(false) => {
+            return Ok((file, Caching::Direct));
+        }
+        Ok(too_coarse) => drop(too_coarse),
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+        Err(error) => return Err(error),
+    }
+    options.custom_flags(flags).open(path).map(|file| (file, Caching::PageCache))
+}
+
+fn lock(file: &File, path: &Path, access: FileAccess) -> Result<(), IoError> {
+    let start = Instant::now();
+    loop {
+        let attempt = match access {
+            FileAccess::ReadWrite => file.try_lock(),
+            FileAccess::ReadOnly => file.try_lock_shared(),
+        };
+        match attempt {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_PATIENCE => {
+                std::thread::sleep(LOCK_RETRY);
+            }
+            Err(TryLockError::WouldBlock) => {
+                let text = format!(
+                    "{} is locked by another process; two agents cannot share a pool: stop the other one or configure another path",
+                    path.display()
+                );
+                return Err(IoError::new(IoErrorKind::InUse, text));
+            }
+            Err(TryLockError::Error(error)) => {
+                return Err(IoError::from_call(Call::Open, format!("locking {}", path.display()), error));
+            }
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! The error of this crate: what to do about it (kind), what was being done (context), what the system said (source).
+
+use std::borrow::Cow;
+use std::fmt;
+use std::io;
+
+/// What the caller can do about an [`IoError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum IoErrorKind {
+    /// This place of the medium cannot be read or written; others can. Stop using the place.
+    Media,
+    /// The device is gone, read-only or otherwise beyond use. Stop using the device.
+    Lost,
+    /// The file system or the device is full. Free space or configure a smaller size.
+    NoSpace,
+    /// The operation breaks the rules of [`Op`](crate::Op) or lies outside the device. Fix the caller.
+    Invalid,
+    /// The file ended inside the range: somebody cut it. Treat the range as lost.
+    ShortTransfer,
+    /// Another process uses the file or device. Stop that process or configure another path.
+    InUse,
+    /// The path cannot be opened as it was asked. Fix the path or its permissions.
+    Unavailable,
+    /// The kernel refuses what the engine needs. Use another engine.
+    Unsupported,
+}
+
+impl fmt::Display for IoErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            IoErrorKind::Media => "media error",
+            IoErrorKind::Lost => "device lost",
+            IoErrorKind::NoSpace => "no space",
+            IoErrorKind::Invalid => "invalid operation",
+            IoErrorKind::ShortTransfer => "file shorter than its pool",
+            IoErrorKind::InUse => "in use",
+            IoErrorKind::Unavailable => "cannot be opened",
+            IoErrorKind::Unsupported => "not supported by this kernel",
+        })
+    }
+}
+
+/// A failed operation on a device file, or a failed attempt to open one.
+#[derive(Debug, thiserror::Error)]
+#[error("{context}: {kind}{}", SourceText(.source))]
+pub struct IoError {
+    kind: IoErrorKind,
+    context: Cow<'static, str>,
+    source: Option<io::Error>,
+}
+
+/// Which family of calls an errno came from: the same number means different things in them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    /// `open`, `flock`, `fallocate`, `stat`.
+    Open,
+    /// A read or write.
+    Transfer,
+    /// `fdatasync`.
+    Sync,
+}
+
+struct SourceText<'a>(&'a Option<io::Error>);
+
+impl fmt::Display for SourceText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(source) => write!(f, " ({source})"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl IoError {
+    /// An error that no system call reported.
+    pub fn new(kind: IoErrorKind, context: impl Into<Cow<'static, str>>) -> IoError {
+        IoError { kind, context: context.into(), source: None }
+    }
+
+    pub(crate) fn with_source(
+        kind: IoErrorKind,
+        context: impl Into<Cow<'static, str>>,
+        source: io::Error,
+    ) -> IoError {
+        IoError { kind, context: context.into(), source: Some(source) }
+    }
+
+    /// The error of a system call, sorted by its errno.
+    pub(crate) fn from_call(call: Call, context: impl Into<Cow<'static, str>>, source: io::Error) -> IoError {
+        IoError::with_source(kind_of(call, &source), context, source)
+    }
+
+    /// What the caller can do.
+    pub fn kind(&self) -> IoErrorKind {
+        self.kind
+    }
+}
+
+/// Sorts an errno. The block layer's own mapping is the table `blk_errors` in the kernel's `block/blk-core.c`.
+fn kind_of(call: Call, source: &io::Error) -> IoErrorKind {
+    let Some(errno) = source.raw_os_error() else {
+        return if call == Call::Open { IoErrorKind::Unavailable } else { IoErrorKind::Lost };
+    };
+    match errno {
+        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => IoErrorKind::NoSpace,
+        libc::EBUSY | libc::ETXTBSY if call == Call::Open => IoErrorKind::InUse,
+        _ if call == Call::Open => IoErrorKind::Unavailable,
+        // After a failed sync nobody knows what is durable, and the kernel reports it once: the whole device.
+        _ if call == Call::Sync => IoErrorKind::Lost,
+        libc::EIO | libc::ENODATA | libc::EILSEQ | libc::EUCLEAN => IoErrorKind::Media,
+        libc::EINVAL | libc::EFAULT => IoErrorKind::Invalid,
+        _ => IoErrorKind::Lost,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kind(call: Call, errno: i32) -> IoErrorKind {
+        IoError::from_call(call, "reading", io::Error::from_raw_os_error(errno)).kind()
+    }
+
+    #[test]
+    fn a_bad_place_of_the_medium_is_told_from_a_lost_device() {
+        assert_eq!(kind(Call::Transfer, libc::EIO), IoErrorKind::Media);
+        assert_eq!(kind(Call::Transfer, libc::ENODATA), IoErrorKind::Media);
+        assert_eq!(kind(Call::Transfer, libc::ENODEV), IoErrorKind::Lost);
+        assert_eq!(kind(Call::Transfer, libc::EROFS), IoErrorKind::Lost);
+        assert_eq!(kind(Call::Transfer, libc::ENOSPC), IoErrorKind::NoSpace);
+    }
+
+    #[test]
+    fn a_failed_sync_loses_the_device_whatever_the_errno() {
+        assert_eq!(kind(Call::Sync, libc::EIO), IoErrorKind::Lost);
+        assert_eq!(kind(Call::Sync, libc::ENOSPC), IoErrorKind::NoSpace);
+    }
+
+    #[test]
+    fn the_text_has_context_kind_and_what_the_system_said() {
+        let error =
+            IoError::from_call(Call::Open, "opening pool.dat", io::Error::from_raw_os_error(libc::ENOENT));
+        let text = error.to_string();
+        assert!(text.starts_with("opening pool.dat: cannot be opened (No such file"), "{text}");
+    }
+}

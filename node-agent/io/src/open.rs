@@ -1,0 +1,74 @@
+//! Chooses an engine for a device.
+
+use std::sync::Arc;
+
+use reprise_buffers::Region;
+
+use crate::device::DeviceFile;
+use crate::engine::IoEngine;
+use crate::error::{IoError, IoErrorKind};
+use crate::plain::PlainEngine;
+use crate::uring::UringEngine;
+
+/// Operations in flight by default: 64 reads of 32 KiB or larger saturate the disks measured so far, and a small
+/// load behind a large one still gets its turn early.
+pub const QUEUE_DEPTH_DEFAULT: u32 = 64;
+
+/// Operations in flight at the most: what one io_uring has entries for without being asked for more (32,768), and
+/// 32 times the deepest NVMe queue that helps.
+pub const QUEUE_DEPTH_MAX: u32 = 16_384;
+
+/// Which engine to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineChoice {
+    /// io_uring where the kernel grants it, else plain.
+    #[default]
+    Auto,
+    /// io_uring or an error.
+    IoUring,
+    /// Plain.
+    Plain,
+}
+
+/// How to run a device.
+#[derive(Clone, Debug)]
+pub struct EngineSettings {
+    /// Operations in flight, 1 to [`QUEUE_DEPTH_MAX`].
+    pub queue_depth: u32,
+    /// Which engine.
+    pub engine: EngineChoice,
+    /// The arena: registered with the ring. Operations may use other memory too.
+    pub regions: Vec<Arc<Region>>,
+}
+
+impl Default for EngineSettings {
+    fn default() -> EngineSettings {
+        EngineSettings { queue_depth: QUEUE_DEPTH_DEFAULT, engine: EngineChoice::Auto, regions: Vec::new() }
+    }
+}
+
+/// Opens an engine on a device, and logs which.
+///
+/// # Errors
+/// `Invalid` for a depth outside its range; `Unsupported` when io_uring is demanded and the kernel refuses it;
+/// `Unavailable` when the process is out of descriptors or threads.
+pub fn open_engine(file: DeviceFile, settings: &EngineSettings) -> Result<Box<dyn IoEngine>, IoError> {
+    let depth = settings.queue_depth;
+    if depth == 0 || depth > QUEUE_DEPTH_MAX {
+        let text = format!("queue depth {depth}; 1 to {QUEUE_DEPTH_MAX} are possible");
+        return Err(IoError::new(IoErrorKind::Invalid, text));
+    }
+    let capacity = depth as usize;
+    if settings.engine != EngineChoice::Plain {
+        match UringEngine::prepare(&file, capacity) {
+            Ok(ring) => return Ok(Box::new(UringEngine::new(file, ring, capacity, &settings.regions))),
+            Err(error) if settings.engine == EngineChoice::IoUring => return Err(error),
+            Err(error) => {
+                let path = file.path().display();
+                tracing::warn!(%path, %error, "io_uring is refused; using the plain engine, which is slower");
+            }
+        }
+    }
+    tracing::info!(path = %file.path().display(), engine = "plain", capacity, caching = ?file.caching(), "device opened");
+    Ok(Box::new(PlainEngine::new(file, capacity)?))
+}

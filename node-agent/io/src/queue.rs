@@ -1,0 +1,209 @@
+//! The order in which operations are given to a device: reads before writes, until a write has waited too long.
+//!
+//! Mixing writes into reads costs read bandwidth, and somebody waits for every read while nobody waits for a write-back
+//! before its delay bound. Syncs go first: they move nothing, and a whole batch waits for each.
+//!
+//! Once writes are overdue, they and waiting reads take turns: a flood of writes cannot starve reads either.
+//! Pure: time comes as a [`Tick`].
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use reprise_policy::Tick;
+
+/// What an operation is to the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OpClass {
+    /// A load waits for it.
+    Read,
+    /// Write-back: may wait.
+    Write,
+    /// A batch waits for it.
+    Sync,
+}
+
+/// Limits of a [`ReadFirstQueue`].
+#[derive(Clone, Copy, Debug)]
+pub struct QueueSettings {
+    /// Items of all classes together.
+    pub capacity: usize,
+    /// How long a write may stand behind reads.
+    pub delay_max: Duration,
+}
+
+/// A bounded queue that prefers reads. First in, first out within a class.
+#[derive(Debug)]
+pub struct ReadFirstQueue<T> {
+    settings: QueueSettings,
+    reads: VecDeque<T>,
+    syncs: VecDeque<T>,
+    /// With the instant from which each goes before reads.
+    writes: VecDeque<(Tick, T)>,
+    turn: Turn,
+}
+
+/// Who goes next while writes are overdue and reads wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Write,
+    Read,
+}
+
+impl<T> ReadFirstQueue<T> {
+    /// An empty queue.
+    pub fn new(settings: QueueSettings) -> ReadFirstQueue<T> {
+        let (reads, syncs, writes) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+        ReadFirstQueue { settings, reads, syncs, writes, turn: Turn::Write }
+    }
+
+    /// Queues an item.
+    ///
+    /// # Errors
+    /// Gives it back when the queue is full.
+    pub fn push(&mut self, now: Tick, class: OpClass, item: T) -> Result<(), T> {
+        if self.len() == self.settings.capacity {
+            return Err(item);
+        }
+        match class {
+            OpClass::Read => self.reads.push_back(item),
+            OpClass::Sync => self.syncs.push_back(item),
+            OpClass::Write => self.writes.push_back((now.after(self.settings.delay_max), item)),
+        }
+        Ok(())
+    }
+
+    /// Takes the item that the device should get next.
+    pub fn pop(&mut self, now: Tick) -> Option<T> {
+        if let Some(sync) = self.syncs.pop_front() {
+            return Some(sync);
+        }
+        if self.reads.is_empty() {
+            self.turn = Turn::Write;
+            return self.writes.pop_front().map(|(_, item)| item);
+        }
+        let overdue = self.overdue_at().is_some_and(|due| due <= now);
+        if overdue && self.turn == Turn::Write {
+            self.turn = Turn::Read;
+            return self.writes.pop_front().map(|(_, item)| item);
+        }
+        self.turn = Turn::Write;
+        self.reads.pop_front()
+    }
+
+    /// When the oldest write goes before reads.
+    pub fn overdue_at(&self) -> Option<Tick> {
+        self.writes.front().map(|(due, _)| *due)
+    }
+
+    /// Items of one class.
+    pub fn count(&self, class: OpClass) -> usize {
+        match class {
+            OpClass::Read => self.reads.len(),
+            OpClass::Write => self.writes.len(),
+            OpClass::Sync => self.syncs.len(),
+        }
+    }
+
+    /// Items of all classes.
+    pub fn len(&self) -> usize {
+        self.reads.len() + self.syncs.len() + self.writes.len()
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const DELAY: Duration = Duration::from_micros(100);
+
+    fn queue(capacity: usize) -> ReadFirstQueue<u32> {
+        ReadFirstQueue::new(QueueSettings { capacity, delay_max: DELAY })
+    }
+
+    fn drain(queue: &mut ReadFirstQueue<u32>, now: Tick) -> Vec<u32> {
+        std::iter::from_fn(|| queue.pop(now)).collect()
+    }
+
+    fn push_all(queue: &mut ReadFirstQueue<u32>, items: &[(OpClass, u32)]) {
+        for (class, item) in items {
+            queue.push(Tick(0), *class, *item).expect("there is room");
+        }
+    }
+
+    use OpClass::{Read, Sync, Write};
+
+    #[test]
+    fn reads_go_before_writes_that_may_wait_and_syncs_before_all() {
+        let mut queue = queue(8);
+        push_all(&mut queue, &[(Write, 1), (Read, 2), (Write, 3), (Read, 4), (Sync, 5)]);
+        assert_eq!(drain(&mut queue, Tick(99)), [5, 2, 4, 1, 3]);
+    }
+
+    #[test]
+    fn writes_go_at_once_when_no_read_waits() {
+        let mut queue = queue(8);
+        push_all(&mut queue, &[(Write, 1)]);
+        assert_eq!(queue.pop(Tick(0)), Some(1));
+    }
+
+    #[test]
+    fn overdue_writes_and_reads_take_turns() {
+        let mut queue = queue(8);
+        push_all(&mut queue, &[(Write, 1), (Write, 2), (Write, 3), (Read, 10), (Read, 11)]);
+        assert_eq!(queue.overdue_at(), Some(Tick(100)));
+        assert_eq!(drain(&mut queue, Tick(100)), [1, 10, 2, 11, 3]);
+    }
+
+    #[test]
+    fn a_full_queue_gives_the_item_back() {
+        let mut queue = queue(1);
+        assert_eq!(queue.push(Tick(0), Write, 1), Ok(()));
+        assert_eq!(queue.push(Tick(0), Read, 2), Err(2));
+        assert_eq!((queue.len(), queue.count(Write), queue.is_empty()), (1, 1, false));
+    }
+
+    proptest! {
+        #[test]
+        fn every_item_comes_out_once_in_order_of_its_class_and_no_overdue_write_waits_for_two_reads(
+            steps in proptest::collection::vec((0u8..4, 0u64..60), 1..200)
+        ) {
+            let mut queue = queue(64);
+            let (mut now, mut next) = (Tick(0), 0u32);
+            let (mut pushed, mut popped) = (Vec::new(), Vec::new());
+            let mut reads_past_overdue = 0;
+            for (action, pause) in steps {
+                now = Tick(now.0 + pause);
+                let class = match action { 0 => Some(Read), 1 => Some(Write), 2 => Some(Sync), _ => None };
+                if let Some(class) = class {
+                    if queue.push(now, class, next).is_ok() {
+                        pushed.push((class, next));
+                    }
+                    next += 1;
+                    continue;
+                }
+                let overdue = queue.overdue_at().is_some_and(|due| due <= now);
+                if let Some(item) = queue.pop(now) {
+                    let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
+                    reads_past_overdue = if class == Read && overdue { reads_past_overdue + 1 } else if class == Write { 0 } else { reads_past_overdue };
+                    prop_assert!(reads_past_overdue <= 1);
+                    popped.push((class, item));
+                }
+            }
+            for item in drain(&mut queue, now) {
+                let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
+                popped.push((class, item));
+            }
+            for class in [Read, Write, Sync] {
+                let of = |list: &[(OpClass, u32)]| list.iter().filter(|(c, _)| *c == class).map(|(_, id)| *id).collect::<Vec<_>>();
+                prop_assert_eq!(of(&pushed), of(&popped));
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! One accepted operation on its way: what is left of it, and what a result means. Shared by the engines that
+//! work on real files.
+//!
+//! A transfer that stopped short is continued with the rest, an interrupted one repeated. The decision is made here
+//! and nowhere else, so that the engines agree.
+
+use std::io;
+
+use reprise_buffers::Span;
+
+use crate::error::{Call, IoError, IoErrorKind};
+use crate::op::{Completion, IO_ALIGN, Op, Submission, Token};
+
+/// Consecutive attempts that may end in EAGAIN or EINTR without moving a byte. io_uring waits for resources by
+/// itself, so a handful would do; the limit only keeps a broken driver from spinning forever.
+const RETRIES_MAX: u32 = 100;
+
+/// An operation between acceptance and completion.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    token: Token,
+    op: Op,
+    total: usize,
+    done: usize,
+    retries: u32,
+}
+
+/// What to do after a system call for a transfer.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// Call again for [`Transfer::rest`].
+    Again,
+    /// It ended like this.
+    Ended(Result<(), IoError>),
+}
+
+/// The memory that is left to transfer, in the kernel's form. Reused between operations.
+#[derive(Default)]
+pub(crate) struct IoVecs(Vec<libc::iovec>);
+
+// SAFETY: the addresses are those of spans, which are Send; they are dereferenced by the kernel only, while the
+// transfer that holds the spans is alive.
+unsafe impl Send for IoVecs {}
+
+impl IoVecs {
+    pub(crate) fn as_slice(&self) -> &[libc::iovec] {
+        &self.0
+    }
+}
+
+impl Transfer {
+    /// Takes charge of an operation that [`Bounds::check`](crate::op::Bounds::check) has passed.
+    pub(crate) fn new(submission: Submission) -> Transfer {
+        let Submission { token, op } = submission;
+        let total = op.spans().iter().map(Span::len).sum();
+        Transfer { token, op, total, done: 0, retries: 0 }
+    }
+
+    pub(crate) fn op(&self) -> &Op {
+        &self.op
+    }
+
+    /// Where the rest begins on the device.
+    pub(crate) fn rest_offset(&self) -> u64 {
+        self.op.offset() + self.done as u64
+    }
+
+    /// Fills `iovecs` with the memory of the rest.
+    pub(crate) fn rest(&self, iovecs: &mut IoVecs) {
+        iovecs.0.clear();
+        let mut skip = self.done;
+        for span in self.op.spans() {
+            if skip >= span.len() {
+                skip -= span.len();
+                continue;
+            }
+            let start = span.as_ptr().cast_mut().wrapping_byte_add(skip);
+            iovecs.0.push(libc::iovec { iov_base: start.cast(), iov_len: span.len() - skip });
+            skip = 0;
+        }
+    }
+
+    /// Judges what the kernel returned: bytes of a transfer (zero for a sync), or an errno.
+    pub(crate) fn advance(&mut self, result: io::Result<usize>) -> Step {
+        let moved = match result {
+            Ok(moved) => moved,
+            Err(error) if is_transient(&error) && self.retries < RETRIES_MAX => {
+                self.retries += 1;
+                return Step::Again;
+            }
+            Err(error) => return Step::Ended(Err(self.error(error))),
+        };
+        self.retries = 0;
+        self.done += moved;
+        assert!(self.done <= self.total, "the kernel never moves more than it was asked to");
+        if self.done == self.total {
+            return Step::Ended(Ok(()));
+        }
+        // Nothing moved, or the file ended inside a page: the rest could not even be asked for with O_DIRECT.
+        if moved == 0 || !moved.is_multiple_of(IO_ALIGN) {
+            let text = format!("{} ended after {} of {} bytes", self.describe(), self.done, self.total);
+            return Step::Ended(Err(IoError::new(IoErrorKind::ShortTransfer, text)));
+        }
+        Step::Again
+    }
+
+    /// Gives the memory back.
+    pub(crate) fn complete(self, result: Result<(), IoError>) -> Completion {
+        Completion { token: self.token, op: self.op, result }
+    }
+
+    fn error(&self, source: io::Error) -> IoError {
+        let call = if matches!(self.op, Op::Sync) { Call::Sync } else { Call::Transfer };
+        IoError::from_call(call, self.describe(), source)
+    }
+
+    fn describe(&self) -> String {
+        match &self.op {
+            Op::Read { offset, .. } => format!("reading {} bytes at {offset}", self.total),
+            Op::Write { offset, .. } => format!("writing {} bytes at {offset}", self.total),
+            Op::Sync => "syncing".to_owned(),
+        }
+    }
+}
+
+fn is_transient(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR))
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_buffers::PageBuffer;
+
+    use super::*;
+
+    fn two_spans() -> Transfer {
+        let spans = [2 * IO_ALIGN, IO_ALIGN].map(|bytes| PageBuffer::new(bytes).expect("whole pages").span());
+        Transfer::new(Submission { token: Token(7), op: Op::Read { offset: 8192, into: spans.into() } })
+    }
+
+    fn errno(number: i32) -> io::Result<usize> {
+        Err(io::Error::from_raw_os_error(number))
+    }
+
+    #[test]
+    fn a_short_transfer_continues_where_it_stopped() {
+        let (mut transfer, mut iovecs) = (two_spans(), IoVecs::default());
+        transfer.rest(&mut iovecs);
+        assert_eq!(iovecs.as_slice().iter().map(|v| v.iov_len).collect::<Vec<_>>(), [8192, 4096]);
+        let second_page = iovecs.as_slice()[0].iov_base.wrapping_byte_add(4096);
+        assert!(matches!(transfer.advance(Ok(4096)), Step::Again));
+        transfer.rest(&mut iovecs);
+        assert_eq!(iovecs.as_slice().iter().map(|v| v.iov_len).collect::<Vec<_>>(), [4096, 4096]);
+        assert_eq!((iovecs.as_slice()[0].iov_base, transfer.rest_offset()), (second_page, 12_288));
+        assert!(matches!(transfer.advance(Ok(4096)), Step::Again));
+        transfer.rest(&mut iovecs);
+        assert_eq!(iovecs.as_slice().len(), 1);
+        assert!(matches!(transfer.advance(Ok(4096)), Step::Ended(Ok(()))));
+    }
+
+    #[test]
+    fn the_end_of_the_file_is_a_short_transfer_and_not_a_loop() {
+        for last in [0, 100] {
+            let mut transfer = two_spans();
+            assert!(matches!(transfer.advance(Ok(4096)), Step::Again));
+            let Step::Ended(Err(error)) = transfer.advance(Ok(last)) else { panic!("it must end") };
+            assert_eq!(error.kind(), IoErrorKind::ShortTransfer);
+        }
+    }
+
+    #[test]
+    fn interruptions_are_repeated_but_not_forever() {
+        let mut transfer = two_spans();
+        for number in [libc::EINTR, libc::EAGAIN] {
+            assert!(matches!(transfer.advance(errno(number)), Step::Again));
+        }
+        let ended =
+            (0..=RETRIES_MAX).any(|_| matches!(transfer.advance(errno(libc::EAGAIN)), Step::Ended(Err(_))));
+        assert!(ended);
+    }
+}

@@ -1,0 +1,149 @@
+//! Wakes a thread that waits in [`IoEngine::reap`](crate::IoEngine::reap).
+//!
+//! Two flags keep system calls rare: `rung` (somebody wants attention) and `sleeping` (the reaper is about to
+//! block). The reaper sets `sleeping`, then looks at `rung`; a waker sets `rung`, then looks at `sleeping`. All four
+//! are sequentially consistent, so at least one of them sees the other (Dekker), and the eventfd is written
+//! only when the reaper may be blocked.
+//!
+//! A late write to the eventfd ends a later wait early; waits are allowed to end for no reason.
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::error::{Call, IoError};
+use crate::sys;
+
+/// Makes a blocked `reap` return; without one, the next blocking `reap` returns at once. Cheap when nobody waits.
+#[derive(Clone)]
+pub struct Waker {
+    shared: Arc<Shared>,
+}
+
+/// The engine's side of its wakers.
+pub(crate) struct Doorbell {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    /// Blocking eventfd: io_uring arms a poll for a read of it instead of failing with EAGAIN.
+    event: OwnedFd,
+    rung: AtomicBool,
+    sleeping: AtomicBool,
+}
+
+impl Waker {
+    /// Wakes the engine's thread.
+    pub fn wake(&self) {
+        self.shared.ring();
+    }
+}
+
+impl fmt::Debug for Waker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Waker").field("rung", &self.shared.rung).finish_non_exhaustive()
+    }
+}
+
+impl Doorbell {
+    /// # Errors
+    /// `Unavailable` when the process is out of file descriptors.
+    pub(crate) fn new() -> Result<Doorbell, IoError> {
+        let event =
+            sys::eventfd().map_err(|error| IoError::from_call(Call::Open, "creating an eventfd", error))?;
+        let shared = Shared { event, rung: AtomicBool::new(false), sleeping: AtomicBool::new(false) };
+        Ok(Doorbell { shared: Arc::new(shared) })
+    }
+
+    pub(crate) fn waker(&self) -> Waker {
+        Waker { shared: Arc::clone(&self.shared) }
+    }
+
+    /// The eventfd; a read of 8 bytes completes when a sleeper is woken.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.shared.event.as_fd()
+    }
+
+    /// Announces that the caller is about to block; false when it was rung, so that it must not.
+    pub(crate) fn lie_down(&self) -> bool {
+        self.shared.sleeping.store(true, Ordering::SeqCst);
+        let may_block = !self.shared.rung.load(Ordering::SeqCst);
+        if !may_block {
+            self.get_up();
+        }
+        may_block
+    }
+
+    /// Ends [`lie_down`](Self::lie_down).
+    pub(crate) fn get_up(&self) {
+        self.shared.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    /// Consumes a wake.
+    pub(crate) fn answer(&self) -> bool {
+        self.shared.rung.swap(false, Ordering::SeqCst)
+    }
+
+    /// Writes the eventfd whatever the flags say: ends a read of it that the kernel holds.
+    pub(crate) fn force(&self) {
+        sys::eventfd_add(self.fd());
+    }
+
+    /// Blocks until rung or until `limit` passed, for engines without a ring.
+    pub(crate) fn sleep(&self, limit: Duration) {
+        if self.lie_down() {
+            if sys::poll_readable(self.fd(), limit) {
+                sys::eventfd_take(self.fd());
+            }
+            self.get_up();
+        }
+    }
+}
+
+impl Shared {
+    fn ring(&self) {
+        if !self.rung.swap(true, Ordering::SeqCst) && self.sleeping.load(Ordering::SeqCst) {
+            sys::eventfd_add(self.event.as_fd());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    const FOREVER: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_wake_before_the_sleep_is_not_lost() {
+        let bell = Doorbell::new().expect("an eventfd");
+        bell.waker().wake();
+        let start = Instant::now();
+        bell.sleep(FOREVER);
+        assert!(start.elapsed() < FOREVER / 2);
+        assert!(bell.answer());
+        assert!(!bell.answer());
+    }
+
+    #[test]
+    fn a_wake_ends_a_sleep_in_another_thread_every_time() {
+        let bell = Doorbell::new().expect("an eventfd");
+        let waker = bell.waker();
+        let (to_waker, asked) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || asked.iter().for_each(|()| waker.wake()));
+        let start = Instant::now();
+        for _ in 0..2_000 {
+            to_waker.send(()).expect("the waker listens");
+            while !bell.answer() {
+                bell.sleep(FOREVER);
+            }
+        }
+        drop(to_waker);
+        thread.join().expect("the waker ended well");
+        assert!(start.elapsed() < FOREVER);
+    }
+}
