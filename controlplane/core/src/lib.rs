@@ -1,1 +1,24 @@
-//! placeholder
+//! The pure core of the control plane: who is in the cluster, and which node holds which block.
+//!
+//! * [`Members`]: nodes, their registrations (epochs) and whether their heartbeats arrive.
+//! * [`Directory`]: block key → replicas, in 4,096 hash slots. Soft state: it can be lost whole and is rebuilt from
+//!   the agents' inventories.
+//! * [`LiveNodes`]: what the one tells the other. The two are apart so that a runtime can keep them behind locks of
+//!   their own: a heartbeat never waits for an update of the directory.
+//!
+//! Time arrives as [`Tick`](reprise_policy::Tick); nothing here reads a clock, blocks or logs.
+//!
+//! Deliberately absent: persistence (`reprise-controlplane-store`), gRPC (`reprise-controlplane`), choice among the
+//! replicas found (policy).
+
+pub mod directory;
+pub mod live;
+pub mod members;
+
+pub use directory::{
+    BadChanges, Begin, Changes, Directory, DirectorySize, Found, NodeReplicas, Replica, Update, Updated,
+};
+pub use live::LiveNodes;
+pub use members::{
+    Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, StaleEpoch,
+};

@@ -1,0 +1,387 @@
+//! The table of one hash slot: replica entries in one array, ordered by hash.
+//!
+//! ```text
+//!  hash 0 ──────────────────────────────────────────────── 2^64      home(hash) = hash × homes / 2^64
+//!  │ e │ e │ e │   │ e │ e │   │ e │ e │ e │ e │   │ ... │   │ tail │
+//!              └ empty         └── a run: entries pushed right of their home, never left of it
+//! ```
+//!
+//! Linear probing with the entries kept in hash order (home is monotone in hash). A search starts at the home and ends
+//! at the first entry of a larger hash, so a miss costs what a hit costs: (1 + 1/(1 − load)) / 2 = 4.5 entries at the
+//! fullest, most often within two cache lines. Entries of one key (one per node) lie side by side. Deletion moves
+//! the rest of the run back, so there are no tombstones, and growth is one sequential pass.
+//!
+//! Memory: an entry is 24 bytes; the load stays between 0.7 and 0.875 while growing by a quarter, so an entry costs 27
+//! to 34 bytes. `hashbrown` was tried on paper: it doubles (up to 57 bytes), doubles early under churn because of
+//! tombstones (up to 71), and touches two places in memory per search.
+//!
+//! Assumes what block keys promise: 64 bits of the key are uniform. Keys that agree in all of them still work, at the
+//! price of a longer run.
+
+use reprise_policy::{BlockKey, NodeId, Tier};
+
+/// Most entries per home, as a fraction: 7/8.
+const LOAD_MAX: (usize, usize) = (7, 8);
+/// A table with fewer entries than this part of its homes is rebuilt smaller.
+const LOAD_MIN: (usize, usize) = (1, 2);
+/// Homes of the smallest table.
+const HOMES_MIN: usize = 8;
+/// Places after the last home, for runs that reach beyond it; more are added when a run needs them.
+const TAIL: usize = 8;
+
+/// Tiers in which one node holds one block: a set of two bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tiers(u8);
+
+/// One node's replicas of one block.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) key: BlockKey,
+    /// The node's inventory that this entry belongs to; one of an older inventory is stale.
+    pub(super) generation: u32,
+    pub(super) node: NodeId,
+    /// Never empty in an entry that is in use.
+    pub(super) tiers: Tiers,
+}
+
+const _: () = assert!(size_of::<Entry>() == 24, "the memory figures of this module are for 24-byte entries");
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    /// `homes` places and a tail; the last place is always empty, so that every search ends.
+    entries: Vec<Entry>,
+    homes: usize,
+    len: usize,
+}
+
+/// What a change of a table did to the number of distinct keys in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KeyCount {
+    /// The key has other entries.
+    Same,
+    /// The key came or went with this entry.
+    Changed,
+}
+
+/// What [`Table::retain`] removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Gone {
+    pub(super) entries: usize,
+    pub(super) keys: usize,
+}
+
+impl Tiers {
+    pub(super) const NONE: Tiers = Tiers(0);
+
+    pub(super) fn contains(self, tier: Tier) -> bool {
+        self.0 & (tier as u8) != 0
+    }
+
+    pub(super) fn with(self, tier: Tier) -> Tiers {
+        Tiers(self.0 | tier as u8)
+    }
+
+    pub(super) fn without(self, tier: Tier) -> Tiers {
+        Tiers(self.0 & !(tier as u8))
+    }
+
+    pub(super) fn is_empty(self) -> bool {
+        self == Tiers::NONE
+    }
+}
+
+// A tier's number is its bit.
+const _: () = assert!(Tier::Dram as u8 == 1 && Tier::Nvme as u8 == 2);
+
+impl Entry {
+    const EMPTY: Entry = Entry { key: BlockKey([0; 16]), generation: 0, node: NodeId(0), tiers: Tiers::NONE };
+
+    fn is_empty(&self) -> bool {
+        self.tiers.is_empty()
+    }
+}
+
+impl Table {
+    /// Entries.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Heap memory, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry>()
+    }
+
+    /// Brings the place where a search for the key begins into the cache: the caller asks for many keys at once, so
+    /// that their waits for memory overlap. The value means nothing.
+    #[inline]
+    pub(super) fn touch(&self, key: &BlockKey) -> u8 {
+        self.entries.get(home(key.table_hash(), self.homes)).map_or(0, |entry| entry.tiers.0)
+    }
+
+    /// The entries of a key, one for each node.
+    #[inline]
+    pub(super) fn of_key(&self, key: &BlockKey) -> impl Iterator<Item = &Entry> {
+        let hash = key.table_hash();
+        // An empty table has no entries at all: the slice is empty then.
+        self.entries
+            .get(home(hash, self.homes)..)
+            .unwrap_or_default()
+            .iter()
+            .take_while(move |entry| !entry.is_empty() && entry.key.table_hash() <= hash)
+            .filter(move |entry| entry.key == *key)
+    }
+
+    /// The entry of a key and node. The caller must not leave it without tiers: see [`Table::remove`].
+    pub(super) fn entry_mut(&mut self, key: &BlockKey, node: NodeId) -> Option<&mut Entry> {
+        let index = self.find(key, node)?;
+        Some(&mut self.entries[index])
+    }
+
+    /// Adds an entry; there must be none of this key and node, and it must have a tier.
+    pub(super) fn insert(&mut self, entry: Entry) -> KeyCount {
+        debug_assert!(!entry.is_empty() && self.find(&entry.key, entry.node).is_none());
+        if (self.len + 1) * LOAD_MAX.1 > self.homes * LOAD_MAX.0 {
+            self.rebuild((self.homes + self.homes / 4).max(HOMES_MIN));
+        }
+        let hash = entry.key.table_hash();
+        let start = home(hash, self.homes);
+        let place = self.first(start, |other| other.is_empty() || other.key.table_hash() > hash);
+        let known = self.entries[start..place].iter().rev().any(|other| other.key == entry.key);
+        let gap = self.first(place, Entry::is_empty);
+        if gap + 1 == self.entries.len() {
+            self.entries.reserve_exact(TAIL);
+            self.entries.extend([Entry::EMPTY; TAIL]);
+        }
+        self.entries.copy_within(place..gap, place + 1);
+        self.entries[place] = entry;
+        self.len += 1;
+        if known { KeyCount::Same } else { KeyCount::Changed }
+    }
+
+    /// Removes the entry of a key and node; `None` when there is none.
+    pub(super) fn remove(&mut self, key: &BlockKey, node: NodeId) -> Option<(Entry, KeyCount)> {
+        let index = self.find(key, node)?;
+        let entry = self.entries[index];
+        // What follows moves back by one, up to the first entry that is at its home (or the end of the run).
+        let homes = self.homes;
+        let mut end = index + 1;
+        while !self.entries[end].is_empty() && home(self.entries[end].key.table_hash(), homes) < end {
+            end += 1;
+        }
+        self.entries.copy_within(index + 1..end, index);
+        self.entries[end - 1] = Entry::EMPTY;
+        self.len -= 1;
+        self.shrink();
+        let count = if self.of_key(key).next().is_some() { KeyCount::Same } else { KeyCount::Changed };
+        Some((entry, count))
+    }
+
+    /// Keeps the entries that `keep` wants; returns how many entries and keys have gone. O(places).
+    pub(super) fn retain(&mut self, keep: impl Fn(&Entry) -> bool) -> Gone {
+        let kept = self.iter().filter(|entry| keep(entry)).count();
+        if kept == self.len {
+            return Gone { entries: 0, keys: 0 };
+        }
+        let before = (self.len, self.keys());
+        // In place, from the left: an entry never moves right, so what is not yet read is never written over.
+        let mut next = 0;
+        for index in 0..self.entries.len() {
+            let entry = std::mem::replace(&mut self.entries[index], Entry::EMPTY);
+            if !entry.is_empty() && keep(&entry) {
+                let place = home(entry.key.table_hash(), self.homes).max(next);
+                self.entries[place] = entry;
+                next = place + 1;
+            }
+        }
+        self.len = kept;
+        self.shrink();
+        Gone { entries: before.0 - kept, keys: before.1 - self.keys() }
+    }
+
+    /// All entries, in hash order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.iter().filter(|entry| !entry.is_empty())
+    }
+
+    /// Distinct keys. Entries of one key are neighbours unless 64 bits of another collide with them, in which case
+    /// they are still counted right by looking back over the equal hashes.
+    fn keys(&self) -> usize {
+        let mut keys = 0;
+        let mut equal_hash: Vec<BlockKey> = Vec::new();
+        for entry in self.iter() {
+            if equal_hash.last().is_some_and(|last| last.table_hash() != entry.key.table_hash()) {
+                equal_hash.clear();
+            }
+            if !equal_hash.contains(&entry.key) {
+                equal_hash.push(entry.key);
+                keys += 1;
+            }
+        }
+        keys
+    }
+
+    fn find(&self, key: &BlockKey, node: NodeId) -> Option<usize> {
+        let hash = key.table_hash();
+        let start = home(hash, self.homes);
+        let run = self.entries.get(start..)?;
+        let offset = run
+            .iter()
+            .take_while(|entry| !entry.is_empty() && entry.key.table_hash() <= hash)
+            .position(|entry| entry.node == node && entry.key == *key)?;
+        Some(start + offset)
+    }
+
+    /// The first place from `start` on that satisfies `wanted`, which an empty one does.
+    fn first(&self, start: usize, wanted: impl Fn(&Entry) -> bool) -> usize {
+        let offset = self.entries[start..].iter().position(wanted);
+        start + offset.expect("the last place is always empty")
+    }
+
+    /// Gives memory back when few entries are left.
+    fn shrink(&mut self) {
+        if self.len == 0 {
+            *self = Table::default();
+        } else if self.homes > HOMES_MIN && self.len * LOAD_MIN.1 < self.homes * LOAD_MIN.0 {
+            self.rebuild(fitting(self.len));
+        }
+    }
+
+    /// Moves the entries into a new array of `homes` homes, in order.
+    fn rebuild(&mut self, homes: usize) {
+        let mut entries: Vec<Entry> = Vec::with_capacity(homes + TAIL);
+        for entry in self.iter() {
+            let place = home(entry.key.table_hash(), homes).max(entries.len());
+            entries.resize(place, Entry::EMPTY);
+            entries.push(*entry);
+        }
+        let places = (homes + TAIL).max(entries.len() + 1);
+        entries.reserve_exact(places - entries.len());
+        entries.resize(places, Entry::EMPTY);
+        *self = Table { entries, homes, len: self.len };
+    }
+}
+
+/// Where the search for a hash begins: `hash / 2^64` of the way.
+#[inline]
+fn home(hash: u64, homes: usize) -> usize {
+    ((u128::from(hash) * homes as u128) >> 64) as usize
+}
+
+/// Homes for `len` entries with a quarter of room to grow.
+fn fitting(len: usize) -> usize {
+    (len * LOAD_MAX.1 / LOAD_MAX.0 * 5 / 4).max(HOMES_MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A key whose table hash is `hash`; `other` tells keys of one hash apart.
+    fn key(hash: u64, other: u8) -> BlockKey {
+        let mut bytes = [other; 16];
+        bytes[8..].copy_from_slice(&hash.to_le_bytes());
+        BlockKey(bytes)
+    }
+
+    fn entry(key: BlockKey, node: u16) -> Entry {
+        Entry { key, generation: u32::from(node), node: NodeId(node), tiers: Tiers::NONE.with(Tier::Dram) }
+    }
+
+    /// The drawing of the module, as assertions.
+    fn check(table: &Table) {
+        let mut last = None;
+        for (place, entry) in table.entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
+            let hash = entry.key.table_hash();
+            let start = home(hash, table.homes);
+            assert!(start <= place, "an entry never lies left of its home");
+            assert!(table.entries[start..place].iter().all(|entry| !entry.is_empty()), "a run has no holes");
+            assert!(last <= Some(hash), "entries are in hash order");
+            last = Some(hash);
+        }
+        assert!(table.entries.last().is_none_or(Entry::is_empty));
+        assert_eq!(table.iter().count(), table.len);
+        assert!(table.len * LOAD_MAX.1 <= table.homes * LOAD_MAX.0);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+
+        /// Few hashes near both ends and in the middle: long runs, equal hashes, runs into the tail.
+        #[test]
+        fn a_table_behaves_like_a_map(
+            steps in prop::collection::vec((0u8..6, 0u64..12, 0u8..3, 0u16..4), 1..300),
+        ) {
+            let mut table = Table::default();
+            let mut model: BTreeMap<(BlockKey, u16), u32> = BTreeMap::new();
+            for (operation, hash, other, node) in steps {
+                let hash = match hash % 3 { 0 => hash, 1 => u64::MAX - hash, _ => hash << 58 };
+                let key = key(hash, other);
+                let keys_before = model.keys().map(|(key, _)| *key).collect::<BTreeSet<_>>().len();
+                match operation {
+                    0..=2 => if let std::collections::btree_map::Entry::Vacant(vacant) = model.entry((key, node)) {
+                        vacant.insert(u32::from(node));
+                        let count = table.insert(entry(key, node));
+                        let keys = model.keys().map(|(key, _)| *key).collect::<BTreeSet<_>>().len();
+                        prop_assert_eq!(count == KeyCount::Changed, keys != keys_before);
+                    },
+                    3 | 4 => {
+                        let removed = table.remove(&key, NodeId(node));
+                        prop_assert_eq!(removed.map(|(entry, _)| entry.generation), model.remove(&(key, node)));
+                        let keys = model.keys().map(|(key, _)| *key).collect::<BTreeSet<_>>().len();
+                        prop_assert_eq!(
+                            removed.is_some_and(|(_, count)| count == KeyCount::Changed), keys != keys_before
+                        );
+                    }
+                    _ => {
+                        let gone = table.retain(|entry| entry.node.0 != node);
+                        model.retain(|(_, other), _| *other != node);
+                        let keys = model.keys().map(|(key, _)| *key).collect::<BTreeSet<_>>().len();
+                        prop_assert_eq!(gone.keys, keys_before - keys);
+                    }
+                }
+                check(&table);
+                let held: BTreeSet<u16> = table.of_key(&key).map(|entry| entry.node.0).collect();
+                let expected: BTreeSet<u16> =
+                    model.keys().filter(|(other, _)| *other == key).map(|(_, node)| *node).collect();
+                prop_assert_eq!(held, expected);
+            }
+            prop_assert_eq!(table.len(), model.len());
+        }
+    }
+
+    #[test]
+    fn memory_per_entry_stays_within_34_bytes_while_growing_and_follows_when_shrinking() {
+        let mut table = Table::default();
+        let hash = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        for number in 0..100_000 {
+            table.insert(entry(key(hash(number), 0), 1));
+            if number > 1000 {
+                let each = table.bytes() as f64 / table.len() as f64;
+                assert!(each <= 35.0, "{each} bytes an entry at {number}");
+            }
+        }
+        for number in 0..99_000 {
+            assert!(table.remove(&key(hash(number), 0), NodeId(1)).is_some());
+        }
+        check(&table);
+        let each = table.bytes() as f64 / table.len() as f64;
+        assert!(each <= 49.0, "{each} bytes an entry after shrinking to 1,000");
+    }
+
+    #[test]
+    fn an_empty_table_takes_no_memory_and_finds_nothing() {
+        let mut table = Table::default();
+        assert_eq!(table.bytes(), 0);
+        assert_eq!(table.of_key(&key(5, 0)).count(), 0);
+        assert!(table.remove(&key(5, 0), NodeId(1)).is_none());
+        assert!(table.entry_mut(&key(5, 0), NodeId(1)).is_none());
+        assert_eq!(table.touch(&key(5, 0)), 0);
+    }
+}

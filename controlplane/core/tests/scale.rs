@@ -1,0 +1,169 @@
+//! Size and speed of the directory: bytes an entry, lookups a second, O(1) replacement of an inventory.
+
+use std::time::Instant;
+
+use reprise_controlplane_core::{Begin, Changes, Directory, Found, LiveNodes, Update, Updated};
+use reprise_policy::{BlockKey, Epoch, NodeId};
+
+const NODES: u16 = 100;
+/// Bytes a replica entry may take, all slack included.
+const ENTRY_BYTES_MAX: f64 = 64.0;
+/// Random key lookups a second on one core, at ten million entries, in a release build.
+const LOOKUPS_PER_SECOND_MIN: f64 = 3.0e6;
+
+/// Uniform keys, as SHA-256 gives them: SplitMix64 of the number, twice.
+fn key(number: u64) -> BlockKey {
+    let mix = |seed: u64| {
+        let mut value = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        value ^ (value >> 31)
+    };
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&mix(number * 2 + 1).to_le_bytes());
+    bytes[8..].copy_from_slice(&mix(number * 2 + 2).to_le_bytes());
+    BlockKey(bytes)
+}
+
+fn register_all(directory: &mut Directory) -> LiveNodes {
+    (1..=NODES).for_each(|node| directory.register(NodeId(node), Epoch(1)));
+    (1..=NODES).map(NodeId).collect()
+}
+
+/// Announces keys `first..first + count`, spread over the nodes, on NVMe.
+fn announce(directory: &mut Directory, sequences: &mut [u64], keys: std::ops::Range<u64>) {
+    const BATCH: u64 = 8192;
+    let mut first = keys.start;
+    while first < keys.end {
+        let count = BATCH.min(keys.end - first);
+        let node = u16::try_from(first / BATCH % u64::from(NODES)).expect("small") + 1;
+        let packed: Vec<u8> = (first..first + count).flat_map(|number| key(number).0).collect();
+        let operations = vec![2; packed.len() / BlockKey::SIZE];
+        let sequence = &mut sequences[usize::from(node)];
+        let updated = directory.update(&Update {
+            node: NodeId(node),
+            epoch: Epoch(1),
+            sequence: *sequence,
+            begin: Begin::Continue,
+            changes: Changes::parse(&packed, &operations).expect("well formed"),
+        });
+        *sequence += count;
+        assert!(matches!(updated, Updated::Expecting { expected, .. } if expected == *sequence));
+        first += count;
+    }
+}
+
+/// Resident memory of this process, in bytes.
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages: u64 = statm.split(' ').nth(1).expect("second field").parse().expect("a number");
+    pages * 4096
+}
+
+#[test]
+fn an_entry_takes_at_most_64_bytes_at_every_size() {
+    let mut directory = Directory::new();
+    register_all(&mut directory);
+    let mut sequences = [0; NODES as usize + 1];
+    let mut size = 0;
+    // Below a hundred thousand the 4,096 nearly empty tables dominate: 16 bytes times 8 places each.
+    for next in [150_000, 200_000, 300_000, 500_000, 600_000, 700_000, 800_000, 1_000_000] {
+        announce(&mut directory, &mut sequences, size..next);
+        size = next;
+        let each = directory.size().bytes as f64 / size as f64;
+        assert!(each <= ENTRY_BYTES_MAX, "{each} bytes an entry at {size}");
+    }
+}
+
+#[test]
+fn replicas_of_one_key_on_many_nodes_cost_what_first_ones_cost() {
+    let mut directory = Directory::new();
+    let live = register_all(&mut directory);
+    let packed: Vec<u8> = (0..5000).flat_map(|number| key(number).0).collect();
+    let operations = vec![2; 5000];
+    for node in 1..=NODES {
+        directory.update(&Update {
+            node: NodeId(node),
+            epoch: Epoch(1),
+            sequence: 0,
+            begin: Begin::Inventory,
+            changes: Changes::parse(&packed, &operations).expect("well formed"),
+        });
+    }
+    let size = directory.size();
+    assert_eq!((size.keys, size.replicas), (5000, 5000 * u64::from(NODES)));
+    let each = size.bytes as f64 / size.replicas as f64;
+    assert!(each <= ENTRY_BYTES_MAX, "{each} bytes a replica");
+    let mut found = Found::default();
+    directory.lookup(&[key(17)], &live, Some(NodeId(3)), &mut found);
+    assert_eq!(found.of(0).len(), 16, "enough to choose from, bounded");
+    assert!(found.of(0).iter().all(|replica| replica.node != NodeId(3)));
+}
+
+#[test]
+fn replacing_an_inventory_is_at_once_and_the_sweep_is_bounded() {
+    let mut directory = Directory::new();
+    let live = register_all(&mut directory);
+    let mut sequences = [0; NODES as usize + 1];
+    announce(&mut directory, &mut sequences, 0..300_000);
+    for node in 1..=NODES {
+        directory.forget(NodeId(node), Epoch(1));
+    }
+    let mut found = Found::default();
+    directory.lookup(&(0..1000).map(key).collect::<Vec<_>>(), &live, None, &mut found);
+    assert!(found.replicas().is_empty(), "invisible before any sweep");
+    let before = directory.size();
+    assert_eq!((before.replicas, before.stale_entries), (0, 300_000));
+    assert!(directory.sweep(3000), "a bounded sweep does not do it all");
+    let after = directory.size();
+    let swept = before.stale_entries - after.stale_entries;
+    assert!((1000..10_000).contains(&swept), "{swept} entries in one bounded sweep");
+    while directory.sweep(3000) {}
+    let empty = directory.size();
+    assert_eq!((empty.keys, empty.stale_entries), (0, 0));
+    assert!(empty.bytes < before.bytes / 20, "memory comes back: {} of {}", empty.bytes, before.bytes);
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "a measurement, not the core")]
+#[ignore = "measures: cargo test --release -p reprise-controlplane-core --test scale -- --ignored --nocapture"]
+fn ten_million_entries_fit_64_bytes_each_and_answer_three_million_lookups_a_second() {
+    const ENTRIES: u64 = 10_000_000;
+    const ROUNDS: u64 = 9;
+    const ROUND_KEYS: u64 = 128 * 8192;
+    let before = resident_bytes();
+    let mut directory = Directory::new();
+    let live = register_all(&mut directory);
+    let mut sequences = [0; NODES as usize + 1];
+    let start = Instant::now();
+    announce(&mut directory, &mut sequences, 0..ENTRIES);
+    let announced = start.elapsed();
+    let resident = (resident_bytes() - before) as f64 / ENTRIES as f64;
+    let estimated = directory.size().bytes as f64 / ENTRIES as f64;
+
+    // Keys of a round are not asked before, so that no cache has seen their places since they were written.
+    let mut found = Found::default();
+    let mut rates: Vec<f64> = (0..ROUNDS)
+        .map(|round| {
+            let number = |asked: u64| (round * ROUND_KEYS + asked) * 7_919 % ENTRIES;
+            let keys: Vec<BlockKey> = (0..ROUND_KEYS).map(|asked| key(number(asked))).collect();
+            let start = Instant::now();
+            for batch in keys.chunks(8192) {
+                directory.lookup(batch, &live, Some(NodeId(1)), &mut found);
+                assert!(found.replicas().len() > 8000);
+            }
+            ROUND_KEYS as f64 / start.elapsed().as_secs_f64()
+        })
+        .collect();
+    rates.sort_by(f64::total_cmp);
+    let rate = rates[rates.len() / 2];
+    println!(
+        "{ENTRIES} entries: {estimated:.1} bytes each estimated, {resident:.1} resident, announced at {:.2} M/s, \
+         {:.2} M lookups/s (median of {})",
+        ENTRIES as f64 / announced.as_secs_f64() / 1e6,
+        rate / 1e6,
+        rates.len()
+    );
+    assert!(estimated <= ENTRY_BYTES_MAX && resident <= ENTRY_BYTES_MAX);
+    assert!(rate >= LOOKUPS_PER_SECOND_MIN, "{rate} lookups a second");
+}
