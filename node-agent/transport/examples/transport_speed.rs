@@ -1,0 +1,184 @@
+//! Measures the TCP transport against a bare TCP loop on this machine: 2 MiB blocks between two arenas over
+//! loopback, every object verified, interleaved repetitions, medians.
+//!
+//! ```text
+//! cargo run --release -p reprise-transport --example transport_speed [-- CONGESTION [SOCKET_BUFFER_BYTES]]
+//! ```
+//!
+//! `CONGESTION` (`cubic`, `reno`, …) applies to both; without it the system's default does. For a third opinion run
+//! `iperf3 -s -p 5301 -1 & iperf3 -c 127.0.0.1 -p 5301 -l 1M -t 3` (`-C cubic`) beside it.
+
+// The output is for a person at a terminal.
+#![allow(clippy::print_stdout)]
+
+use std::error::Error;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
+use std::time::{Duration, Instant};
+
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tier};
+use reprise_transport::bare::stream_loop;
+use reprise_transport::{
+    Congestion, EventSink, FetchBlock, FetchRequest, ServeLast, ServedObjects, TcpSettings, TcpTransport,
+    Transport, TransportEvent,
+};
+
+const BLOCKS: usize = 256;
+const RUN_BYTES: u64 = 4 << 30;
+const REPETITIONS: usize = 7;
+
+/// Fetches in flight at a time, and the blocks of each.
+const FETCHES: usize = 4;
+const FETCH_BLOCKS: usize = 32;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let congestion = arguments.next().map_or(Congestion::System, |name| match name.as_str() {
+        "system" => Congestion::System,
+        _ => Congestion::Named(name),
+    });
+    let buffer_bytes = arguments.next().map(|bytes| bytes.parse()).transpose()?;
+    let pair = Pair::new(&congestion, buffer_bytes)?;
+    let mut bare = Vec::new();
+    let mut transport = Vec::new();
+    pair.run(RUN_BYTES / 4)?;
+    for _ in 0..REPETITIONS {
+        bare.push(stream_loop(RUN_BYTES, &congestion)?.bytes_per_second());
+        transport.push(pair.run(RUN_BYTES)?);
+    }
+    let (bare, transport) = (median(&mut bare), median(&mut transport));
+    println!("bare stream, 1 MiB writes    {:6.2} GB/s", bare / 1e9);
+    println!("transport, 2 MiB verified    {:6.2} GB/s", transport / 1e9);
+    println!("ratio                        {:6.3}", transport / bare);
+    println!("{:?}", pair.requester.stats());
+    Ok(())
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+struct Pair {
+    layout: Layout,
+    requester: TcpTransport,
+    server: Arc<TcpTransport>,
+    finished: Mutex<mpsc::Receiver<Result<u64, String>>>,
+    destinations: Vec<Span>,
+}
+
+impl Pair {
+    fn new(congestion: &Congestion, buffer_bytes: Option<usize>) -> Result<Pair, Box<dyn Error>> {
+        let layout = LayoutSpec {
+            layers: 32,
+            parts: Parts::KeyValue,
+            kv_heads: 8,
+            head_dim: 128,
+            dtype: Dtype::Bf16,
+            tokens_per_block: 16,
+            tp_rank: 0,
+            tp_size: 1,
+        }
+        .validate()?;
+        let settings = |name: &str| {
+            let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+            TcpSettings {
+                congestion: congestion.clone(),
+                socket_buffer_bytes: buffer_bytes,
+                ..TcpSettings::new(listen, name)
+            }
+        };
+        let server = serve_all(settings("server"), layout)?;
+        let (sender, finished) = mpsc::channel();
+        let layers_all = layout.layers();
+        let sink: EventSink = Arc::new(move |event| {
+            let message = match event {
+                TransportEvent::Layers { fill, layers, .. } if layers == layers_all => Ok(fill),
+                TransportEvent::Layers { .. } => return,
+                other => Err(format!("{other:?}")),
+            };
+            // The receiver is gone only when the run failed.
+            let _ = sender.send(message);
+        });
+        let requester = TcpTransport::bind(settings("requester"), sink)?;
+        let destinations = spans(layout)?;
+        Ok(Pair { layout, requester, server, finished: Mutex::new(finished), destinations })
+    }
+
+    /// Fetches `bytes`; bytes per second.
+    fn run(&self, bytes: u64) -> Result<f64, Box<dyn Error>> {
+        let finished = self.finished.lock().map_err(|_| "poisoned")?;
+        let total = bytes / self.layout.block_bytes();
+        let fetches = total / FETCH_BLOCKS as u64;
+        let started = Instant::now();
+        let mut begun = 0;
+        let mut arrived = 0;
+        while arrived < fetches * FETCH_BLOCKS as u64 {
+            while begun < fetches && begun * (FETCH_BLOCKS as u64) < arrived + (FETCHES * FETCH_BLOCKS) as u64
+            {
+                self.fetch(begun)?;
+                begun += 1;
+            }
+            finished.recv_timeout(Duration::from_secs(10))??;
+            arrived += 1;
+        }
+        let moved = fetches * FETCH_BLOCKS as u64 * self.layout.block_bytes();
+        Ok(moved as f64 / started.elapsed().as_secs_f64())
+    }
+
+    fn fetch(&self, number: u64) -> Result<(), Box<dyn Error>> {
+        let first = number * FETCH_BLOCKS as u64;
+        let blocks = (first..first + FETCH_BLOCKS as u64)
+            .map(|block| FetchBlock {
+                fill: block,
+                key: BlockKey([(block % 251) as u8; 16]),
+                into: self.destinations[block as usize % BLOCKS].clone(),
+            })
+            .collect();
+        let request =
+            FetchRequest { fetch: number, layout: self.layout, deadline: Duration::from_secs(20), blocks };
+        Ok(self.requester.fetch(&self.server.local_address().to_string(), request)?)
+    }
+}
+
+/// A node that answers every request from its arena.
+fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>, Box<dyn Error>> {
+    let sources = spans(layout)?;
+    let mut checksums = Vec::new();
+    for (index, span) in sources.iter().enumerate() {
+        let bytes: Vec<u8> = (0..span.len()).map(|at| (at * 31 + at / 4096 + index) as u8).collect();
+        span.copy_in(&bytes)?;
+        let object_bytes = layout.object_bytes() as usize;
+        checksums.push(bytes.chunks(object_bytes).map(reprise_buffers::crc32c).collect::<Vec<u32>>());
+    }
+    let own: Arc<OnceLock<Weak<TcpTransport>>> = Arc::default();
+    let serving = Arc::clone(&own);
+    let sink: EventSink = Arc::new(move |event| {
+        let TransportEvent::Request(request) = event else { return };
+        let Some(transport) = serving.get().and_then(Weak::upgrade) else { return };
+        for (block, key) in request.keys.iter().enumerate() {
+            let (serve, index) = (request.serve, usize::from(key.0[0]));
+            let block = block as u32;
+            transport.serve_header(serve, block, Tier::Dram, &checksums[index]);
+            let from = sources[index].clone();
+            transport.serve_objects(ServedObjects { serve, block, from, offset: 0, last: ServeLast::Last });
+        }
+    });
+    let transport = Arc::new(TcpTransport::bind(settings, sink)?);
+    own.set(Arc::downgrade(&transport)).map_err(|_| "set twice")?;
+    Ok(transport)
+}
+
+fn spans(layout: Layout) -> Result<Vec<Span>, Box<dyn Error>> {
+    let bytes = layout.slot_bytes() * BLOCKS as u64;
+    let arena = Arena::new(&ArenaConfig { bytes, region_bytes: 256 << 20, huge: HugePolicy::Prefer })?;
+    let per_region = (256 << 20) / layout.slot_bytes();
+    let mut spans = Vec::new();
+    for block in 0..BLOCKS as u64 {
+        let region = u16::try_from(block / per_region)?;
+        spans.push(arena.span(region, block % per_region * layout.slot_bytes(), layout.block_bytes())?);
+    }
+    println!("arena pages: {}", arena.page_kind());
+    Ok(spans)
+}

@@ -1,0 +1,60 @@
+//! The reference that the transport is measured against: one TCP stream over loopback, one writer, one reader,
+//! nothing else. The same work as `iperf3 -l 1M` with one stream.
+//!
+//! Both sides use one buffer again and again, so it stays in the cache: a transport that moves real data between
+//! two arenas cannot quite reach this.
+
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use crate::tcp::{Congestion, name_congestion};
+
+/// Bytes of one write and of one read, as in `iperf3 -l 1M`.
+pub const WRITE_BYTES: usize = 1 << 20;
+
+/// One run of the loop.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamRun {
+    /// Bytes that arrived.
+    pub bytes: u64,
+    /// From the first write to the last read.
+    pub elapsed: Duration,
+}
+
+impl StreamRun {
+    /// Bytes per second.
+    pub fn bytes_per_second(&self) -> f64 {
+        self.bytes as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+/// Sends `bytes` bytes (rounded up to whole writes) from a thread to this one over loopback.
+///
+/// # Errors
+/// What the sockets report, for example that the congestion control is not to be had.
+pub fn stream_loop(bytes: u64, congestion: &Congestion) -> io::Result<StreamRun> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let address = listener.local_addr()?;
+    let writes = bytes.div_ceil(WRITE_BYTES as u64);
+    let mut sending = TcpStream::connect(address)?;
+    name_congestion(&sending, congestion)?;
+    sending.set_nodelay(true)?;
+    let (mut receiving, _) = listener.accept()?;
+    let started = Instant::now();
+    let writer = std::thread::Builder::new().name("bare-write".into()).spawn(move || {
+        let buffer = vec![0x5a; WRITE_BYTES];
+        (0..writes).try_for_each(|_| sending.write_all(&buffer))
+    })?;
+    let mut buffer = vec![0; WRITE_BYTES];
+    let mut received = 0;
+    loop {
+        match receiving.read(&mut buffer)? {
+            0 => break,
+            bytes => received += bytes as u64,
+        }
+    }
+    let elapsed = started.elapsed();
+    writer.join().map_err(|_| io::Error::other("the writing thread panicked"))??;
+    Ok(StreamRun { bytes: received, elapsed })
+}

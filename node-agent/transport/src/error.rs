@@ -1,0 +1,63 @@
+//! The crate's error: what the caller should do (kind), what was attempted (context), why (source).
+
+use std::fmt;
+use std::io;
+
+/// What the caller should do about a [`TransportError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// A limit is reached: try again later, or treat the blocks as missed.
+    Busy,
+    /// Fix the call or the configuration.
+    Invalid,
+    /// The transport was shut down.
+    Closed,
+    /// The operating system refused; the source says why.
+    Os,
+}
+
+/// An error of a call. Errors of connections are no errors of calls: they end as events.
+#[derive(Debug, thiserror::Error)]
+pub struct TransportError {
+    kind: ErrorKind,
+    context: String,
+    #[source]
+    source: Option<io::Error>,
+}
+
+impl TransportError {
+    /// What to do about it.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    pub(crate) fn busy(context: impl Into<String>) -> TransportError {
+        TransportError { kind: ErrorKind::Busy, context: context.into(), source: None }
+    }
+
+    pub(crate) fn invalid(context: impl Into<String>) -> TransportError {
+        TransportError { kind: ErrorKind::Invalid, context: context.into(), source: None }
+    }
+
+    pub(crate) fn closed() -> TransportError {
+        TransportError {
+            kind: ErrorKind::Closed,
+            context: "the transport was shut down".into(),
+            source: None,
+        }
+    }
+
+    pub(crate) fn os(context: impl Into<String>, source: io::Error) -> TransportError {
+        TransportError { kind: ErrorKind::Os, context: context.into(), source: Some(source) }
+    }
+}
+
+impl fmt::Display for TransportError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "transport: {}", self.context)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}

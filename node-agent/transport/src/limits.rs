@@ -1,0 +1,41 @@
+//! Every bound of the transport, with its arithmetic. Both sides of a connection know the same numbers: they
+//! belong to the protocol version.
+
+/// Blocks of one request at the most: a 128K-token request in blocks of 16 tokens.
+pub const BLOCKS_PER_REQUEST_MAX: usize = 8192;
+
+/// Requests in flight on one connection at the most. A request is one load's share of one peer; a node has tens
+/// of loads in flight.
+pub const REQUESTS_PER_CONNECTION_MAX: usize = 256;
+
+/// Blocks in flight on one connection at the most: four of the largest requests. At ≈ 100 bytes of state a block
+/// 3.2 MiB a connection.
+pub const BLOCKS_PER_CONNECTION_MAX: usize = 4 * BLOCKS_PER_REQUEST_MAX;
+
+/// A server tolerates this many times the two limits above: a requester counts a request as ended when its last
+/// byte arrived, the server when its `sendmsg` returned, which may be later.
+pub const SERVER_SLACK: usize = 2;
+
+/// Pieces (headers, ranges, absences) queued on one serving connection at the most. A piece is 64 bytes: 16 MiB.
+/// Twice the blocks in flight for headers and whole blocks, and seven reads more for each.
+pub const QUEUED_PIECES_MAX: usize = 8 * BLOCKS_PER_CONNECTION_MAX;
+
+/// Payload of one data frame at the most. Larger than any useful `sendmsg`, small enough that four of them fit
+/// the default credit.
+pub const DATA_FRAME_BYTES_MAX: u64 = 8 << 20;
+
+/// Least credit that a requester may announce.
+pub const CREDIT_BYTES_MIN: u64 = 64 << 10;
+
+/// Most credit that a requester may announce: offsets of a window stay far from any overflow.
+pub const CREDIT_BYTES_MAX: u64 = 1 << 40;
+
+/// Credit is given back when a quarter of the window has been consumed: one 32-byte frame per 16 MiB at the
+/// default. A server never needs more than a quarter for one frame, so it always gets on.
+pub const CREDIT_PARTS: u64 = 4;
+
+/// Bytes of a node's name at the most.
+pub const NODE_NAME_BYTES_MAX: usize = 64;
+
+const _: () = assert!(CREDIT_BYTES_MIN / CREDIT_PARTS >= 4096);
+const _: () = assert!(DATA_FRAME_BYTES_MAX <= u32::MAX as u64);

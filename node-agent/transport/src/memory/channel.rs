@@ -1,0 +1,226 @@
+//! One requester's connection to one server, as two queues of frames between the two state machines.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::time::Duration;
+
+use reprise_buffers::{PIECE_BYTES, Span};
+
+use crate::api::{FetchRequest, TransportEvent};
+use crate::counters::{Counters, add, raise};
+use crate::error::TransportError;
+use crate::inbound::{Inbound, Landing, NewFetch};
+use crate::limits::{BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUESTS_PER_CONNECTION_MAX};
+use crate::outbound::{BlockDone, Body, Finished, OutFrame, Outbound, Step};
+use crate::wire::{Kind, RequestBody, decode_block_header};
+
+/// Counters of both ends.
+pub(super) struct Ends<'a> {
+    pub(super) requester: &'a Counters,
+    pub(super) server: &'a Counters,
+}
+
+/// What one step did, as far as the server hears of it.
+pub(super) enum Delivered {
+    Nothing,
+    Request { stream: u64, body: RequestBody },
+    Served { done: BlockDone, ended: bool },
+    Aborted { serve: u64 },
+}
+
+/// State of both ends and of what is between them.
+pub(super) struct Channel {
+    pub(super) outbound: Outbound,
+    /// Since when the channel owes an answer and is stalled.
+    pub(super) stalled_since: Option<Duration>,
+    inbound: Inbound,
+    upward: VecDeque<Up>,
+    downward: VecDeque<OutFrame>,
+    next_stream: u64,
+    deadlines: BTreeSet<(Duration, u64)>,
+    deadline_of: HashMap<u64, Duration>,
+    open_blocks: usize,
+    window: u64,
+    consumed: u64,
+}
+
+/// A frame from requester to server.
+enum Up {
+    Request { stream: u64, body: RequestBody },
+    Credit(u64),
+    Cancel { stream: u64 },
+}
+
+impl Channel {
+    pub(super) fn new(window: u64, now: Duration, stalled: bool) -> Channel {
+        Channel {
+            outbound: Outbound::new(window),
+            stalled_since: stalled.then_some(now),
+            inbound: Inbound::new(),
+            upward: VecDeque::new(),
+            downward: VecDeque::new(),
+            next_stream: 1,
+            deadlines: BTreeSet::new(),
+            deadline_of: HashMap::new(),
+            open_blocks: 0,
+            window,
+            consumed: 0,
+        }
+    }
+
+    pub(super) fn begin(&mut self, now: Duration, request: FetchRequest) -> Result<(), TransportError> {
+        if self.deadline_of.len() >= REQUESTS_PER_CONNECTION_MAX
+            || self.open_blocks + request.blocks.len() > BLOCKS_PER_CONNECTION_MAX
+        {
+            return Err(TransportError::busy("too many requests or blocks in flight to this peer"));
+        }
+        if self.deadline_of.is_empty() && self.stalled_since.is_some() {
+            self.stalled_since = Some(now);
+        }
+        let stream = self.next_stream;
+        self.next_stream += 1;
+        let FetchRequest { layout, deadline, blocks, .. } = request;
+        self.deadlines.insert((now.saturating_add(deadline), stream));
+        self.deadline_of.insert(stream, now.saturating_add(deadline));
+        self.open_blocks += blocks.len();
+        let keys = blocks.iter().map(|block| block.key).collect();
+        self.upward.push_back(Up::Request { stream, body: RequestBody { layout, deadline, keys } });
+        self.inbound.insert(stream, NewFetch { layout, blocks });
+        Ok(())
+    }
+
+    pub(super) fn has_work(&self) -> bool {
+        !self.upward.is_empty() || !self.downward.is_empty() || self.outbound.has_next()
+    }
+
+    /// Moves one frame; requests and credit first.
+    pub(super) fn deliver(&mut self, corrupt: bool, ends: &Ends<'_>) -> Delivered {
+        match self.upward.pop_front() {
+            Some(Up::Request { stream, body }) => return Delivered::Request { stream, body },
+            Some(Up::Credit(bytes)) => {
+                self.outbound.add_credit(bytes).expect("only what was sent is given back");
+                return Delivered::Nothing;
+            }
+            Some(Up::Cancel { stream }) => {
+                self.outbound.cancel(stream);
+                return Delivered::Nothing;
+            }
+            None => {}
+        }
+        while let Some(step) = self.outbound.next() {
+            match step {
+                Step::Aborted { serve } => return Delivered::Aborted { serve },
+                Step::Frame(frame) => self.downward.push_back(frame),
+            }
+        }
+        raise(&ends.server.in_flight_bytes_max, self.outbound.in_flight_bytes());
+        let Some(frame) = self.downward.pop_front() else { return Delivered::Nothing };
+        self.receive(&frame, corrupt, ends);
+        let Some(done) = frame.done else { return Delivered::Nothing };
+        let finished = self.outbound.finished(done);
+        if done.whole && finished != Finished::Forgotten {
+            add(&ends.server.blocks_served, 1);
+        }
+        match finished {
+            Finished::Forgotten => Delivered::Nothing,
+            Finished::Block => Delivered::Served { done, ended: false },
+            Finished::Request => Delivered::Served { done, ended: true },
+        }
+    }
+
+    fn receive(&mut self, frame: &OutFrame, corrupt: bool, ends: &Ends<'_>) {
+        let place = (frame.header.stream, frame.header.block);
+        let taken = match (&frame.body, frame.header.kind) {
+            (Body::Nothing, Kind::Absent) => self.inbound.absent(place.0, place.1, ends.requester),
+            (Body::Bytes(body), Kind::BlockHeader) => decode_block_header(body)
+                .and_then(|(tier, checksums)| self.inbound.block_header(place, tier, checksums)),
+            (Body::Memory(span), Kind::Data) => {
+                add(&ends.server.sent_bytes, span.len() as u64);
+                self.inbound
+                    .begin(place, u64::from(frame.header.argument), span.len() as u64)
+                    .map(|()| self.copy(span, corrupt, ends.requester))
+            }
+            _ => unreachable!("a server makes no other frames"),
+        };
+        taken.expect("a server in memory keeps the protocol");
+        self.inbound.flush();
+        self.account();
+    }
+
+    /// Copies payload into its destination, or nowhere.
+    fn copy(&mut self, span: &Span, corrupt: bool, counters: &Counters) {
+        let mut buffer = vec![0; PIECE_BYTES];
+        let mut at = 0;
+        while let Some(landing) = self.inbound.landing() {
+            let bytes = PIECE_BYTES.min(span.len() - at);
+            if let Landing::Into(rest) = landing {
+                let piece = &mut buffer[..bytes];
+                span.slice(at, bytes).expect("the piece lies inside").copy_out(piece);
+                if corrupt && at == 0 {
+                    piece[0] ^= 1;
+                }
+                rest.slice(0, bytes)
+                    .and_then(|destination| destination.copy_in(piece))
+                    .expect("fetch found the destination writable");
+            }
+            self.inbound.landed(bytes as u64, counters);
+            at += bytes;
+        }
+        self.consumed += span.len() as u64;
+        if self.consumed >= (self.window / CREDIT_PARTS).max(1) {
+            self.upward.push_back(Up::Credit(std::mem::take(&mut self.consumed)));
+        }
+    }
+
+    pub(super) fn pass_deadlines(&mut self, now: Duration, counters: &Counters) {
+        while let Some((at, stream)) = self.deadlines.first().copied().filter(|(at, _)| *at <= now) {
+            self.deadlines.remove(&(at, stream));
+            add(&counters.deadlines_passed, 1);
+            self.inbound.expire(stream, counters);
+            let sent = !self
+                .upward
+                .iter()
+                .any(|up| matches!(up, Up::Request { stream: queued, .. } if *queued == stream));
+            if sent {
+                self.upward.push_back(Up::Cancel { stream });
+            } else {
+                self.upward
+                    .retain(|up| !matches!(up, Up::Request { stream: queued, .. } if *queued == stream));
+            }
+        }
+        self.account();
+    }
+
+    /// Whether the requester gives the channel up.
+    pub(super) fn is_lost(&self, now: Duration, stall_timeout: Duration) -> bool {
+        self.stall_deadline(stall_timeout).is_some_and(|at| at <= now)
+    }
+
+    pub(super) fn next_deadline(&self, stall_timeout: Duration) -> Option<Duration> {
+        let deadline = self.deadlines.first().map(|(at, _)| *at);
+        deadline.into_iter().chain(self.stall_deadline(stall_timeout)).min()
+    }
+
+    pub(super) fn fail_all(&mut self, counters: &Counters) {
+        self.inbound.expire_all(counters);
+        self.account();
+    }
+
+    pub(super) fn take_events(&mut self) -> std::vec::Drain<'_, TransportEvent> {
+        self.inbound.take_events()
+    }
+
+    fn stall_deadline(&self, stall_timeout: Duration) -> Option<Duration> {
+        let since = self.stalled_since.filter(|_| !self.deadline_of.is_empty())?;
+        Some(since + stall_timeout)
+    }
+
+    fn account(&mut self) {
+        let ended = self.inbound.take_ended();
+        self.open_blocks -= ended.blocks;
+        for stream in ended.streams {
+            if let Some(deadline) = self.deadline_of.remove(&stream) {
+                self.deadlines.remove(&(deadline, stream));
+            }
+        }
+    }
+}

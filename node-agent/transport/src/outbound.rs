@@ -1,0 +1,369 @@
+//! The serving side of a connection as a state machine: open requests, queued pieces, credit. No clock, no
+//! socket, no thread: the TCP and the in-memory transport both drive it.
+//!
+//! ```text
+//! block:  Waiting ──header──► Headed ──last objects queued──► Closed ──written──► Done (ServeDone)
+//!            └───────────────absent──────────────────────────►   │
+//!         any ──cancel, connection gone──► request forgotten (ServeAborted)
+//! ```
+//!
+//! Invariants:
+//! * pieces leave in the order in which the core asked; a range longer than a frame leaves as several frames;
+//! * a data frame leaves only when the requester's credit covers it; a frame is at most a quarter of the window
+//!   and the requester holds back less than a quarter, so waiting for credit always ends;
+//! * a request that ended is unknown: what the core still sends for it is dropped.
+
+use std::collections::{HashMap, VecDeque};
+
+use reprise_buffers::Span;
+use reprise_policy::{Layout, Tier};
+
+use crate::api::{ServeLast, ServedObjects};
+use crate::limits::{
+    BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, DATA_FRAME_BYTES_MAX, QUEUED_PIECES_MAX,
+    REQUESTS_PER_CONNECTION_MAX, SERVER_SLACK,
+};
+use crate::wire::{FrameHeader, Kind, ProtocolError, RequestBody, encode_block_header};
+
+/// What a connection's server knows of the requests on it.
+pub(crate) struct Outbound {
+    serves: HashMap<u64, Serve>,
+    streams: HashMap<u64, u64>,
+    /// Unfinished blocks of all requests.
+    blocks: usize,
+    pieces: VecDeque<Piece>,
+    window: u64,
+    credit: u64,
+}
+
+/// The next thing to do.
+pub(crate) enum Step {
+    /// Write this frame, then report `done` with [`Outbound::finished`].
+    Frame(OutFrame),
+    /// Tell the core that a cancelled request has ended.
+    Aborted { serve: u64 },
+}
+
+/// A frame to write.
+pub(crate) struct OutFrame {
+    pub(crate) header: FrameHeader,
+    pub(crate) body: Body,
+    /// The block that is finished when this frame is written.
+    pub(crate) done: Option<BlockDone>,
+}
+
+/// What follows a frame's header.
+pub(crate) enum Body {
+    Nothing,
+    Bytes(Vec<u8>),
+    Memory(Span),
+}
+
+/// A block of a request all of whose pieces have been written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockDone {
+    pub(crate) serve: u64,
+    pub(crate) block: u32,
+    /// False for a block that was reported absent.
+    pub(crate) whole: bool,
+}
+
+/// What a written block means for its request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Finished {
+    /// The request has ended meanwhile; the core is told by `ServeAborted`.
+    Forgotten,
+    /// The block is done, others are not.
+    Block,
+    /// It was the request's last.
+    Request,
+}
+
+/// A call of the core that cannot be executed. The block was reported absent, so that the peer does not wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Misuse {
+    #[error("block index outside of the request")]
+    Block,
+    #[error("number of checksums differs from the layout's objects")]
+    Checksums,
+    #[error("header twice or objects before the header")]
+    Order,
+    #[error("range is not whole objects inside of the block")]
+    Range,
+    #[error("too many pieces queued for one peer")]
+    Queue,
+}
+
+struct Serve {
+    stream: u64,
+    layout: Layout,
+    phases: Vec<Phase>,
+    unfinished: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Waiting,
+    Headed,
+    Closed,
+    Done,
+}
+
+#[derive(Clone, Copy)]
+struct Place {
+    serve: u64,
+    stream: u64,
+    block: u32,
+}
+
+enum Piece {
+    Header { place: Place, body: Vec<u8> },
+    Data { place: Place, from: Span, offset: u64, last: ServeLast },
+    Absent { place: Place },
+    Aborted { serve: u64 },
+}
+
+impl Outbound {
+    /// `window`: the credit that the requester announced.
+    pub(crate) fn new(window: u64) -> Outbound {
+        Outbound {
+            serves: HashMap::new(),
+            streams: HashMap::new(),
+            blocks: 0,
+            pieces: VecDeque::new(),
+            window,
+            credit: window,
+        }
+    }
+
+    /// A request has come.
+    pub(crate) fn open(&mut self, serve: u64, stream: u64, body: &RequestBody) -> Result<(), ProtocolError> {
+        let blocks = body.keys.len();
+        if self.serves.len() >= SERVER_SLACK * REQUESTS_PER_CONNECTION_MAX
+            || self.blocks + blocks > SERVER_SLACK * BLOCKS_PER_CONNECTION_MAX
+        {
+            return Err(ProtocolError::Malformed(
+                "more requests or blocks in flight than the protocol allows",
+            ));
+        }
+        if self.streams.insert(stream, serve).is_some() {
+            return Err(ProtocolError::Malformed("request number is in use"));
+        }
+        self.blocks += blocks;
+        let phases = vec![Phase::Waiting; blocks];
+        self.serves.insert(serve, Serve { stream, layout: body.layout, phases, unfinished: blocks });
+        Ok(())
+    }
+
+    /// The requester no longer wants a request: its pieces are dropped, [`Step::Aborted`] comes next.
+    pub(crate) fn cancel(&mut self, stream: u64) {
+        let Some(serve) = self.streams.get(&stream).copied() else { return };
+        self.forget(serve);
+        self.pieces.retain(|piece| piece.serve() != serve);
+        self.pieces.push_front(Piece::Aborted { serve });
+    }
+
+    /// The requester has consumed payload.
+    pub(crate) fn add_credit(&mut self, bytes: u64) -> Result<(), ProtocolError> {
+        let credit = self.credit.checked_add(bytes).filter(|credit| *credit <= self.window);
+        self.credit = credit.ok_or(ProtocolError::Malformed("more credit given back than was used"))?;
+        Ok(())
+    }
+
+    pub(crate) fn header(
+        &mut self,
+        (serve, block): (u64, u32),
+        tier: Tier,
+        checksums: &[u32],
+    ) -> Result<(), Misuse> {
+        let Some((place, phase, layout)) = self.find(serve, block)? else { return Ok(()) };
+        match phase {
+            Phase::Closed | Phase::Done => Ok(()),
+            Phase::Headed => self.refuse(place, Misuse::Order),
+            Phase::Waiting if checksums.len() != layout.objects() as usize => {
+                self.refuse(place, Misuse::Checksums)
+            }
+            Phase::Waiting => {
+                self.set_phase(place, Phase::Headed);
+                self.push(Piece::Header { place, body: encode_block_header(tier, checksums) })
+            }
+        }
+    }
+
+    pub(crate) fn objects(&mut self, objects: ServedObjects) -> Result<(), Misuse> {
+        let Some((place, phase, layout)) = self.find(objects.serve, objects.block)? else { return Ok(()) };
+        let bytes = objects.from.len() as u64;
+        let inside = objects.offset.checked_add(bytes).is_some_and(|end| end <= layout.block_bytes());
+        let whole = [objects.offset, bytes].iter().all(|value| value.is_multiple_of(layout.object_bytes()));
+        match phase {
+            Phase::Closed | Phase::Done => Ok(()),
+            Phase::Waiting => self.refuse(place, Misuse::Order),
+            Phase::Headed if !inside || !whole || bytes == 0 => self.refuse(place, Misuse::Range),
+            Phase::Headed => {
+                if objects.last == ServeLast::Last {
+                    self.set_phase(place, Phase::Closed);
+                }
+                let ServedObjects { from, offset, last, .. } = objects;
+                self.push(Piece::Data { place, from, offset, last })
+            }
+        }
+    }
+
+    pub(crate) fn absent(&mut self, serve: u64, block: u32) -> Result<(), Misuse> {
+        let Some((place, phase, _)) = self.find(serve, block)? else { return Ok(()) };
+        match phase {
+            Phase::Closed | Phase::Done => Ok(()),
+            Phase::Waiting | Phase::Headed => {
+                self.set_phase(place, Phase::Closed);
+                self.push(Piece::Absent { place })
+            }
+        }
+    }
+
+    /// The next thing to do; `None` when nothing is queued or the credit does not cover the next frame.
+    pub(crate) fn next(&mut self) -> Option<Step> {
+        if self.next_data_bytes().is_some_and(|bytes| bytes > self.credit) {
+            return None;
+        }
+        Some(match self.pieces.pop_front()? {
+            Piece::Aborted { serve } => Step::Aborted { serve },
+            Piece::Header { place, body } => {
+                let header = FrameHeader::with_body(Kind::BlockHeader, place.stream, place.block, &body);
+                Step::Frame(OutFrame { header, body: Body::Bytes(body), done: None })
+            }
+            Piece::Absent { place } => {
+                let header = FrameHeader::bare(Kind::Absent, place.stream, place.block);
+                Step::Frame(OutFrame { header, body: Body::Nothing, done: Some(place.done(false)) })
+            }
+            Piece::Data { place, from, offset, last } => {
+                Step::Frame(self.data_frame(place, from, (offset, last)))
+            }
+        })
+    }
+
+    /// Whether [`Outbound::next`] would give something.
+    pub(crate) fn has_next(&self) -> bool {
+        !self.pieces.is_empty() && !self.waits_for_credit()
+    }
+
+    /// Whether something is queued that waits for credit.
+    pub(crate) fn waits_for_credit(&self) -> bool {
+        self.next_data_bytes().is_some_and(|bytes| bytes > self.credit)
+    }
+
+    /// A frame with `done` was written.
+    pub(crate) fn finished(&mut self, done: BlockDone) -> Finished {
+        let Some(serve) = self.serves.get_mut(&done.serve) else { return Finished::Forgotten };
+        serve.phases[done.block as usize] = Phase::Done;
+        serve.unfinished -= 1;
+        self.blocks -= 1;
+        if serve.unfinished == 0 {
+            self.streams.remove(&serve.stream);
+            self.serves.remove(&done.serve);
+            return Finished::Request;
+        }
+        Finished::Block
+    }
+
+    /// Forgets everything and returns the requests that were open or not yet reported as aborted, in order.
+    pub(crate) fn abort_all(&mut self) -> Vec<u64> {
+        let unreported = self.pieces.drain(..).filter_map(|piece| match piece {
+            Piece::Aborted { serve } => Some(serve),
+            _ => None,
+        });
+        let mut serves: Vec<u64> = unreported.chain(self.serves.drain().map(|(serve, _)| serve)).collect();
+        self.streams.clear();
+        self.blocks = 0;
+        serves.sort_unstable();
+        serves
+    }
+
+    pub(crate) fn open_requests(&self) -> usize {
+        self.serves.len()
+    }
+
+    /// Payload bytes sent that the requester has not given back.
+    pub(crate) fn in_flight_bytes(&self) -> u64 {
+        self.window - self.credit
+    }
+
+    fn next_data_bytes(&self) -> Option<u64> {
+        match self.pieces.front()? {
+            Piece::Data { from, .. } => Some((from.len() as u64).min(self.frame_bytes_max())),
+            _ => None,
+        }
+    }
+
+    fn frame_bytes_max(&self) -> u64 {
+        DATA_FRAME_BYTES_MAX.min(self.window / CREDIT_PARTS)
+    }
+
+    /// Takes one frame off the front of a range; puts the rest back.
+    fn data_frame(&mut self, place: Place, from: Span, (offset, last): (u64, ServeLast)) -> OutFrame {
+        let bytes = (from.len() as u64).min(self.frame_bytes_max());
+        let split = usize::try_from(bytes).expect("a frame is at most 8 MiB");
+        self.credit -= bytes;
+        let (memory, done) = if split < from.len() {
+            let rest = from.slice(split, from.len() - split).expect("the split lies inside");
+            self.pieces.push_front(Piece::Data { place, from: rest, offset: offset + bytes, last });
+            (from.slice(0, split).expect("the split lies inside"), None)
+        } else {
+            (from, (last == ServeLast::Last).then(|| place.done(true)))
+        };
+        let header = FrameHeader {
+            kind: Kind::Data,
+            stream: place.stream,
+            block: place.block,
+            argument: u32::try_from(offset).expect("a block is at most 128 MiB"),
+            length: u32::try_from(bytes).expect("a frame is at most 8 MiB"),
+        };
+        OutFrame { header, body: Body::Memory(memory), done }
+    }
+
+    fn find(&self, serve: u64, block: u32) -> Result<Option<(Place, Phase, Layout)>, Misuse> {
+        let Some(open) = self.serves.get(&serve) else { return Ok(None) };
+        let phase = *open.phases.get(block as usize).ok_or(Misuse::Block)?;
+        Ok(Some((Place { serve, stream: open.stream, block }, phase, open.layout)))
+    }
+
+    fn refuse(&mut self, place: Place, misuse: Misuse) -> Result<(), Misuse> {
+        self.set_phase(place, Phase::Closed);
+        self.push(Piece::Absent { place })?;
+        Err(misuse)
+    }
+
+    fn set_phase(&mut self, place: Place, phase: Phase) {
+        let serve = self.serves.get_mut(&place.serve).expect("find found it");
+        serve.phases[place.block as usize] = phase;
+    }
+
+    fn push(&mut self, piece: Piece) -> Result<(), Misuse> {
+        if self.pieces.len() >= QUEUED_PIECES_MAX {
+            return Err(Misuse::Queue);
+        }
+        self.pieces.push_back(piece);
+        Ok(())
+    }
+
+    fn forget(&mut self, serve: u64) {
+        if let Some(open) = self.serves.remove(&serve) {
+            self.streams.remove(&open.stream);
+            self.blocks -= open.unfinished;
+        }
+    }
+}
+
+impl Place {
+    fn done(self, whole: bool) -> BlockDone {
+        BlockDone { serve: self.serve, block: self.block, whole }
+    }
+}
+
+impl Piece {
+    fn serve(&self) -> u64 {
+        match self {
+            Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => place.serve,
+            Piece::Aborted { serve } => *serve,
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! The framed TCP transport: blocking threads, bounded connections, no copies on the sending side.
+//!
+//! A connection serves one direction: who opened it fetches, who accepted it serves. Two threads a connection and
+//! side; no thread ever works for two peers, so a slow peer delays nobody else.
+//!
+//! ```text
+//! fetch ─► Outgoing ─ sending thread ──requests, credit──► reading thread ─► sink(Request)
+//!             └─ receiving thread ◄── headers, payload ─── writing thread ◄─ serve_* (queue)
+//!                  └► destination, sink(Layers, Failed)         └► sink(ServeDone, ServeAborted)
+//! ```
+
+mod close;
+mod frames;
+mod incoming;
+mod listener;
+mod outgoing;
+mod pool;
+mod receiver;
+mod settings;
+mod socket;
+mod threads;
+mod writer;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use reprise_policy::Tier;
+
+use crate::api::{EventSink, FetchRequest, ServedObjects, Transport};
+use crate::counters::{Counters, TransportStats, add};
+use crate::error::TransportError;
+use crate::outbound::{Misuse, Outbound};
+use crate::wire::Hello;
+use incoming::Incoming;
+use listener::Listener;
+use pool::Pool;
+use socket::Socket;
+use threads::Threads;
+
+pub(crate) use settings::name_congestion;
+pub use settings::{Congestion, TcpSettings};
+
+/// [`Transport`] over TCP.
+pub struct TcpTransport {
+    common: Arc<Common>,
+    listener: Listener,
+    local_address: SocketAddr,
+}
+
+/// What all connections of a transport share.
+struct Common {
+    settings: TcpSettings,
+    sink: EventSink,
+    counters: Counters,
+    threads: Threads,
+    pool: Pool,
+    closing: AtomicBool,
+    next_serve: AtomicU64,
+    /// Which connection an open incoming request is on.
+    routes: Mutex<HashMap<u64, Arc<Incoming>>>,
+    /// Sockets of accepted connections, so that shutdown can end them.
+    accepted: Mutex<Accepted>,
+}
+
+#[derive(Default)]
+struct Accepted {
+    next: u64,
+    sockets: HashMap<u64, Arc<Socket>>,
+}
+
+/// An accepted connection in [`Common::accepted`]; leaves it when dropped.
+struct Registered {
+    common: Arc<Common>,
+    id: u64,
+}
+
+impl TcpTransport {
+    /// Listens for peers. `sink` gets every event.
+    ///
+    /// # Errors
+    /// `Invalid` names the setting to change; `Os` when the address cannot be listened on.
+    pub fn bind(settings: TcpSettings, sink: EventSink) -> Result<TcpTransport, TransportError> {
+        settings.validate()?;
+        let common = Arc::new(Common {
+            settings,
+            sink,
+            counters: Counters::default(),
+            threads: Threads::default(),
+            pool: Pool::default(),
+            closing: AtomicBool::new(false),
+            next_serve: AtomicU64::new(1),
+            routes: Mutex::default(),
+            accepted: Mutex::default(),
+        });
+        let (listener, local_address) = Listener::start(&common)?;
+        Ok(TcpTransport { common, listener, local_address })
+    }
+
+    /// Where peers connect to.
+    pub fn local_address(&self) -> SocketAddr {
+        self.local_address
+    }
+
+    fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), Misuse>) {
+        let incoming = lock(&self.common.routes).get(&serve).cloned();
+        if let Some(incoming) = incoming
+            && let Err(misuse) = incoming.apply(call)
+        {
+            tracing::error!(serve, %misuse, "refused to serve a block");
+        }
+    }
+}
+
+impl Transport for TcpTransport {
+    fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
+        request.check()?;
+        self.common.pool.fetch(&self.common, peer, request)?;
+        add(&self.common.counters.fetches, 1);
+        Ok(())
+    }
+
+    fn serve_header(&self, serve: u64, block: u32, tier: Tier, checksums: &[u32]) {
+        self.serve(serve, |outbound| outbound.header((serve, block), tier, checksums));
+    }
+
+    fn serve_objects(&self, objects: ServedObjects) {
+        self.serve(objects.serve, |outbound| outbound.objects(objects));
+    }
+
+    fn serve_absent(&self, serve: u64, block: u32) {
+        self.serve(serve, |outbound| outbound.absent(serve, block));
+    }
+
+    fn stats(&self) -> TransportStats {
+        self.common.counters.snapshot()
+    }
+
+    fn shutdown(&self) {
+        self.common.closing.store(true, Ordering::SeqCst);
+        self.listener.stop();
+        self.common.pool.close_all();
+        for socket in lock(&self.common.accepted).sockets.values() {
+            socket.shutdown();
+        }
+        self.common.threads.join_all();
+    }
+}
+
+impl Drop for TcpTransport {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+impl Common {
+    fn hello(&self) -> Hello {
+        Hello {
+            node_name: self.settings.node_name.clone(),
+            credit_bytes: self.settings.credit_bytes,
+            stall_timeout: self.settings.stall_timeout,
+        }
+    }
+
+    fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+
+    /// A number for a request that came on `incoming`.
+    fn route(&self, incoming: &Arc<Incoming>) -> u64 {
+        let serve = self.next_serve.fetch_add(1, Ordering::Relaxed);
+        lock(&self.routes).insert(serve, Arc::clone(incoming));
+        serve
+    }
+
+    fn unroute(&self, serve: u64) {
+        lock(&self.routes).remove(&serve);
+    }
+
+    /// Counts an accepted connection; `None` when there are too many or the transport shuts down.
+    fn register_incoming(self: &Arc<Self>, socket: &Arc<Socket>) -> Option<Registered> {
+        let mut accepted = lock(&self.accepted);
+        // Looked at under the lock that `shutdown` takes afterwards: a socket is either refused or shut down.
+        if self.is_closing() {
+            return None;
+        }
+        if accepted.sockets.len() >= self.settings.connections_max {
+            add(&self.counters.connections_refused, 1);
+            tracing::warn!(limit = self.settings.connections_max, "too many peer connections: one refused");
+            return None;
+        }
+        let id = accepted.next;
+        accepted.next += 1;
+        accepted.sockets.insert(id, Arc::clone(socket));
+        Some(Registered { common: Arc::clone(self), id })
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        lock(&self.common.accepted).sockets.remove(&self.id);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

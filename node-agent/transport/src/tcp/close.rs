@@ -1,0 +1,61 @@
+//! Why a connection ends, and the one log line about it.
+
+use std::io;
+
+use super::frames::Boundary;
+use crate::counters::{Counters, add};
+use crate::wire::ProtocolError;
+
+/// Reason of a connection's end.
+#[derive(Debug)]
+pub(super) enum Close {
+    /// This side no longer needs it: idle, or the transport shuts down.
+    Ours(&'static str),
+    /// The other side closed.
+    Ended(Boundary),
+    /// No progress for the stall timeout.
+    Stalled(&'static str),
+    /// The other side broke the protocol.
+    Protocol(ProtocolError),
+    /// The operating system reports it broken.
+    Io(io::Error),
+}
+
+/// Which connection ended; for the log.
+pub(super) struct Ending<'a> {
+    pub(super) direction: &'static str,
+    pub(super) peer: &'a str,
+    /// Fetches or serves that ended with it.
+    pub(super) open: usize,
+}
+
+impl From<ProtocolError> for Close {
+    fn from(error: ProtocolError) -> Close {
+        Close::Protocol(error)
+    }
+}
+
+impl Ending<'_> {
+    /// Counts and logs the end: once per connection, and only here.
+    pub(super) fn report(&self, close: &Close, counters: &Counters) {
+        let Ending { direction, peer, open } = *self;
+        match close {
+            Close::Ours(reason) => tracing::debug!(direction, peer, open, reason, "peer connection closed"),
+            Close::Ended(Boundary::BetweenFrames) if open == 0 => {
+                tracing::debug!(direction, peer, "peer connection closed by the peer");
+            }
+            Close::Ended(_) => {
+                tracing::warn!(direction, peer, open, "peer connection lost: the peer closed it")
+            }
+            Close::Stalled(what) => {
+                add(&counters.stalls, 1);
+                tracing::warn!(direction, peer, open, what, "peer connection lost: the peer stalls");
+            }
+            Close::Protocol(error) => {
+                add(&counters.protocol_errors, 1);
+                tracing::warn!(direction, peer, open, %error, "peer connection closed: protocol error");
+            }
+            Close::Io(error) => tracing::warn!(direction, peer, open, %error, "peer connection lost"),
+        }
+    }
+}

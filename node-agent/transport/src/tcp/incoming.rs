@@ -1,0 +1,209 @@
+//! A connection that a peer opened to fetch from this node: the thread that reads its requests, and what it
+//! shares with the thread that writes ([`super::writer`]) and with the core's `serve_*` calls.
+//!
+//! The reading thread owns the connection: it greets, starts the writing thread, reads until the end, waits for
+//! the writing thread, and only then reports open requests as aborted. So a request is reported before its end,
+//! and nobody reads arena memory for a request that was reported as ended.
+
+use std::net::{SocketAddr, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::Common;
+use super::close::{Close, Ending};
+use super::frames::{Boundary, FrameReader};
+use super::socket::{Gather, Readiness, Socket, wait};
+use super::writer;
+use crate::api::{IncomingRequest, TransportEvent};
+use crate::counters::add;
+use crate::outbound::{Misuse, Outbound};
+use crate::wire::{HELLO_BYTES, Hello, Kind, ProtocolError, RequestBody};
+
+/// A connection whose requester has greeted.
+pub(super) struct Incoming {
+    pub(super) common: Arc<Common>,
+    pub(super) socket: Arc<Socket>,
+    /// Something is sent at least this often while a request is open.
+    pub(super) alive_every: Duration,
+    state: Mutex<State>,
+    /// Wakes the writing thread.
+    pub(super) changed: Condvar,
+}
+
+/// What the threads of a connection share.
+pub(super) struct State {
+    pub(super) outbound: Outbound,
+    pub(super) over: bool,
+}
+
+/// Body of the reading thread.
+pub(super) fn run(common: &Arc<Common>, stream: TcpStream, address: SocketAddr) {
+    let peer = address.to_string();
+    let socket = match Socket::accepted(stream, &common.settings.socket_options()) {
+        Ok(socket) => Arc::new(socket),
+        Err(error) => {
+            tracing::warn!(peer, %error, "cannot take over a connection");
+            return;
+        }
+    };
+    let Some(_registered) = common.register_incoming(&socket) else { return };
+    let close = match greet(common, &socket) {
+        Ok(hello) => {
+            tracing::debug!(peer, node = hello.node_name, "peer connected");
+            add(&common.counters.connections_accepted, 1);
+            serve(common, &socket, &hello, &peer);
+            return;
+        }
+        Err(close) => close,
+    };
+    Ending { direction: "incoming", peer: &peer, open: 0 }.report(&close, &common.counters);
+}
+
+/// Exchanges greetings. A peer of another version is answered, so that it can say which one this is.
+fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
+    let mut bytes = [0; HELLO_BYTES];
+    let mut filled = 0;
+    let deadline = std::time::Instant::now() + common.settings.stall_timeout;
+    while filled < bytes.len() {
+        match socket.receive(&mut bytes[filled..]) {
+            Ok(0) if filled == 0 => return Err(Close::Ended(Boundary::BetweenFrames)),
+            Ok(0) => return Err(Close::Ended(Boundary::InsideFrame)),
+            Ok(received) => filled += received,
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                let left = deadline.saturating_duration_since(std::time::Instant::now());
+                if left.is_zero() {
+                    return Err(Close::Stalled("it connected and does not greet"));
+                }
+                wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::Io)?;
+            }
+            Err(error) => return Err(Close::Io(error)),
+        }
+    }
+    let hello = Hello::decode(&bytes);
+    if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
+        let answer = common.hello().encode();
+        let mut gather = Gather::with_capacity(1);
+        gather.bytes(&answer);
+        socket.send_all(gather).map_err(Close::Io)?;
+    }
+    Ok(hello?)
+}
+
+/// Serves a greeted connection until it ends.
+fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) {
+    let incoming = Arc::new(Incoming {
+        common: Arc::clone(common),
+        socket: Arc::clone(socket),
+        alive_every: hello.stall_timeout / writer::ALIVE_PER_STALL_TIMEOUT,
+        state: Mutex::new(State { outbound: Outbound::new(hello.credit_bytes), over: false }),
+        changed: Condvar::new(),
+    });
+    let writing = Arc::clone(&incoming);
+    let writer = std::thread::Builder::new().name("peer-write".into()).spawn(move || writer::run(&writing));
+    let writer = match writer {
+        Ok(writer) => writer,
+        Err(error) => {
+            tracing::error!(peer, %error, "cannot start a thread to serve a peer");
+            return;
+        }
+    };
+    let Err(read_close) = incoming.read();
+    incoming.end();
+    let write_close = writer.join().unwrap_or(Some(Close::Ours("the writing thread panicked")));
+    let aborted = incoming.lock().outbound.abort_all();
+    // When writing failed, reading only saw the consequence.
+    let close = write_close.unwrap_or(read_close);
+    Ending { direction: "incoming", peer, open: aborted.len() }.report(&close, &common.counters);
+    for serve in aborted {
+        incoming.report_aborted(serve);
+    }
+}
+
+enum Never {}
+
+impl Incoming {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Applies a call of the core. The caller logs a refusal.
+    pub(super) fn apply(&self, call: impl FnOnce(&mut Outbound) -> Result<(), Misuse>) -> Result<(), Misuse> {
+        let result = call(&mut self.lock().outbound);
+        self.changed.notify_one();
+        if result == Err(Misuse::Queue) {
+            self.end();
+        }
+        result
+    }
+
+    /// Makes both threads end.
+    pub(super) fn end(&self) {
+        self.lock().over = true;
+        self.socket.shutdown();
+        self.changed.notify_one();
+    }
+
+    pub(super) fn report_aborted(&self, serve: u64) {
+        add(&self.common.counters.serves_aborted, 1);
+        self.common.unroute(serve);
+        (self.common.sink)(TransportEvent::ServeAborted { serve });
+    }
+
+    fn read(self: &Arc<Self>) -> Result<Never, Close> {
+        let mut reader = FrameReader::new();
+        let socket = Arc::clone(&self.socket);
+        loop {
+            let header = reader.header(&socket, |boundary| self.wait(boundary))?;
+            match header.kind {
+                Kind::Request => {
+                    let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
+                    self.request(header.stream, RequestBody::decode(&body)?)?;
+                }
+                Kind::Credit => {
+                    self.lock().outbound.add_credit(header.stream)?;
+                    self.changed.notify_one();
+                }
+                Kind::Cancel => {
+                    self.lock().outbound.cancel(header.stream);
+                    self.changed.notify_one();
+                }
+                Kind::BlockHeader | Kind::Data | Kind::Absent | Kind::Alive => {
+                    return Err(ProtocolError::Malformed("frame of a server from a requester").into());
+                }
+            }
+        }
+    }
+
+    fn request(self: &Arc<Self>, stream: u64, body: RequestBody) -> Result<(), Close> {
+        let serve = self.common.route(self);
+        let opened = self.lock().outbound.open(serve, stream, &body);
+        if let Err(error) = opened {
+            self.common.unroute(serve);
+            return Err(error.into());
+        }
+        add(&self.common.counters.requests, 1);
+        let RequestBody { layout, deadline, keys } = body;
+        (self.common.sink)(TransportEvent::Request(IncomingRequest { serve, keys, layout, deadline }));
+        Ok(())
+    }
+
+    /// Waits for the requester. Between frames it may be silent for as long as it keeps idle connections.
+    fn wait(&self, boundary: Boundary) -> Result<(), Close> {
+        let settings = &self.common.settings;
+        let limit = match boundary {
+            Boundary::BetweenFrames => settings.idle_timeout * 2,
+            Boundary::InsideFrame => settings.stall_timeout,
+        };
+        let ready = wait(Some((&self.socket, Readiness::Readable)), None, Some(limit)).map_err(Close::Io)?;
+        if ready.socket {
+            return Ok(());
+        }
+        match boundary {
+            Boundary::InsideFrame => Err(Close::Stalled("half a frame came from it")),
+            Boundary::BetweenFrames if self.lock().outbound.open_requests() == 0 => {
+                Err(Close::Ours("the requester is idle"))
+            }
+            Boundary::BetweenFrames => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Accepts connections of peers, one thread each.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Common;
+use super::incoming;
+use super::socket::{Wake, wait_accept};
+use crate::error::TransportError;
+
+/// Pause after a failed accept (out of descriptors, usually): the pending connection stays pending.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// The accepting thread's other end.
+pub(super) struct Listener {
+    wake: Arc<Wake>,
+}
+
+impl Listener {
+    /// Listens on the configured address.
+    pub(super) fn start(common: &Arc<Common>) -> Result<(Listener, SocketAddr), TransportError> {
+        let listen = common.settings.listen;
+        let cannot_listen = |error| TransportError::os(format!("cannot listen on {listen}"), error);
+        let listener = TcpListener::bind(listen).map_err(cannot_listen)?;
+        listener.set_nonblocking(true).map_err(cannot_listen)?;
+        let address = listener.local_addr().map_err(cannot_listen)?;
+        let wake = Arc::new(Wake::new().map_err(cannot_listen)?);
+        let (accepting, waking) = (Arc::clone(common), Arc::clone(&wake));
+        common
+            .threads
+            .spawn("peer-accept", move || run(&accepting, &listener, &waking))
+            .map_err(cannot_listen)?;
+        Ok((Listener { wake }, address))
+    }
+
+    /// Ends the thread.
+    pub(super) fn stop(&self) {
+        self.wake.wake();
+    }
+}
+
+fn run(common: &Arc<Common>, listener: &TcpListener, wake: &Wake) {
+    while !common.is_closing() {
+        match listener.accept() {
+            Ok((stream, address)) => {
+                let serving = Arc::clone(common);
+                let spawned =
+                    common.threads.spawn("peer-read", move || incoming::run(&serving, stream, address));
+                if let Err(error) = spawned {
+                    tracing::error!(%error, "cannot start a thread for a peer connection");
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if let Err(error) = wait_accept(listener, wake, None) {
+                    tracing::error!(%error, "cannot wait for peer connections: no more are accepted");
+                    return;
+                }
+            }
+            // The connection was gone before it was accepted.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a peer connection");
+                // Only for the pause: what is pending keeps the listener ready.
+                let _ = super::socket::wait(None, Some(wake), Some(ACCEPT_RETRY));
+            }
+        }
+    }
+}

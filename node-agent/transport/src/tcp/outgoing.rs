@@ -1,0 +1,351 @@
+//! A connection that this node opened to fetch from a peer: what its two threads and `fetch` share, and the
+//! thread that sends requests and keeps time.
+//!
+//! * `fetch` puts the request into the shared state and wakes the sending thread; it never waits.
+//! * The *receiving* thread ([`super::receiver`]) connects, greets, receives. It alone writes into destinations and
+//!   it alone reports events of fetches, so their order needs no lock.
+//! * The *sending* thread sends requests, cancellations and credit, and watches the clock: deadlines (the fetch is
+//!   put on the expired list and the receiving thread woken), stalls and idleness (the connection is closed).
+//!
+//! ```text
+//! Connecting ──greeted──► Open ──idle, stall, error, shutdown──► Closed (fetches fail, `begin` refuses)
+//!      └────────────────── error, stall, shutdown ─────────────────┘
+//! ```
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use reprise_policy::{BlockKey, Layout};
+
+use super::Common;
+use super::close::Close;
+use super::socket::{Gather, Socket, Wake};
+use crate::api::FetchRequest;
+use crate::counters::add;
+use crate::error::TransportError;
+use crate::inbound::{Ended, NewFetch};
+use crate::limits::{BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUESTS_PER_CONNECTION_MAX};
+use crate::wire::{FrameHeader, Kind, RequestBody};
+
+/// One connection to a peer.
+pub(super) struct Outgoing {
+    pub(super) peer: String,
+    pub(super) common: Arc<Common>,
+    /// Wakes the receiving thread.
+    pub(super) wake: Wake,
+    state: Mutex<State>,
+    /// Wakes the sending thread.
+    changed: Condvar,
+    /// When the receiving thread last received a byte, in nanoseconds since `born`.
+    progress: AtomicU64,
+    born: Instant,
+}
+
+/// Why [`Outgoing::begin`] did not take a request.
+pub(super) enum Refused {
+    /// The connection is closed; here is the request for another one.
+    Closed(FetchRequest),
+    /// A limit is reached.
+    Busy(TransportError),
+}
+
+/// What the receiving thread finds when it was woken.
+pub(super) struct Orders {
+    /// Fetches whose deadline has passed.
+    pub(super) expired: Vec<u64>,
+    /// End the connection.
+    pub(super) close: Option<Close>,
+}
+
+struct State {
+    closing: Option<Closing>,
+    /// There once both sides have greeted.
+    socket: Option<Arc<Socket>>,
+    next_stream: u64,
+    /// Fetches that the receiving thread has not taken over yet.
+    inbox: Vec<(u64, NewFetch)>,
+    sends: VecDeque<Send>,
+    /// Consumed payload bytes to give back.
+    credit: u64,
+    deadlines: BTreeSet<(Instant, u64)>,
+    deadline_of: HashMap<u64, Instant>,
+    expired: Vec<u64>,
+    open_blocks: usize,
+    /// Since when the connection owes an answer, or since when it owes none.
+    since: Instant,
+}
+
+#[derive(Clone, Copy)]
+enum Closing {
+    Ours(&'static str),
+    Stalled,
+    /// Requests cannot be sent.
+    Broken(io::ErrorKind),
+    /// The receiving thread has ended: nothing is taken any more.
+    Over,
+}
+
+enum Send {
+    Request { stream: u64, layout: Layout, deadline: Instant, keys: Vec<BlockKey> },
+    Cancel { stream: u64 },
+}
+
+/// What the sending thread does next.
+enum Work {
+    Send { socket: Arc<Socket>, frames: Vec<u8> },
+    End,
+}
+
+impl Outgoing {
+    /// A connection without threads yet.
+    pub(super) fn new(peer: &str, common: &Arc<Common>) -> Result<Arc<Outgoing>, TransportError> {
+        let wake =
+            Wake::new().map_err(|error| TransportError::os("cannot make a wake-up descriptor", error))?;
+        let now = Instant::now();
+        Ok(Arc::new(Outgoing {
+            peer: peer.to_owned(),
+            common: Arc::clone(common),
+            wake,
+            state: Mutex::new(State {
+                closing: None,
+                socket: None,
+                next_stream: 1,
+                inbox: Vec::new(),
+                sends: VecDeque::new(),
+                credit: 0,
+                deadlines: BTreeSet::new(),
+                deadline_of: HashMap::new(),
+                expired: Vec::new(),
+                open_blocks: 0,
+                since: now,
+            }),
+            changed: Condvar::new(),
+            progress: AtomicU64::new(0),
+            born: now,
+        }))
+    }
+
+    /// Takes a request, unless the connection is closed or full.
+    pub(super) fn begin(&self, request: FetchRequest) -> Result<(), Refused> {
+        let now = Instant::now();
+        let mut state = self.lock();
+        if state.closing.is_some() {
+            return Err(Refused::Closed(request));
+        }
+        if state.deadline_of.len() >= REQUESTS_PER_CONNECTION_MAX
+            || state.open_blocks + request.blocks.len() > BLOCKS_PER_CONNECTION_MAX
+        {
+            return Err(Refused::Busy(TransportError::busy(
+                "too many requests or blocks in flight to this peer",
+            )));
+        }
+        if state.deadline_of.is_empty() {
+            state.since = now;
+        }
+        let stream = state.next_stream;
+        state.next_stream += 1;
+        // A deadline beyond what a clock can hold is none that a test or an engine waits for.
+        let deadline = now.checked_add(request.deadline).unwrap_or(now + Duration::from_secs(1 << 30));
+        let keys = request.blocks.iter().map(|block| block.key).collect();
+        tracing::trace!(fetch = request.fetch, stream, peer = self.peer, "fetch begins");
+        state.deadlines.insert((deadline, stream));
+        state.deadline_of.insert(stream, deadline);
+        state.open_blocks += request.blocks.len();
+        state.sends.push_back(Send::Request { stream, layout: request.layout, deadline, keys });
+        state.inbox.push((stream, NewFetch { layout: request.layout, blocks: request.blocks }));
+        drop(state);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    /// Unfinished blocks on the connection.
+    pub(super) fn open_blocks(&self) -> usize {
+        self.lock().open_blocks
+    }
+
+    /// Ends the connection; its fetches fail.
+    pub(super) fn close(&self, reason: &'static str) {
+        self.close_as(Closing::Ours(reason));
+    }
+
+    /// The receiving thread has a greeted connection.
+    pub(super) fn opened(&self, socket: &Arc<Socket>) {
+        self.lock().socket = Some(Arc::clone(socket));
+        self.changed.notify_one();
+    }
+
+    /// The receiving thread has received something.
+    pub(super) fn note_progress(&self) {
+        let nanos = u64::try_from(self.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.progress.store(nanos, Ordering::Relaxed);
+    }
+
+    /// Payload was consumed: its sender may send as much again.
+    pub(super) fn give_credit(&self, bytes: u64) {
+        self.lock().credit += bytes;
+        self.changed.notify_one();
+    }
+
+    /// Credit is given back in portions of this many bytes.
+    pub(super) fn credit_portion(&self) -> u64 {
+        (self.common.settings.credit_bytes / CREDIT_PARTS).max(1)
+    }
+
+    /// Fetches that have begun since the last call.
+    pub(super) fn take_inbox(&self) -> Vec<(u64, NewFetch)> {
+        std::mem::take(&mut self.lock().inbox)
+    }
+
+    /// What the sending thread or `close` want of the receiving thread.
+    pub(super) fn take_orders(&self) -> Orders {
+        let mut state = self.lock();
+        let close = match state.closing {
+            Some(Closing::Ours(reason)) => Some(Close::Ours(reason)),
+            Some(Closing::Stalled) => Some(Close::Stalled("it owes an answer and sends nothing")),
+            Some(Closing::Broken(kind)) => Some(Close::Io(kind.into())),
+            Some(Closing::Over) | None => None,
+        };
+        Orders { expired: std::mem::take(&mut state.expired), close }
+    }
+
+    /// Fetches and blocks have come to their end.
+    pub(super) fn account(&self, ended: &Ended) {
+        let mut state = self.lock();
+        state.open_blocks -= ended.blocks;
+        for stream in &ended.streams {
+            if let Some(deadline) = state.deadline_of.remove(stream) {
+                state.deadlines.remove(&(deadline, *stream));
+            }
+        }
+        if !ended.streams.is_empty() && state.deadline_of.is_empty() {
+            state.since = Instant::now();
+        }
+    }
+
+    /// The receiving thread ends: no request is taken from here on. Returns those that were still waiting.
+    pub(super) fn over(&self) -> Vec<(u64, NewFetch)> {
+        let mut state = self.lock();
+        state.closing = Some(Closing::Over);
+        state.sends.clear();
+        if let Some(socket) = state.socket.take() {
+            socket.shutdown();
+        }
+        let inbox = std::mem::take(&mut state.inbox);
+        drop(state);
+        self.changed.notify_one();
+        inbox
+    }
+
+    /// Body of the sending thread.
+    pub(super) fn run_sender(&self) {
+        while let Work::Send { socket, frames } = self.next_work() {
+            let mut gather = Gather::with_capacity(1);
+            gather.bytes(&frames);
+            if let Err(error) = socket.send_all(gather) {
+                self.close_as(match error.kind() {
+                    io::ErrorKind::TimedOut => Closing::Stalled,
+                    kind => Closing::Broken(kind),
+                });
+            }
+        }
+    }
+
+    fn next_work(&self) -> Work {
+        let mut state = self.lock();
+        loop {
+            if state.closing.is_some() {
+                return Work::End;
+            }
+            let now = Instant::now();
+            if self.expire(&mut state, now) {
+                self.wake.wake();
+            }
+            let (limit, closing) = if state.deadline_of.is_empty() {
+                (state.since + self.common.settings.idle_timeout, Closing::Ours("idle"))
+            } else {
+                let progress = self.born + Duration::from_nanos(self.progress.load(Ordering::Relaxed));
+                (state.since.max(progress) + self.common.settings.stall_timeout, Closing::Stalled)
+            };
+            if now >= limit {
+                state.closing = Some(closing);
+                self.end_io(&state);
+                return Work::End;
+            }
+            let has_work = !state.sends.is_empty() || state.credit > 0;
+            if let Some(socket) = state.socket.clone().filter(|_| has_work) {
+                return Work::Send { socket, frames: take_frames(&mut state, now) };
+            }
+            let next = state.deadlines.first().map_or(limit, |(deadline, _)| limit.min(*deadline));
+            let timeout = next.saturating_duration_since(now);
+            state = self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Puts fetches whose deadline has passed on the expired list; true when there are any.
+    fn expire(&self, state: &mut State, now: Instant) -> bool {
+        let mut any = false;
+        while let Some((deadline, stream)) = state.deadlines.first().copied().filter(|(at, _)| *at <= now) {
+            any = true;
+            state.deadlines.remove(&(deadline, stream));
+            state.expired.push(stream);
+            add(&self.common.counters.deadlines_passed, 1);
+            let queued = state
+                .sends
+                .iter()
+                .position(|send| matches!(send, Send::Request { stream: queued, .. } if *queued == stream));
+            match queued {
+                Some(index) => drop(state.sends.remove(index)),
+                None => state.sends.push_back(Send::Cancel { stream }),
+            }
+        }
+        any
+    }
+
+    fn close_as(&self, closing: Closing) {
+        let mut state = self.lock();
+        if state.closing.is_none() {
+            state.closing = Some(closing);
+            self.end_io(&state);
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Makes both threads return from whatever they wait for.
+    fn end_io(&self, state: &State) {
+        if let Some(socket) = &state.socket {
+            socket.shutdown();
+        }
+        self.wake.wake();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Encodes everything that waits to be sent. At most 256 requests of 128 KiB.
+fn take_frames(state: &mut State, now: Instant) -> Vec<u8> {
+    let mut frames = Vec::new();
+    if state.credit > 0 {
+        frames.extend_from_slice(&FrameHeader::bare(Kind::Credit, state.credit, 0).encode());
+        state.credit = 0;
+    }
+    for send in state.sends.drain(..) {
+        match send {
+            Send::Cancel { stream } => {
+                frames.extend_from_slice(&FrameHeader::bare(Kind::Cancel, stream, 0).encode());
+            }
+            Send::Request { stream, layout, deadline, keys } => {
+                let deadline = deadline.saturating_duration_since(now);
+                let body = RequestBody { layout, deadline, keys }.encode();
+                frames.extend_from_slice(&FrameHeader::with_body(Kind::Request, stream, 0, &body).encode());
+                frames.extend_from_slice(&body);
+            }
+        }
+    }
+    frames
+}

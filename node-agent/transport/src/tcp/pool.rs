@@ -1,0 +1,110 @@
+//! The connections that this node opened, by peer: opened on demand, closed when idle, bounded.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use super::outgoing::{Outgoing, Refused};
+use super::{Common, lock, receiver};
+use crate::api::FetchRequest;
+use crate::error::TransportError;
+
+/// Open connections by peer address.
+#[derive(Default)]
+pub(super) struct Pool {
+    peers: Mutex<HashMap<String, Vec<Arc<Outgoing>>>>,
+}
+
+impl Pool {
+    /// Hands a request to the least busy connection of a peer, or to a new one.
+    pub(super) fn fetch(
+        &self,
+        common: &Arc<Common>,
+        peer: &str,
+        mut request: FetchRequest,
+    ) -> Result<(), TransportError> {
+        loop {
+            let connection = self.connection(common, peer)?;
+            match connection.begin(request) {
+                Ok(()) => return Ok(()),
+                Err(Refused::Busy(error)) => return Err(error),
+                // It closed a moment ago. Each turn removes one closed connection, so this ends.
+                Err(Refused::Closed(back)) => {
+                    self.remove(&connection);
+                    request = back;
+                }
+            }
+        }
+    }
+
+    pub(super) fn remove(&self, connection: &Arc<Outgoing>) {
+        let mut peers = lock(&self.peers);
+        if let Some(connections) = peers.get_mut(&connection.peer) {
+            connections.retain(|other| !Arc::ptr_eq(other, connection));
+            if connections.is_empty() {
+                peers.remove(&connection.peer);
+            }
+        }
+    }
+
+    pub(super) fn close_all(&self) {
+        for connection in lock(&self.peers).values().flatten() {
+            connection.close("shutdown");
+        }
+    }
+
+    fn connection(&self, common: &Arc<Common>, peer: &str) -> Result<Arc<Outgoing>, TransportError> {
+        let mut peers = lock(&self.peers);
+        // Looked at under the lock that `close_all` takes afterwards: a connection is either refused or closed.
+        if common.is_closing() {
+            return Err(TransportError::closed());
+        }
+        let open = peers.get(peer).map_or(0, Vec::len);
+        let least = peers
+            .get(peer)
+            .and_then(|connections| connections.iter().min_by_key(|connection| connection.open_blocks()))
+            .cloned();
+        if let Some(least) = least
+            && (open >= common.settings.connections_per_peer || least.open_blocks() == 0)
+        {
+            return Ok(least);
+        }
+        if peers.values().map(Vec::len).sum::<usize>() >= common.settings.connections_max {
+            close_idle(&mut peers)?;
+        }
+        let connection = start(common, peer)?;
+        peers.entry(peer.to_owned()).or_default().push(Arc::clone(&connection));
+        Ok(connection)
+    }
+}
+
+/// Makes room for one more connection.
+fn close_idle(peers: &mut HashMap<String, Vec<Arc<Outgoing>>>) -> Result<(), TransportError> {
+    let idle = peers.values().flatten().find(|connection| connection.open_blocks() == 0).cloned();
+    let Some(idle) = idle else {
+        return Err(TransportError::busy("all peer connections are busy and no more are allowed"));
+    };
+    idle.close("room for another peer is needed");
+    if let Some(connections) = peers.get_mut(&idle.peer) {
+        connections.retain(|other| !Arc::ptr_eq(other, &idle));
+    }
+    peers.retain(|_, connections| !connections.is_empty());
+    Ok(())
+}
+
+fn start(common: &Arc<Common>, peer: &str) -> Result<Arc<Outgoing>, TransportError> {
+    let connection = Outgoing::new(peer, common)?;
+    let cannot_start = |error| TransportError::os("cannot start a thread for a peer connection", error);
+    let sending = Arc::clone(&connection);
+    common.threads.spawn("peer-request", move || sending.run_sender()).map_err(cannot_start)?;
+    let receiving = Arc::clone(&connection);
+    let spawned = common.threads.spawn("peer-receive", move || {
+        receiver::run(&receiving);
+        receiving.common.pool.remove(&receiving);
+    });
+    if let Err(error) = spawned {
+        // Without its receiving thread the connection never opens; this ends its sending thread.
+        connection.over();
+        return Err(cannot_start(error));
+    }
+    Ok(connection)
+}

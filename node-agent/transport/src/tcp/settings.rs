@@ -1,0 +1,112 @@
+//! Settings of the TCP transport and their checks.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use super::socket::{SocketOptions, set_congestion};
+use crate::error::TransportError;
+use crate::limits::{CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, NODE_NAME_BYTES_MAX};
+
+/// Shortest stall timeout: below, scheduling delays of a loaded machine look like stalls.
+const STALL_TIMEOUT_MIN: Duration = Duration::from_millis(50);
+
+/// Longest stall timeout: it is sent in 32 bits of milliseconds.
+const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
+
+/// Which congestion control connections use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Congestion {
+    /// The system's default.
+    #[default]
+    System,
+    /// By name (`cubic`, `reno`, `bbr`, `dctcp`); the kernel must have and allow it.
+    Named(String),
+}
+
+/// How a [`TcpTransport`](super::TcpTransport) behaves.
+#[derive(Clone, Debug)]
+pub struct TcpSettings {
+    /// Where peers connect to; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// This node's name, told to peers: 1 to 64 bytes.
+    pub node_name: String,
+    /// Payload bytes that one peer may have in flight towards this node.
+    pub credit_bytes: u64,
+    /// A peer that makes no progress for this time is lost.
+    pub stall_timeout: Duration,
+    /// A connection without a fetch for this time is closed.
+    pub idle_timeout: Duration,
+    /// Connections opened at a time, and connections accepted at a time, at the most.
+    pub connections_max: usize,
+    /// Connections opened to one peer at the most; more than one only when the ones before are busy.
+    pub connections_per_peer: usize,
+    /// Bytes of each socket buffer; `None` leaves them to the kernel.
+    pub socket_buffer_bytes: Option<usize>,
+    /// Congestion control.
+    pub congestion: Congestion,
+}
+
+impl TcpSettings {
+    /// Defaults for everything but address and name.
+    ///
+    /// 64 MiB of credit is 10 ms of a 6 GB/s stream: several round trips and disk reads of slack. 1,024 connections
+    /// reach every node of a cluster of 1,000.
+    pub fn new(listen: SocketAddr, node_name: impl Into<String>) -> TcpSettings {
+        TcpSettings {
+            listen,
+            node_name: node_name.into(),
+            credit_bytes: 64 << 20,
+            stall_timeout: Duration::from_secs(2),
+            idle_timeout: Duration::from_secs(60),
+            connections_max: 1024,
+            connections_per_peer: 1,
+            socket_buffer_bytes: None,
+            congestion: Congestion::System,
+        }
+    }
+
+    pub(super) fn validate(&self) -> Result<(), TransportError> {
+        let checks = [
+            (
+                (1..=NODE_NAME_BYTES_MAX).contains(&self.node_name.len()),
+                format!("node name must have 1 to {NODE_NAME_BYTES_MAX} bytes"),
+            ),
+            (
+                (CREDIT_BYTES_MIN..=CREDIT_BYTES_MAX).contains(&self.credit_bytes),
+                format!("credit must be {CREDIT_BYTES_MIN} to {CREDIT_BYTES_MAX} bytes"),
+            ),
+            (
+                (STALL_TIMEOUT_MIN..=STALL_TIMEOUT_MAX).contains(&self.stall_timeout),
+                format!("stall timeout must be {STALL_TIMEOUT_MIN:?} to {STALL_TIMEOUT_MAX:?}"),
+            ),
+            (!self.idle_timeout.is_zero(), "idle timeout must not be zero".to_owned()),
+            (self.connections_max > 0, "at least one connection must be allowed".to_owned()),
+            (self.connections_per_peer > 0, "at least one connection per peer must be allowed".to_owned()),
+        ];
+        match checks.into_iter().find(|(holds, _)| !holds) {
+            Some((_, text)) => Err(TransportError::invalid(text)),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn socket_options(&self) -> SocketOptions {
+        SocketOptions {
+            buffer_bytes: self.socket_buffer_bytes,
+            congestion: match &self.congestion {
+                Congestion::System => None,
+                Congestion::Named(name) => Some(name.clone()),
+            },
+            stall_timeout: self.stall_timeout,
+        }
+    }
+}
+
+/// Gives a connection the congestion control that it is to have.
+pub(crate) fn name_congestion(stream: &TcpStream, congestion: &Congestion) -> io::Result<()> {
+    match congestion {
+        Congestion::System => Ok(()),
+        Congestion::Named(name) => set_congestion(stream.as_fd(), name),
+    }
+}

@@ -1,0 +1,301 @@
+//! The bytes on a peer connection: greeting, frame headers, bodies (`docs/PROTOCOL.md`, part 3).
+//!
+//! Everything is little endian and of fixed size, or of a size that follows from the frame header. Decoding
+//! never allocates more than a checked length, never panics, and refuses what a correct peer would not send.
+//!
+//! Frame header, 32 bytes:
+//!
+//! ```text
+//!  0  magic "RPRF"        8  stream  u64        20  argument u32 (data: byte offset in the payload;
+//!  4  version u8 = 1     16  block   u32            others: CRC32C of the body)
+//!  5  kind u8                                    24  length u32 (bytes that follow)
+//!  6  zero u16                                   28  CRC32C of bytes 0..28
+//! ```
+
+use std::time::Duration;
+
+use reprise_buffers::crc32c;
+use reprise_policy::layout::{BLOCK_BYTES_MAX, OBJECTS_MAX};
+use reprise_policy::{BlockKey, Layout, Tier};
+
+use crate::limits::{
+    BLOCKS_PER_REQUEST_MAX, CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, DATA_FRAME_BYTES_MAX, NODE_NAME_BYTES_MAX,
+};
+
+/// Version of the protocol; both sides of a connection must have the same.
+pub(crate) const PROTOCOL_VERSION: u16 = 1;
+
+/// Bytes of a frame header.
+pub(crate) const FRAME_HEADER_BYTES: usize = 32;
+
+/// Bytes of a greeting. Magic and version keep their place in every version.
+pub(crate) const HELLO_BYTES: usize = 128;
+
+/// Body of a request at the most: fixed part and keys.
+pub(crate) const REQUEST_BODY_BYTES_MAX: usize =
+    REQUEST_FIXED_BYTES + BLOCKS_PER_REQUEST_MAX * BlockKey::SIZE;
+
+/// Body of a block header at the most: tier, padding, checksums.
+pub(crate) const BLOCK_HEADER_BODY_BYTES_MAX: usize = BLOCK_HEADER_FIXED_BYTES + OBJECTS_MAX as usize * 4;
+
+const FRAME_MAGIC: [u8; 4] = *b"RPRF";
+const FRAME_VERSION: u8 = 1;
+const HELLO_MAGIC: [u8; 8] = *b"RPRSPEER";
+const REQUEST_FIXED_BYTES: usize = 32;
+const BLOCK_HEADER_FIXED_BYTES: usize = 4;
+
+const _: () = assert!(BLOCK_BYTES_MAX <= u32::MAX as u64, "offsets in a payload are 32 bits on the wire");
+const _: () = assert!(24 + NODE_NAME_BYTES_MAX <= HELLO_BYTES - 4);
+
+/// What a frame is. Requester to server below 16, server to requester from 16 on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// Wants blocks; body: [`RequestBody`].
+    Request = 1,
+    /// `stream` more bytes may be in flight.
+    Credit = 2,
+    /// The requester has given up on `stream`.
+    Cancel = 3,
+    /// Tier and checksums of a block; body: [`encode_block_header`].
+    BlockHeader = 16,
+    /// A range of a block's payload.
+    Data = 17,
+    /// The block will not come.
+    Absent = 18,
+    /// Nothing to send yet, but alive.
+    Alive = 19,
+}
+
+/// A decoded frame header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FrameHeader {
+    pub(crate) kind: Kind,
+    /// The requester's number of the request on this connection; of a credit: bytes.
+    pub(crate) stream: u64,
+    pub(crate) block: u32,
+    /// Of data: byte offset in the payload. Of others: CRC32C of the body.
+    pub(crate) argument: u32,
+    /// Bytes that follow.
+    pub(crate) length: u32,
+}
+
+/// What a peer sent that a correct one would not: its connection is closed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ProtocolError {
+    #[error("the other side is no Reprise agent (wrong magic)")]
+    Magic,
+    #[error("the peer speaks version {found} of the peer protocol, this agent speaks {PROTOCOL_VERSION}")]
+    Version { found: u16 },
+    #[error("checksum of a {0} does not match")]
+    Checksum(&'static str),
+    #[error("frame of unknown kind {0}")]
+    UnknownKind(u8),
+    #[error("frame of {length} bytes where at most {limit} are allowed")]
+    Length { length: u32, limit: u64 },
+    #[error("{0}")]
+    Malformed(&'static str),
+}
+
+/// The greeting, sent by both sides; the accepting side's answers the connecting side's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) node_name: String,
+    /// Payload bytes that may be in flight towards the sender of this greeting.
+    pub(crate) credit_bytes: u64,
+    /// The sender of this greeting takes silence of this length for a stall.
+    pub(crate) stall_timeout: Duration,
+}
+
+/// Body of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RequestBody {
+    pub(crate) layout: Layout,
+    pub(crate) deadline: Duration,
+    pub(crate) keys: Vec<BlockKey>,
+}
+
+impl Kind {
+    fn from_wire(number: u8) -> Option<Kind> {
+        [Kind::Request, Kind::Credit, Kind::Cancel, Kind::BlockHeader, Kind::Data, Kind::Absent, Kind::Alive]
+            .into_iter()
+            .find(|kind| *kind as u8 == number)
+    }
+
+    /// Bytes that may follow a frame of this kind.
+    fn length_max(self) -> u64 {
+        match self {
+            Kind::Request => REQUEST_BODY_BYTES_MAX as u64,
+            Kind::BlockHeader => BLOCK_HEADER_BODY_BYTES_MAX as u64,
+            Kind::Data => DATA_FRAME_BYTES_MAX,
+            Kind::Credit | Kind::Cancel | Kind::Absent | Kind::Alive => 0,
+        }
+    }
+}
+
+impl FrameHeader {
+    /// A frame without body.
+    pub(crate) fn bare(kind: Kind, stream: u64, block: u32) -> FrameHeader {
+        FrameHeader { kind, stream, block, argument: 0, length: 0 }
+    }
+
+    /// A frame that announces `body`.
+    pub(crate) fn with_body(kind: Kind, stream: u64, block: u32, body: &[u8]) -> FrameHeader {
+        let length = u32::try_from(body.len()).expect("bodies are bounded far below 4 GiB");
+        FrameHeader { kind, stream, block, argument: crc32c(body), length }
+    }
+
+    pub(crate) fn encode(&self) -> [u8; FRAME_HEADER_BYTES] {
+        let mut out = [0; FRAME_HEADER_BYTES];
+        out[0..4].copy_from_slice(&FRAME_MAGIC);
+        out[4] = FRAME_VERSION;
+        out[5] = self.kind as u8;
+        out[8..16].copy_from_slice(&self.stream.to_le_bytes());
+        out[16..20].copy_from_slice(&self.block.to_le_bytes());
+        out[20..24].copy_from_slice(&self.argument.to_le_bytes());
+        out[24..28].copy_from_slice(&self.length.to_le_bytes());
+        let crc = crc32c(&out[..28]);
+        out[28..32].copy_from_slice(&crc.to_le_bytes());
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<FrameHeader, ProtocolError> {
+        if bytes[0..4] != FRAME_MAGIC {
+            return Err(ProtocolError::Magic);
+        }
+        if crc32c(&bytes[..28]) != u32_at(bytes, 28) {
+            return Err(ProtocolError::Checksum("frame header"));
+        }
+        if bytes[4] != FRAME_VERSION {
+            return Err(ProtocolError::Version { found: u16::from(bytes[4]) });
+        }
+        let kind = Kind::from_wire(bytes[5]).ok_or(ProtocolError::UnknownKind(bytes[5]))?;
+        let header = FrameHeader {
+            kind,
+            stream: u64_at(bytes, 8),
+            block: u32_at(bytes, 16),
+            argument: u32_at(bytes, 20),
+            length: u32_at(bytes, 24),
+        };
+        if u64::from(header.length) > kind.length_max() {
+            return Err(ProtocolError::Length { length: header.length, limit: kind.length_max() });
+        }
+        Ok(header)
+    }
+
+    /// Checks a body against the header that announced it.
+    pub(crate) fn check_body(&self, body: &[u8]) -> Result<(), ProtocolError> {
+        if crc32c(body) == self.argument { Ok(()) } else { Err(ProtocolError::Checksum("frame body")) }
+    }
+}
+
+impl Hello {
+    pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
+        let name = self.node_name.as_bytes();
+        let stall_timeout_ms = u32::try_from(self.stall_timeout.as_millis()).unwrap_or(u32::MAX);
+        let mut out = [0; HELLO_BYTES];
+        out[0..8].copy_from_slice(&HELLO_MAGIC);
+        out[8..10].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        let name_length = u16::try_from(name.len()).expect("settings bound the name to 64 bytes");
+        out[10..12].copy_from_slice(&name_length.to_le_bytes());
+        out[12..16].copy_from_slice(&stall_timeout_ms.to_le_bytes());
+        out[16..24].copy_from_slice(&self.credit_bytes.to_le_bytes());
+        out[24..24 + name.len()].copy_from_slice(name);
+        let crc = crc32c(&out[..124]);
+        out[124..128].copy_from_slice(&crc.to_le_bytes());
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Hello, ProtocolError> {
+        if bytes[0..8] != HELLO_MAGIC {
+            return Err(ProtocolError::Magic);
+        }
+        let version = u16_at(bytes, 8);
+        if version != PROTOCOL_VERSION {
+            return Err(ProtocolError::Version { found: version });
+        }
+        if crc32c(&bytes[..124]) != u32_at(bytes, 124) {
+            return Err(ProtocolError::Checksum("greeting"));
+        }
+        let name_length = usize::from(u16_at(bytes, 10));
+        if name_length == 0 || name_length > NODE_NAME_BYTES_MAX {
+            return Err(ProtocolError::Malformed("greeting: node name must have 1 to 64 bytes"));
+        }
+        let node_name = std::str::from_utf8(&bytes[24..24 + name_length])
+            .map_err(|_| ProtocolError::Malformed("greeting: node name is no text"))?;
+        let credit_bytes = u64_at(bytes, 16);
+        if !(CREDIT_BYTES_MIN..=CREDIT_BYTES_MAX).contains(&credit_bytes) {
+            return Err(ProtocolError::Malformed("greeting: credit out of range"));
+        }
+        let stall_timeout = Duration::from_millis(u64::from(u32_at(bytes, 12)));
+        if stall_timeout.is_zero() {
+            return Err(ProtocolError::Malformed("greeting: stall timeout is zero"));
+        }
+        Ok(Hello { node_name: node_name.to_owned(), credit_bytes, stall_timeout })
+    }
+}
+
+impl RequestBody {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(REQUEST_FIXED_BYTES + self.keys.len() * BlockKey::SIZE);
+        out.extend_from_slice(&self.layout.encode());
+        let deadline_us = u64::try_from(self.deadline.as_micros()).unwrap_or(u64::MAX);
+        out.extend_from_slice(&deadline_us.to_le_bytes());
+        let count = u32::try_from(self.keys.len()).expect("bounded by BLOCKS_PER_REQUEST_MAX");
+        out.extend_from_slice(&count.to_le_bytes());
+        out.extend_from_slice(&[0; 4]);
+        out.extend_from_slice(&BlockKey::pack(&self.keys));
+        out
+    }
+
+    pub(crate) fn decode(body: &[u8]) -> Result<RequestBody, ProtocolError> {
+        let (fixed, packed) = body
+            .split_first_chunk::<REQUEST_FIXED_BYTES>()
+            .ok_or(ProtocolError::Malformed("request: too short"))?;
+        let layout = fixed
+            .first_chunk::<16>()
+            .and_then(Layout::decode)
+            .ok_or(ProtocolError::Malformed("request: no valid layout"))?;
+        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("request: torn key"))?;
+        let count = u32_at(fixed, 24) as usize;
+        if keys.is_empty() || keys.len() != count {
+            return Err(ProtocolError::Malformed("request: number of keys does not match"));
+        }
+        Ok(RequestBody { layout, deadline: Duration::from_micros(u64_at(fixed, 16)), keys })
+    }
+}
+
+/// Body of a block header: tier, three zero bytes, 4 bytes of CRC32C per object.
+pub(crate) fn encode_block_header(tier: Tier, checksums: &[u32]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(BLOCK_HEADER_FIXED_BYTES + checksums.len() * 4);
+    out.extend_from_slice(&[tier as u8, 0, 0, 0]);
+    for checksum in checksums {
+        out.extend_from_slice(&checksum.to_le_bytes());
+    }
+    out
+}
+
+/// Reads [`encode_block_header`]'s form.
+pub(crate) fn decode_block_header(body: &[u8]) -> Result<(Tier, Box<[u32]>), ProtocolError> {
+    let (fixed, packed) = body
+        .split_first_chunk::<BLOCK_HEADER_FIXED_BYTES>()
+        .ok_or(ProtocolError::Malformed("block header: too short"))?;
+    let tier = Tier::from_wire(fixed[0]).ok_or(ProtocolError::Malformed("block header: unknown tier"))?;
+    let (checksums, rest) = packed.as_chunks::<4>();
+    if !rest.is_empty() {
+        return Err(ProtocolError::Malformed("block header: torn checksum"));
+    }
+    Ok((tier, checksums.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()))
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
