@@ -109,9 +109,7 @@ impl ArenaConfig {
     }
 
     /// Refuses an arena that does not fit, before memory is touched.
-    fn check_memory(&self) -> Result<(), BufferError> {
-        // Without /proc/meminfo nothing can be said beforehand; populating reports ENOMEM then.
-        let Some(available) = Available::now() else { return Ok(()) };
+    fn check_memory(&self, available: &Available) -> Result<(), BufferError> {
         let from_pool = match self.huge {
             HugePolicy::Prefer => available.hugetlb_bytes - available.hugetlb_bytes % self.region_bytes,
             HugePolicy::Never => 0,
@@ -126,7 +124,10 @@ impl Arena {
     /// Errors: sizes that cannot be, more than the memory available, too few descriptors (two for each region).
     pub fn new(config: &ArenaConfig) -> Result<Arena, BufferError> {
         let sizes = config.region_sizes()?;
-        config.check_memory()?;
+        // Without /proc/meminfo nothing can be said beforehand; populating reports ENOMEM then.
+        if let Some(available) = Available::now() {
+            config.check_memory(&available)?;
+        }
         let fresh = build_all(&sizes, config.huge)?;
         let addresses: Vec<Range<usize>> = fresh.iter().map(FreshRegion::addresses).collect();
         let coverages = measure(&addresses);
@@ -235,8 +236,7 @@ impl FreshRegion {
                 return Ok(region);
             }
         }
-        FreshRegion::populated(bytes, 0, huge)
-            .map_err(|source| BufferError::system(format!("taking {} of memory", ByteSize(bytes)), source))
+        FreshRegion::populated(bytes, 0, huge).map_err(|source| not_taken(bytes, source))
     }
 
     fn populated(bytes: u64, flags: libc::c_uint, collapse: HugePolicy) -> io::Result<FreshRegion> {
@@ -267,6 +267,19 @@ impl FreshRegion {
             coverage,
         }
     }
+}
+
+/// What to say when a region cannot be made.
+fn not_taken(bytes: u64, source: io::Error) -> BufferError {
+    let advice = match source.raw_os_error() {
+        Some(libc::EMFILE) => {
+            " (a region needs two descriptors: raise the limit on open files, or use larger regions)"
+        }
+        Some(libc::ENOMEM) => " (lower the arena's size or free memory)",
+        Some(libc::EINVAL) => " (Linux 5.14 or newer is needed)",
+        _ => "",
+    };
+    BufferError::system(format!("taking a region of {}{advice}", ByteSize(bytes)), source)
 }
 
 /// Makes huge pages of as much as possible; what stays small is found by measuring.
@@ -307,4 +320,33 @@ fn build_all(sizes: &[u64], huge: HugePolicy) -> Result<Vec<FreshRegion>, Buffer
         regions.extend(share?);
     }
     Ok(regions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_to_do_is_said_when_descriptors_or_memory_run_out() {
+        for (code, expected) in
+            [(libc::EMFILE, "raise the limit on open files"), (libc::ENOMEM, "lower the arena")]
+        {
+            let text = not_taken(1 << 21, io::Error::from_raw_os_error(code)).to_string();
+            assert!(text.contains(expected) && text.contains("2MiB"), "{text}");
+        }
+    }
+
+    #[test]
+    fn memory_of_the_hugetlb_pool_does_not_count_against_ordinary_memory() {
+        let config = ArenaConfig { bytes: 10 << 30, region_bytes: 1 << 30, huge: HugePolicy::Prefer };
+        let mut available = Available { bytes: 2 << 30, limit: "test".to_owned(), hugetlb_bytes: 0 };
+        assert!(config.check_memory(&available).is_err());
+        // 8.5 GiB in the pool hold eight regions; two more fit in 2 GiB only if none of it stayed free.
+        available.hugetlb_bytes = 17 << 29;
+        assert!(config.check_memory(&available).is_err());
+        available.hugetlb_bytes = 9 << 30;
+        assert!(config.check_memory(&available).is_ok());
+        let never = ArenaConfig { huge: HugePolicy::Never, ..config };
+        assert!(never.check_memory(&available).is_err());
+    }
 }

@@ -21,6 +21,7 @@ mod arena;
 mod checksum;
 mod descriptors;
 mod error;
+mod kernel;
 mod mapped;
 mod meminfo;
 mod memory;
@@ -32,7 +33,7 @@ mod span;
 mod sys;
 
 pub use arena::{Arena, ArenaConfig, HugePolicy, REGION_BYTES_MAX, REGIONS_MAX, Region};
-pub use checksum::{PIECE_BYTES, checksum_method, copy_checked, crc32c};
+pub use checksum::{Crc32c, PIECE_BYTES, checksum_method, copy_checked, crc32c};
 pub use descriptors::{
     DESCRIPTORS_MAX, PeerCredentials, peer_credentials, recv_with_fds, send_with_fds, try_send_with_fds,
 };

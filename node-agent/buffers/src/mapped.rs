@@ -38,6 +38,8 @@ impl MappedRegion {
             .map_err(|_| BufferError::Invalid(format!("a region of {} cannot be mapped", ByteSize(bytes))))?;
         let memory = Memory::map(fd.as_fd(), length, access).map_err(failed)?;
         drop(fd); // the mapping lives without it
+        // Only a wish: an old kernel then writes larger core dumps.
+        let _ = memory.advise(0, length, Advice::DontDump);
         let populate = match access {
             Access::ReadOnly => Advice::PopulateRead,
             Access::ReadWrite => Advice::PopulateWrite,

@@ -8,8 +8,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::checksum::{Checksum, PIECE_BYTES};
+use crate::checksum::Crc32c;
 use crate::error::{BufferError, check_range};
+use crate::kernel;
 use crate::memory::{Access, Memory};
 
 /// A range of an arena region, of a client's mapping, or of a [`PageBuffer`](crate::PageBuffer).
@@ -75,35 +76,24 @@ impl Span {
     /// Copies the span to `dst`, unverified. Panics when the lengths differ, as `copy_from_slice` does.
     pub fn copy_out(&self, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.bytes, "copy_out: the destination must be as long as the span");
-        self.copy_piece_out(0, dst);
+        // SAFETY: the span's range lies in a mapping that `self` keeps alive; `dst` is exclusively ours, so it does
+        // not overlap memory that spans name. Concurrent stores by others are as `kernel` says.
+        unsafe { kernel::copy(self.as_ptr(), dst.as_mut_ptr(), dst.len()) };
     }
 
     /// Copies `src` to the span; an error when the lengths differ or the span is read-only.
     pub fn copy_in(&self, src: &[u8]) -> Result<(), BufferError> {
-        self.check_copy_in(src)?;
-        self.copy_piece_in(0, src);
+        let dst = self.destination_of(src)?;
+        // SAFETY: `dst` is valid for writing as many bytes as `src` has, and no reference into it exists; `src` cannot
+        // overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
+        unsafe { kernel::copy(src.as_ptr(), dst, src.len()) };
         Ok(())
     }
 
-    /// CRC32C of the bytes at the time of the call.
-    ///
-    /// Goes through a buffer on the stack: a slice of memory that others write must not exist.
+    /// CRC32C of the bytes as they are at the time of the call.
     pub fn crc32c(&self) -> u32 {
-        self.checksum(Checksum::new())
-    }
-
-    /// CRC32C of bytes whose checksum is `crc` followed by the bytes of this span at the time of the call.
-    pub fn crc32c_append(&self, crc: u32) -> u32 {
-        self.checksum(Checksum::resume(crc))
-    }
-
-    fn checksum(&self, mut checksum: Checksum) -> u32 {
-        let mut buffer = [0u8; PIECE_BYTES];
-        for offset in (0..self.bytes).step_by(PIECE_BYTES) {
-            let piece = &mut buffer[..PIECE_BYTES.min(self.bytes - offset)];
-            self.copy_piece_out(offset, piece);
-            checksum.update(piece);
-        }
+        let mut checksum = Crc32c::new();
+        checksum.update_span(self);
         checksum.value()
     }
 
@@ -111,60 +101,28 @@ impl Span {
     /// check and use. Panics when the lengths differ, as `copy_from_slice` does.
     pub fn copy_out_checked(&self, dst: &mut [u8]) -> u32 {
         assert_eq!(dst.len(), self.bytes, "copy_out_checked: the destination must be as long as the span");
-        let mut checksum = Checksum::new();
-        let mut offset = 0;
-        for piece in dst.chunks_mut(PIECE_BYTES) {
-            self.copy_piece_out(offset, piece);
-            checksum.update(piece);
-            offset += piece.len();
-        }
-        checksum.value()
+        // SAFETY: as for `copy_out`.
+        !unsafe { kernel::copy_checked(kernel::EMPTY, self.as_ptr(), dst.as_mut_ptr(), dst.len()) }
     }
 
     /// Copies `src` to the span and gives the CRC32C of `src`; an error when the lengths differ or the span is
     /// read-only.
     pub fn copy_in_checked(&self, src: &[u8]) -> Result<u32, BufferError> {
-        self.check_copy_in(src)?;
-        let mut checksum = Checksum::new();
-        let mut offset = 0;
-        for piece in src.chunks(PIECE_BYTES) {
-            checksum.update(piece);
-            self.copy_piece_in(offset, piece);
-            offset += piece.len();
-        }
-        Ok(checksum.value())
+        let dst = self.destination_of(src)?;
+        // SAFETY: as for `copy_in`.
+        Ok(!unsafe { kernel::copy_checked(kernel::EMPTY, src.as_ptr(), dst, src.len()) })
     }
 
-    fn check_copy_in(&self, src: &[u8]) -> Result<(), BufferError> {
-        if !self.is_writable() {
-            return Err(BufferError::ReadOnly);
-        }
+    /// Where to copy `src`: valid for writing `src.len()` bytes.
+    fn destination_of(&self, src: &[u8]) -> Result<*mut u8, BufferError> {
+        let dst = self.as_mut_ptr().ok_or(BufferError::ReadOnly)?;
         if src.len() != self.bytes {
             return Err(BufferError::LengthMismatch {
                 source_bytes: src.len(),
                 destination_bytes: self.bytes,
             });
         }
-        Ok(())
-    }
-
-    /// Callers pass pieces that lie inside: `offset + dst.len() <= len()`.
-    fn copy_piece_out(&self, offset: usize, dst: &mut [u8]) {
-        debug_assert!(offset + dst.len() <= self.bytes);
-        let src = self.memory.at(self.offset + offset);
-        // SAFETY: the source range lies inside the mapping that `self` keeps alive; `dst` is exclusively ours and
-        // therefore does not overlap memory that spans name. A concurrent store by another process can only
-        // change which bytes are copied: memcpy reads the source as plain bytes and acts on none of them.
-        unsafe { std::ptr::copy_nonoverlapping(src, dst.as_mut_ptr(), dst.len()) };
-    }
-
-    /// Callers have checked that the span is writable and that the piece lies inside.
-    fn copy_piece_in(&self, offset: usize, src: &[u8]) {
-        debug_assert!(offset + src.len() <= self.bytes);
-        let dst = self.memory.at(self.offset + offset);
-        // SAFETY: the destination range lies inside a writable mapping that `self` keeps alive, and no reference
-        // into it exists; `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
-        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst, src.len()) };
+        Ok(dst)
     }
 }
 
