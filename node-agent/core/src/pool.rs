@@ -1,15 +1,59 @@
 //! One device of the pool: format, slots, journal, recovery — as a state machine over page writes and syncs.
 //!
 //! The runtime executes [`DeviceOp`]s against a file or block device and reports each; reads of blocks do not
-//! pass through here (they are [`ReadBatch`](crate::effect::ReadBatch)es).
+//! pass through here (they are [`ReadBatch`](crate::effect::ReadBatch)es). `docs/FORMAT.md` describes the bytes.
+//!
+//! Life of a write batch: blocks into their slots → sync → records into the journal → sync →
+//! [`PoolEvent::BatchDone`]. Up to [`BATCHES_MAX`] batches are in flight; while one syncs, another's blocks are written,
+//! and batches that are ready together share syncs and journal pages.
+//!
+//! Invariants:
+//! * a record is written only after the bytes it speaks of were synced; a block is reported durable only after its record was;
+//! * a freed slot is handed out only after its free record is durable;
+//! * after a failed write or sync of the journal, nothing is reported durable any more.
+//!
+//! Deliberately absent: reads, retries, and knowledge of keys. The same key may lie in several slots (after a crash
+//! between the commit of a new copy and the free of an old one): the core frees all but one.
 
+mod batch;
+mod device;
+mod error;
+mod geometry;
+pub mod header;
+mod journal;
+mod layouts;
+mod operations;
+mod page;
+mod record;
+mod recovery;
+mod slots;
+mod superblock;
+
+use reprise_policy::layout::PAGE_BYTES;
 use reprise_policy::{BlockKey, ContentId, Generation, Layout};
 
 use crate::effect::ArenaSlot;
 
+pub use batch::BATCHES_MAX;
+pub use device::{DevicePool, PoolUsage};
+pub use error::PoolError;
+pub use geometry::{
+    DEVICE_BYTES_MAX, PoolParams, SEGMENT_ALIGNMENT, SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_MAX,
+    SUPERBLOCK_OFFSETS,
+};
+pub use recovery::{READ_BYTES_MAX, Recovery, RecoveryReport};
+pub use superblock::FORMAT_VERSION;
+
 /// Number of a 4 KiB page on a device: 16 TiB at the most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageNumber(pub u32);
+
+impl PageNumber {
+    /// Byte offset of the page on its device.
+    pub fn offset(self) -> u64 {
+        u64::from(self.0) * PAGE_BYTES
+    }
+}
 
 /// Names a device operation until it is reported done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,0 +1,107 @@
+//! The layouts of the blocks on a device, each kept once and named by two bytes.
+//!
+//! A node serves a handful of models, so a linear search with the last hit first is both the smallest and the
+//! fastest table. Names are for memory only: on the device every record carries its whole layout.
+
+use reprise_policy::Layout;
+
+/// Different layouts among the blocks of one device at the most. A node serves tens of models, not hundreds.
+pub(super) const LAYOUTS_MAX: usize = 1024;
+
+/// Name of a layout while at least one slot uses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LayoutIndex(pub(super) u16);
+
+/// The table.
+#[derive(Debug, Default)]
+pub(super) struct Layouts {
+    /// Layouts with the number of slots that use each; unused places are taken again.
+    entries: Vec<(Layout, u32)>,
+    last: usize,
+}
+
+impl Layouts {
+    /// Names a layout and counts one more user; `None` when the table is full of others.
+    pub(super) fn acquire(&mut self, layout: &Layout) -> Option<LayoutIndex> {
+        let position = self.find(layout)?;
+        self.entries[position].1 += 1;
+        self.last = position;
+        Some(LayoutIndex(u16::try_from(position).expect("bounded by LAYOUTS_MAX")))
+    }
+
+    /// Counts one user less.
+    pub(super) fn release(&mut self, index: LayoutIndex) {
+        let users = &mut self.entries[usize::from(index.0)].1;
+        *users = users.checked_sub(1).expect("every release follows its acquire");
+    }
+
+    /// The layout of that name.
+    pub(super) fn get(&self, index: LayoutIndex) -> Layout {
+        self.entries[usize::from(index.0)].0
+    }
+
+    fn find(&mut self, layout: &Layout) -> Option<usize> {
+        if self.entries.get(self.last).is_some_and(|(known, _)| known == layout) {
+            return Some(self.last);
+        }
+        let known = self.entries.iter().position(|(known, users)| known == layout && *users > 0);
+        if known.is_some() {
+            return known;
+        }
+        if let Some(unused) = self.entries.iter().position(|(_, users)| *users == 0) {
+            self.entries[unused].0 = *layout;
+            return Some(unused);
+        }
+        if self.entries.len() == LAYOUTS_MAX {
+            return None;
+        }
+        self.entries.push((*layout, 0));
+        Some(self.entries.len() - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use reprise_policy::{Dtype, LayoutSpec, Parts};
+
+    fn layout(layers: u16, heads: u16) -> Layout {
+        let spec = LayoutSpec {
+            layers,
+            parts: Parts::KeyValue,
+            kv_heads: heads,
+            head_dim: 8,
+            dtype: Dtype::Bf16,
+            tokens_per_block: 4,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        spec.validate().expect("valid")
+    }
+
+    #[test]
+    fn equal_layouts_share_a_name_and_an_unused_name_is_taken_again() {
+        let mut layouts = Layouts::default();
+        let first = layouts.acquire(&layout(1, 1)).expect("room");
+        assert_eq!(layouts.acquire(&layout(1, 1)), Some(first));
+        let second = layouts.acquire(&layout(2, 1)).expect("room");
+        assert_ne!(first, second);
+        layouts.release(first);
+        layouts.release(first);
+        let third = layouts.acquire(&layout(3, 1)).expect("room");
+        assert_eq!(third, first);
+        assert_eq!((layouts.get(third), layouts.get(second)), (layout(3, 1), layout(2, 1)));
+    }
+
+    #[test]
+    fn a_table_full_of_used_layouts_refuses_one_more() {
+        let mut layouts = Layouts::default();
+        let all: Vec<Layout> =
+            (1..=480).flat_map(|layers| (1..=3).map(move |heads| layout(layers, heads))).collect();
+        for known in &all[..LAYOUTS_MAX] {
+            layouts.acquire(known).expect("room");
+        }
+        assert_eq!(layouts.acquire(&all[LAYOUTS_MAX]), None);
+        assert!(layouts.acquire(&all[5]).is_some());
+    }
+}

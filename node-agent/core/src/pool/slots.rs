@@ -1,0 +1,525 @@
+//! The slots of a device: which exist, what is in them, which may be taken.
+//!
+//! A segment belongs to one slot size from its first use until its last slot is free again. That is not recorded: the
+//! records of the blocks in it say it (their layouts give the size), and a segment without blocks is free.
+//!
+//! ```text
+//! Free ──allocate──► Reserved ──begin_write──► Writing ──commit──► Stored ──begin_free──► Freeing ──finish_free──► Free
+//!                       └──────release──────► Free   └──quarantine──► Quarantined ◄──quarantine──┘
+//! ```
+//!
+//! Memory: 32 bytes a slot and 32 a segment; nothing else grows with the number of blocks (content ids, when known,
+//! cost a map entry). A free slot keeps the link of its segment's free list in place of a block.
+//!
+//! Invariants ([`Slots::audit`]): every slot is in exactly one state, the counters equal what the slots say, and bytes
+//! used, free, being freed, quarantined and unusable add up to the data area.
+
+mod audit;
+mod restore;
+
+pub(super) use restore::Restored;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use reprise_policy::layout::PAGE_BYTES;
+use reprise_policy::{BlockKey, ContentId, Generation, Layout};
+
+use super::geometry::Geometry;
+use super::layouts::{LayoutIndex, Layouts};
+use super::record::{Record, RecordKind};
+use super::{PageNumber, StoredBlock};
+
+/// End of a free list.
+const NO_SLOT: u32 = u32::MAX;
+
+/// What is in a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum SlotState {
+    /// Nothing; on its segment's free list.
+    Free,
+    /// Handed out, nothing written yet.
+    Reserved,
+    /// A block is being written or waits for its record to be durable.
+    Writing,
+    /// A block whose record is durable.
+    Stored,
+    /// A block whose end is not durable yet.
+    Freeing,
+    /// Never to be used again.
+    Quarantined,
+}
+
+/// One slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    key: BlockKey,
+    generation: u64,
+    /// Checksum of the header page; in a free slot, index of the next free one.
+    header_crc: u32,
+    layout: LayoutIndex,
+    priority: u8,
+    state: SlotState,
+}
+
+const _: () = assert!(size_of::<Slot>() == 32, "the memory budget of a stored block counts on it");
+
+const FREE_SLOT: Slot = Slot {
+    key: BlockKey([0; 16]),
+    generation: 0,
+    header_crc: NO_SLOT,
+    layout: LayoutIndex(0),
+    priority: 0,
+    state: SlotState::Free,
+};
+
+/// A run of slots of one size.
+#[derive(Debug, Default)]
+pub(super) struct Segment {
+    /// Pages of a slot; zero while the segment belongs to no size.
+    pub(super) slot_pages: u32,
+    /// Slots that are free.
+    free: u32,
+    /// First of the free list.
+    free_head: u32,
+    /// The slots.
+    pub(super) slots: Box<[Slot]>,
+}
+
+const _: () = assert!(size_of::<Segment>() <= 32);
+
+/// The segments of one slot size that have free slots.
+#[derive(Debug, Default)]
+struct Class {
+    /// Low ones are used first, so that high ones drain.
+    with_free: BTreeSet<u32>,
+    /// Their free slots.
+    free: u64,
+}
+
+/// Where a slot is found in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SlotPlace {
+    segment: usize,
+    slot: usize,
+}
+
+/// Pages of the data area by use. They add up to the segments' pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    /// In reserved, written and stored slots.
+    pub(super) used: u64,
+    /// In free slots and unassigned segments.
+    pub(super) free: u64,
+    /// In slots whose end is not durable yet.
+    pub(super) freeing: u64,
+    /// In quarantined slots.
+    pub(super) quarantined: u64,
+    /// At the ends of assigned segments, where no slot fits.
+    pub(super) slack: u64,
+    /// Slots that are not free.
+    pub(super) entries: u64,
+    /// Quarantined slots.
+    pub(super) quarantined_slots: u64,
+    /// Stored blocks, those being freed not counted.
+    pub(super) stored: u64,
+    /// Slots of assigned segments, whatever is in them.
+    pub(super) slots: u64,
+}
+
+/// What a write puts into a slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SlotContent {
+    /// The block.
+    pub(super) key: BlockKey,
+    /// Its geometry, already counted by [`Slots::acquire_layout`].
+    pub(super) layout: LayoutIndex,
+    /// Number of the write.
+    pub(super) generation: u64,
+    /// Checksum of the header page.
+    pub(super) header_crc: u32,
+    /// Priority class.
+    pub(super) priority: u8,
+    /// Content id, or unknown.
+    pub(super) content: ContentId,
+}
+
+/// All slots of a device.
+#[derive(Debug)]
+pub(super) struct Slots {
+    data_page: u32,
+    segment_pages: u32,
+    entries_max: u64,
+    segments: Vec<Segment>,
+    /// By slot size in pages; only sizes with a free slot.
+    classes: BTreeMap<u32, Class>,
+    unassigned: BTreeSet<u32>,
+    layouts: Layouts,
+    contents: BTreeMap<PageNumber, ContentId>,
+    tally: Tally,
+}
+
+impl Slots {
+    /// A device without blocks.
+    pub(super) fn new(geometry: &Geometry) -> Slots {
+        let segments = (0..geometry.segments).map(|_| Segment::default()).collect();
+        Slots {
+            data_page: geometry.data_page(),
+            segment_pages: geometry.segment_pages(),
+            entries_max: geometry.entries_max,
+            segments,
+            classes: BTreeMap::new(),
+            unassigned: (0..geometry.segments).collect(),
+            layouts: Layouts::default(),
+            contents: BTreeMap::new(),
+            tally: Tally {
+                free: u64::from(geometry.segments) * u64::from(geometry.segment_pages()),
+                ..Tally::default()
+            },
+        }
+    }
+
+    /// Pages by use.
+    pub(super) fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    /// Pages of the data area.
+    pub(super) fn capacity_pages(&self) -> u64 {
+        self.segments.len() as u64 * u64::from(self.segment_pages)
+    }
+
+    /// Takes a slot of so many pages, header page included.
+    pub(super) fn allocate(&mut self, slot_pages: u32) -> Option<PageNumber> {
+        if slot_pages > self.segment_pages || self.tally.entries >= self.entries_max {
+            return None;
+        }
+        let segment = match self.classes.get(&slot_pages).and_then(|class| class.with_free.first()) {
+            Some(segment) => *segment,
+            None => self.assign_one(slot_pages)?,
+        };
+        let place = self.pop_free(segment);
+        self.slot_mut(place).state = SlotState::Reserved;
+        self.tally.free -= u64::from(slot_pages);
+        self.tally.used += u64::from(slot_pages);
+        self.tally.entries += 1;
+        Some(self.page_of(place))
+    }
+
+    /// Slots of so many pages that could be taken now.
+    pub(super) fn allocatable(&self, slot_pages: u32) -> u64 {
+        if slot_pages == 0 || slot_pages > self.segment_pages {
+            return 0;
+        }
+        let in_class = self.classes.get(&slot_pages).map_or(0, |class| class.free);
+        let per_segment = u64::from(self.segment_pages / slot_pages);
+        let slots = in_class + self.unassigned.len() as u64 * per_segment;
+        slots.min(self.entries_max.saturating_sub(self.tally.entries))
+    }
+
+    /// Gives back a slot that nothing was written to.
+    pub(super) fn release(&mut self, page: PageNumber) {
+        let place = self.expect_state(page, SlotState::Reserved);
+        self.tally.used -= u64::from(self.segments[place.segment].slot_pages);
+        self.push_free(place);
+    }
+
+    /// Counts one more user of a layout; `None` when there are too many layouts.
+    pub(super) fn acquire_layout(&mut self, layout: &Layout) -> Option<LayoutIndex> {
+        self.layouts.acquire(layout)
+    }
+
+    /// Notes what is being written to a reserved slot; returns the payload bytes that the slot has room for.
+    pub(super) fn begin_write(&mut self, page: PageNumber, content: &SlotContent) -> u64 {
+        let place = self.expect_state(page, SlotState::Reserved);
+        self.fill(place, content, SlotState::Writing);
+        u64::from(self.segments[place.segment].slot_pages - 1) * PAGE_BYTES
+    }
+
+    /// A written block's record is durable.
+    pub(super) fn commit(&mut self, page: PageNumber) -> StoredBlock {
+        let place = self.expect_state(page, SlotState::Writing);
+        self.slot_mut(place).state = SlotState::Stored;
+        self.tally.stored += 1;
+        self.stored_block(place)
+    }
+
+    /// A stored block ends; returns the record that says so. `None` when the slot is quarantined: it ended already.
+    pub(super) fn begin_free(&mut self, page: PageNumber) -> Option<Record> {
+        let place = self.place(page).expect("only stored blocks are freed");
+        match self.slot(place).state {
+            SlotState::Quarantined => return None,
+            state => assert_eq!(state, SlotState::Stored, "only stored blocks are freed, and once"),
+        }
+        self.slot_mut(place).state = SlotState::Freeing;
+        let pages = u64::from(self.segments[place.segment].slot_pages);
+        self.tally.stored -= 1;
+        self.tally.used -= pages;
+        self.tally.freeing += pages;
+        Some(self.record(place, RecordKind::Free))
+    }
+
+    /// The end of a block is durable: its slot may be taken. False when the slot was quarantined meanwhile.
+    pub(super) fn finish_free(&mut self, page: PageNumber) -> bool {
+        let place = self.place(page).expect("a slot that is being freed stays one");
+        if self.slot(place).state == SlotState::Quarantined {
+            return false;
+        }
+        assert_eq!(self.slot(place).state, SlotState::Freeing, "only slots being freed become free");
+        self.tally.freeing -= u64::from(self.segments[place.segment].slot_pages);
+        self.layouts.release(self.slot(place).layout);
+        self.contents.remove(&page);
+        self.push_free(place);
+        true
+    }
+
+    /// Takes a slot out of use for ever; returns the record that says so, or `None` when it was out of use already.
+    pub(super) fn quarantine(&mut self, page: PageNumber) -> Option<Record> {
+        let place = self.place(page).expect("only slots that were written are quarantined");
+        let pages = u64::from(self.segments[place.segment].slot_pages);
+        match self.slot(place).state {
+            SlotState::Quarantined => return None,
+            SlotState::Writing => self.tally.used -= pages,
+            SlotState::Freeing => self.tally.freeing -= pages,
+            SlotState::Stored => {
+                self.tally.used -= pages;
+                self.tally.stored -= 1;
+            }
+            SlotState::Free | SlotState::Reserved => panic!("only slots that were written are quarantined"),
+        }
+        self.slot_mut(place).state = SlotState::Quarantined;
+        self.tally.quarantined += pages;
+        self.tally.quarantined_slots += 1;
+        Some(self.record(place, RecordKind::Quarantine))
+    }
+
+    /// The record of a slot that a write of a batch went to: a store, or a quarantine when the write failed.
+    pub(super) fn record_of_write(&self, page: PageNumber) -> Record {
+        let place = self.place(page).expect("a slot that is being written stays one");
+        match self.slot(place).state {
+            SlotState::Writing => self.record(place, RecordKind::Store),
+            SlotState::Quarantined => self.record(place, RecordKind::Quarantine),
+            state => unreachable!("a slot that is being written is not {state:?}"),
+        }
+    }
+
+    /// The record of a slot for a checkpoint: what is durable. A block that is being written is not.
+    pub(super) fn record_at(&self, place: SlotPlace) -> Option<Record> {
+        match self.slot(place).state {
+            SlotState::Free | SlotState::Reserved | SlotState::Writing => None,
+            SlotState::Stored | SlotState::Freeing => Some(self.record(place, RecordKind::Store)),
+            SlotState::Quarantined => Some(self.record(place, RecordKind::Quarantine)),
+        }
+    }
+
+    /// The block stored at a page, if one is.
+    pub(super) fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
+        let place = self.place(page)?;
+        (self.slot(place).state == SlotState::Stored).then(|| self.stored_block(place))
+    }
+
+    /// Content id of the block at a page.
+    pub(super) fn content(&self, page: PageNumber) -> ContentId {
+        self.contents.get(&page).copied().unwrap_or(ContentId::UNKNOWN)
+    }
+
+    /// The next slot at or after `cursor` in the order of the device, and the cursor behind it.
+    pub(super) fn next_place(&self, mut cursor: SlotPlace) -> Option<(SlotPlace, SlotPlace)> {
+        loop {
+            let segment = self.segments.get(cursor.segment)?;
+            if cursor.slot < segment.slots.len() {
+                return Some((cursor, SlotPlace { segment: cursor.segment, slot: cursor.slot + 1 }));
+            }
+            cursor = SlotPlace { segment: cursor.segment + 1, slot: 0 };
+        }
+    }
+
+    /// Where [`Slots::next_place`] begins.
+    pub(super) const FIRST_PLACE: SlotPlace = SlotPlace { segment: 0, slot: 0 };
+
+    /// Bytes of memory held for slots and segments.
+    pub(super) fn memory_bytes(&self) -> usize {
+        let slots = usize::try_from(self.tally.slots).expect("as many as are in memory") * size_of::<Slot>();
+        let segments = self.segments.capacity() * size_of::<Segment>();
+        let sets: usize =
+            self.classes.values().map(|class| class.with_free.len()).sum::<usize>() + self.unassigned.len();
+        slots
+            + segments
+            + sets * size_of::<u32>()
+            + self.contents.len() * size_of::<(PageNumber, ContentId)>()
+    }
+
+    fn fill(&mut self, place: SlotPlace, content: &SlotContent, state: SlotState) {
+        let page = self.page_of(place);
+        *self.slot_mut(place) = Slot {
+            key: content.key,
+            generation: content.generation,
+            header_crc: content.header_crc,
+            layout: content.layout,
+            priority: content.priority,
+            state,
+        };
+        if content.content != ContentId::UNKNOWN {
+            self.contents.insert(page, content.content);
+        }
+    }
+
+    fn record(&self, place: SlotPlace, kind: RecordKind) -> Record {
+        let (slot, page) = (self.slot(place), self.page_of(place));
+        Record {
+            kind,
+            priority: slot.priority,
+            layout: self.layouts.get(slot.layout),
+            page,
+            header_crc: slot.header_crc,
+            generation: slot.generation,
+            key: slot.key,
+            content: self.content(page),
+        }
+    }
+
+    fn stored_block(&self, place: SlotPlace) -> StoredBlock {
+        let slot = self.slot(place);
+        StoredBlock {
+            key: slot.key,
+            layout: self.layouts.get(slot.layout),
+            page: self.page_of(place),
+            generation: short(slot.generation),
+            header_crc: slot.header_crc,
+            priority: slot.priority,
+        }
+    }
+
+    fn assign_one(&mut self, slot_pages: u32) -> Option<u32> {
+        let segment = self.unassigned.pop_first()?;
+        self.assign(segment as usize, slot_pages);
+        self.link_free(segment as usize);
+        Some(segment)
+    }
+
+    /// Gives an empty segment to a slot size.
+    fn assign(&mut self, segment: usize, slot_pages: u32) {
+        let count = self.segment_pages / slot_pages;
+        self.segments[segment] = Segment {
+            slot_pages,
+            free: count,
+            free_head: NO_SLOT,
+            slots: vec![FREE_SLOT; count as usize].into_boxed_slice(),
+        };
+    }
+
+    /// Builds the free list of an assigned segment, lowest slot first, and enters the segment in its class.
+    fn link_free(&mut self, index: usize) {
+        let segment = &mut self.segments[index];
+        segment.free_head = NO_SLOT;
+        segment.free = 0;
+        let slots = segment.slots.iter_mut().enumerate().rev();
+        for (number, slot) in slots.filter(|(_, slot)| slot.state == SlotState::Free) {
+            slot.header_crc = segment.free_head;
+            segment.free_head = u32::try_from(number).expect("a segment has fewer than 2^20 slots");
+            segment.free += 1;
+        }
+        let slack =
+            self.segment_pages - segment.slot_pages * u32::try_from(segment.slots.len()).expect("as above");
+        self.tally.slack += u64::from(slack);
+        self.tally.free -= u64::from(slack);
+        self.tally.slots += segment.slots.len() as u64;
+        if segment.free > 0 {
+            let class = self.classes.entry(segment.slot_pages).or_default();
+            class.with_free.insert(u32::try_from(index).expect("fewer than 2^23 segments"));
+            class.free += u64::from(segment.free);
+        }
+    }
+
+    fn pop_free(&mut self, index: u32) -> SlotPlace {
+        let segment = &mut self.segments[index as usize];
+        let slot = segment.free_head as usize;
+        segment.free_head = segment.slots[slot].header_crc;
+        segment.free -= 1;
+        let (slot_pages, full) = (segment.slot_pages, segment.free == 0);
+        let class = self.classes.get_mut(&slot_pages).expect("a segment with a free slot is in its class");
+        class.free -= 1;
+        if full {
+            self.leave_class(slot_pages, index);
+        }
+        SlotPlace { segment: index as usize, slot }
+    }
+
+    /// Puts a slot on its segment's free list; an empty segment goes back to those of no size.
+    fn push_free(&mut self, place: SlotPlace) {
+        let index = u32::try_from(place.segment).expect("fewer than 2^23 segments");
+        let segment = &mut self.segments[place.segment];
+        segment.slots[place.slot] = Slot { header_crc: segment.free_head, ..FREE_SLOT };
+        segment.free_head = u32::try_from(place.slot).expect("a segment has fewer than 2^20 slots");
+        segment.free += 1;
+        let slot_pages = segment.slot_pages;
+        self.tally.free += u64::from(slot_pages);
+        self.tally.entries -= 1;
+        let class = self.classes.entry(slot_pages).or_default();
+        class.with_free.insert(index);
+        class.free += 1;
+        if segment.free as usize == segment.slots.len() {
+            let (free, slack) = (segment.free, self.segment_pages - slot_pages * segment.free);
+            *segment = Segment::default();
+            class.free -= u64::from(free);
+            self.tally.slack -= u64::from(slack);
+            self.tally.free += u64::from(slack);
+            self.tally.slots -= u64::from(free);
+            self.leave_class(slot_pages, index);
+            self.unassigned.insert(index);
+        }
+    }
+
+    fn leave_class(&mut self, slot_pages: u32, segment: u32) {
+        let class = self.classes.get_mut(&slot_pages).expect("a segment with a free slot is in its class");
+        class.with_free.remove(&segment);
+        if class.with_free.is_empty() {
+            self.classes.remove(&slot_pages);
+        }
+    }
+
+    fn expect_state(&self, page: PageNumber, state: SlotState) -> SlotPlace {
+        let place = self.place(page).expect("page numbers come from `allocate` or from recovery");
+        assert_eq!(self.slot(place).state, state, "slot {page:?}");
+        place
+    }
+
+    /// The slot that begins at a page, if one does.
+    fn place(&self, page: PageNumber) -> Option<SlotPlace> {
+        let offset = page.0.checked_sub(self.data_page)?;
+        let index = (offset / self.segment_pages) as usize;
+        let segment = self.segments.get(index)?;
+        let within = offset % self.segment_pages;
+        if segment.slot_pages == 0 || !within.is_multiple_of(segment.slot_pages) {
+            return None;
+        }
+        let slot = (within / segment.slot_pages) as usize;
+        (slot < segment.slots.len()).then_some(SlotPlace { segment: index, slot })
+    }
+
+    fn page_of(&self, place: SlotPlace) -> PageNumber {
+        let segment = u32::try_from(place.segment).expect("fewer than 2^23 segments");
+        let slot = u32::try_from(place.slot).expect("a segment has fewer than 2^20 slots");
+        let first = self.data_page + segment * self.segment_pages;
+        PageNumber(first + slot * self.segments[place.segment].slot_pages)
+    }
+
+    fn slot(&self, place: SlotPlace) -> &Slot {
+        &self.segments[place.segment].slots[place.slot]
+    }
+
+    fn slot_mut(&mut self, place: SlotPlace) -> &mut Slot {
+        &mut self.segments[place.segment].slots[place.slot]
+    }
+}
+
+/// The part of a generation that headers and the index carry.
+pub(super) fn short(generation: u64) -> Generation {
+    let bytes = generation.to_le_bytes();
+    Generation(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+}
+
+/// Pages of a device slot for so many payload bytes: header page and payload.
+pub(super) fn slot_pages(payload_bytes: u64) -> Option<u32> {
+    u32::try_from(payload_bytes.div_ceil(PAGE_BYTES) + 1).ok()
+}

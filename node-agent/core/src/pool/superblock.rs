@@ -1,0 +1,191 @@
+//! The two fixed records of a device: its superblock and the headers of its journal banks.
+//!
+//! The superblock is written once, when the device is formatted, and afterwards only to replace a damaged copy. All
+//! later versions keep its magic, its version field and the page checksum where they are, so that every agent can tell
+//! a newer pool from a damaged one.
+
+use super::error::PoolError;
+use super::geometry::Geometry;
+use super::page::{PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
+
+/// The format that this build reads and writes.
+pub const FORMAT_VERSION: u32 = 1;
+
+const MAGIC: [u8; 8] = *b"REPRISE\0";
+const MAGIC_AT: usize = 0;
+const VERSION_AT: usize = 8;
+const DEVICE_INDEX_AT: usize = 12;
+const UUID_AT: usize = 16;
+const DEVICE_BYTES_AT: usize = 32;
+const SEGMENT_BYTES_AT: usize = 40;
+const BANKS_AT: [usize; 2] = [48, 56];
+const BANK_BYTES_AT: usize = 64;
+const CHECKPOINT_PAGES_AT: usize = 72;
+const LOG_PAGES_AT: usize = 76;
+const ENTRIES_MAX_AT: usize = 80;
+const DATA_OFFSET_AT: usize = 88;
+const SEGMENTS_AT: usize = 96;
+const CREATED_AT: usize = 104;
+
+/// Generations and epochs below this; a greater one on a device is not ours. Years of writes stay far below.
+pub(super) const GENERATION_MAX: u64 = 1 << 62;
+
+/// Beginning of a bank header.
+pub(super) const BANK_MAGIC: [u8; 8] = *b"RPRBANK\0";
+const BANK_INDEX_AT: usize = 8;
+const BANK_UUID_AT: usize = 16;
+const BANK_EPOCH_AT: usize = 32;
+const BANK_GENERATION_AT: usize = 40;
+const BANK_RECORDS_AT: usize = 48;
+const BANK_PAGES_AT: usize = 56;
+
+/// Identity and geometry of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Superblock {
+    /// Identity, wherever the device is plugged in.
+    pub(super) pool_uuid: [u8; 16],
+    /// Index in the node's configuration when it was formatted.
+    pub(super) device_index: u8,
+    /// When it was formatted.
+    pub(super) created_unix_us: u64,
+    /// Where things lie.
+    pub(super) geometry: Geometry,
+}
+
+/// What is found where a copy of the superblock should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum FoundSuperblock {
+    /// A copy.
+    Valid(Superblock),
+    /// An intact copy of a later format.
+    Newer(u32),
+    /// Ours by its magic, but not intact.
+    Damaged,
+    /// Zeros.
+    Blank,
+    /// Something else; its first bytes.
+    Foreign([u8; 8]),
+}
+
+impl Superblock {
+    /// One copy's page.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let geometry = &self.geometry;
+        let mut page = vec![0; PAGE];
+        put(&mut page, MAGIC_AT, &MAGIC);
+        put(&mut page, VERSION_AT, &FORMAT_VERSION.to_le_bytes());
+        page[DEVICE_INDEX_AT] = self.device_index;
+        put(&mut page, UUID_AT, &self.pool_uuid);
+        put(&mut page, DEVICE_BYTES_AT, &geometry.device_bytes.to_le_bytes());
+        put(&mut page, SEGMENT_BYTES_AT, &geometry.segment_bytes.to_le_bytes());
+        for (at, offset) in BANKS_AT.into_iter().zip(geometry.bank_offsets) {
+            put(&mut page, at, &offset.to_le_bytes());
+        }
+        put(&mut page, BANK_BYTES_AT, &geometry.bank_bytes().to_le_bytes());
+        put(&mut page, CHECKPOINT_PAGES_AT, &geometry.checkpoint_pages.to_le_bytes());
+        put(&mut page, LOG_PAGES_AT, &geometry.log_pages.to_le_bytes());
+        put(&mut page, ENTRIES_MAX_AT, &geometry.entries_max.to_le_bytes());
+        put(&mut page, DATA_OFFSET_AT, &geometry.data_offset.to_le_bytes());
+        put(&mut page, SEGMENTS_AT, &geometry.segments.to_le_bytes());
+        put(&mut page, CREATED_AT, &self.created_unix_us.to_le_bytes());
+        seal(&mut page);
+        page
+    }
+
+    /// Looks at one copy's page.
+    ///
+    /// # Errors
+    /// [`PoolError::Corrupt`] when the page is intact but its areas are impossible.
+    pub(super) fn decode(page: &[u8]) -> Result<FoundSuperblock, PoolError> {
+        if is_blank(page) {
+            return Ok(FoundSuperblock::Blank);
+        }
+        if page.len() != PAGE {
+            return Ok(FoundSuperblock::Damaged);
+        }
+        let magic = bytes_at(page, MAGIC_AT);
+        if magic != MAGIC {
+            return Ok(FoundSuperblock::Foreign(magic));
+        }
+        if intact(page).is_none() {
+            return Ok(FoundSuperblock::Damaged);
+        }
+        match u32_at(page, VERSION_AT) {
+            FORMAT_VERSION => Superblock::fields(page).map(FoundSuperblock::Valid),
+            newer if newer > FORMAT_VERSION => Ok(FoundSuperblock::Newer(newer)),
+            _ => Ok(FoundSuperblock::Damaged),
+        }
+    }
+
+    fn fields(page: &[u8]) -> Result<Superblock, PoolError> {
+        let geometry = Geometry {
+            device_bytes: u64_at(page, DEVICE_BYTES_AT),
+            segment_bytes: u64_at(page, SEGMENT_BYTES_AT),
+            bank_offsets: BANKS_AT.map(|at| u64_at(page, at)),
+            checkpoint_pages: u32_at(page, CHECKPOINT_PAGES_AT),
+            log_pages: u32_at(page, LOG_PAGES_AT),
+            entries_max: u64_at(page, ENTRIES_MAX_AT),
+            data_offset: u64_at(page, DATA_OFFSET_AT),
+            segments: u32_at(page, SEGMENTS_AT),
+        };
+        geometry.check()?;
+        if u64_at(page, BANK_BYTES_AT) != geometry.bank_bytes() {
+            return Err(PoolError::Corrupt {
+                what: "the superblock's bank size contradicts its areas".to_owned(),
+            });
+        }
+        Ok(Superblock {
+            pool_uuid: bytes_at(page, UUID_AT),
+            device_index: page[DEVICE_INDEX_AT],
+            created_unix_us: u64_at(page, CREATED_AT),
+            geometry,
+        })
+    }
+}
+
+/// The header of a journal bank, written last when the bank is begun: it makes the bank valid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct BankHeader {
+    /// Counts bank changes; the valid bank of the highest epoch is the active one.
+    pub(super) epoch: u64,
+    /// Every generation issued before the header was written is smaller.
+    pub(super) next_generation: u64,
+    /// Records of the checkpoint.
+    pub(super) checkpoint_records: u64,
+    /// Pages of the checkpoint.
+    pub(super) checkpoint_pages: u32,
+}
+
+impl BankHeader {
+    /// The page of both copies.
+    pub(super) fn encode(&self, superblock: &Superblock, bank: usize) -> Vec<u8> {
+        let mut page = vec![0; PAGE];
+        put(&mut page, 0, &BANK_MAGIC);
+        page[BANK_INDEX_AT] = u8::try_from(bank).expect("there are two banks");
+        put(&mut page, BANK_UUID_AT, &superblock.pool_uuid);
+        put(&mut page, BANK_EPOCH_AT, &self.epoch.to_le_bytes());
+        put(&mut page, BANK_GENERATION_AT, &self.next_generation.to_le_bytes());
+        put(&mut page, BANK_RECORDS_AT, &self.checkpoint_records.to_le_bytes());
+        put(&mut page, BANK_PAGES_AT, &self.checkpoint_pages.to_le_bytes());
+        seal(&mut page);
+        page
+    }
+
+    /// Reads a copy; `None` when it is not an intact header of this bank.
+    pub(super) fn decode(page: &[u8], superblock: &Superblock, bank: usize) -> Option<BankHeader> {
+        intact(page)?;
+        let header = BankHeader {
+            epoch: u64_at(page, BANK_EPOCH_AT),
+            next_generation: u64_at(page, BANK_GENERATION_AT),
+            checkpoint_records: u64_at(page, BANK_RECORDS_AT),
+            checkpoint_pages: u32_at(page, BANK_PAGES_AT),
+        };
+        let ours = bytes_at(page, 0) == BANK_MAGIC
+            && usize::from(page[BANK_INDEX_AT]) == bank
+            && bytes_at(page, BANK_UUID_AT) == superblock.pool_uuid
+            && header.checkpoint_pages <= superblock.geometry.checkpoint_pages
+            && header.epoch < GENERATION_MAX
+            && header.next_generation < GENERATION_MAX;
+        ours.then_some(header)
+    }
+}
