@@ -1,0 +1,366 @@
+//! The blocking client: connecting, and the calls of a session.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use crossbeam_channel::bounded;
+use reprise_policy::{BlockKey, Layout, NamespaceDigest};
+use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
+
+use crate::commit::{CommitOutcome, Priority, commit_message, commit_outcome};
+use crate::connection::{Connection, Ongoing};
+use crate::deadline;
+use crate::durable::{DurableOutcome, Ticket};
+use crate::error::ClientError;
+use crate::load::{Load, LoadRequest, PendingLoad};
+use crate::matching::{Scope, Source};
+use crate::reservation::{Reservation, reservations};
+
+/// How long a call waits for its answer unless told otherwise. Calls other than loads take microseconds; this is
+/// for an agent that is stopped in a debugger or starved of CPU.
+pub const CALL_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
+
+/// Bytes of a client's name at the most; it appears in the agent's logs and status.
+pub const CLIENT_NAME_BYTES_MAX: usize = 64;
+
+/// Shortest pause between two attempts to reserve, whatever the agent proposes.
+const RESERVE_PAUSE_MIN: Duration = Duration::from_micros(200);
+
+/// Pause after the agent said that it is busy: about the time in which it works off a full queue of events.
+const RESERVE_PAUSE_BUSY: Duration = Duration::from_millis(5);
+
+/// How to reach an agent, and what this engine keeps there.
+#[derive(Clone, Debug)]
+pub struct ConnectOptions {
+    /// The agent's unix socket.
+    pub socket: PathBuf,
+    /// What this engine's blocks are comparable with.
+    pub namespace: NamespaceDigest,
+    /// Geometry of the blocks.
+    pub layout: Layout,
+    /// For logs and status; at most [`CLIENT_NAME_BYTES_MAX`] bytes.
+    pub client_name: String,
+    /// How long a call waits for its answer; a load waits for its own deadline on top.
+    pub call_timeout: Duration,
+}
+
+/// A session with this node's agent. Clones share it; it ends with the last clone, reservation and load.
+#[derive(Clone, Debug)]
+pub struct Client {
+    session: Arc<Session>,
+}
+
+/// What client handles, reservations and loads share. Dropping the last one ends the session.
+#[derive(Debug)]
+pub(crate) struct Session {
+    connection: Arc<Connection>,
+    reader: Mutex<Option<JoinHandle<()>>>,
+    layout: Layout,
+    call_timeout: Duration,
+    welcome: local::Welcome,
+}
+
+impl ConnectOptions {
+    /// Options with defaults for all but the necessary.
+    pub fn new(socket: impl Into<PathBuf>, namespace: NamespaceDigest, layout: Layout) -> ConnectOptions {
+        ConnectOptions {
+            socket: socket.into(),
+            namespace,
+            layout,
+            client_name: "client".to_owned(),
+            call_timeout: CALL_TIMEOUT_DEFAULT,
+        }
+    }
+
+    /// The same with a name for logs and status.
+    pub fn client_name(mut self, name: impl Into<String>) -> ConnectOptions {
+        self.client_name = name.into();
+        self
+    }
+
+    /// The same with another patience for answers.
+    pub fn call_timeout(mut self, timeout: Duration) -> ConnectOptions {
+        self.call_timeout = timeout;
+        self
+    }
+
+    fn into_hello(self) -> local::Hello {
+        let spec = self.layout.spec();
+        local::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            namespace: Bytes::copy_from_slice(&self.namespace.0),
+            layout: Some(local::Layout {
+                layers: u32::from(spec.layers),
+                parts: spec.parts as u32,
+                kv_heads: u32::from(spec.kv_heads),
+                head_dim: u32::from(spec.head_dim),
+                dtype: spec.dtype as u32,
+                tokens_per_block: u32::from(spec.tokens_per_block),
+                tp_rank: u32::from(spec.tp_rank),
+                tp_size: u32::from(spec.tp_size),
+            }),
+            client_name: self.client_name,
+        }
+    }
+}
+
+impl Client {
+    /// Opens a session.
+    ///
+    /// # Errors
+    /// `AgentAbsent`, `Version`, `BadRequest` (the agent refuses namespace, layout or user), `Timeout`, `AgentLost`.
+    pub fn connect(options: ConnectOptions) -> Result<Client, ClientError> {
+        if options.client_name.len() > CLIENT_NAME_BYTES_MAX {
+            return Err(ClientError::BadRequest(format!(
+                "the client's name has {} bytes, {CLIENT_NAME_BYTES_MAX} are allowed",
+                options.client_name.len()
+            )));
+        }
+        let (connection, reader) = open(&options.socket, options.call_timeout)?;
+        // Owned from here on, so that a refused greeting ends connection and thread.
+        let mut session = Session {
+            connection,
+            reader: Mutex::new(Some(reader)),
+            layout: options.layout,
+            call_timeout: options.call_timeout,
+            welcome: local::Welcome::default(),
+        };
+        match session.call("hello", request::Body::Hello(options.into_hello()))? {
+            response::Body::Welcome(welcome) => session.welcome = welcome,
+            _ => return Err(session.broken(ClientError::unexpected("hello"))),
+        }
+        Ok(Client { session: Arc::new(session) })
+    }
+
+    /// Geometry of the session's blocks.
+    pub fn layout(&self) -> &Layout {
+        self.session.layout()
+    }
+
+    /// Name of the node whose agent this is.
+    pub fn node(&self) -> &str {
+        &self.session.welcome.node
+    }
+
+    /// The agent's version.
+    pub fn agent_version(&self) -> &str {
+        &self.session.welcome.agent_version
+    }
+
+    /// Whether the session still stands. What is still held may be copied after it has ended; calls fail.
+    pub fn is_alive(&self) -> bool {
+        !self.session.connection.has_ended()
+    }
+
+    /// Reserves up to `count` slots to fill, `1..=8192`. Waits up to `wait` for at least one: an arena that is full
+    /// of leased blocks empties as loads are released. Empty when there was no room in all that time.
+    ///
+    /// # Errors
+    /// `BadRequest`, `Timeout`, `AgentLost`.
+    pub fn reserve(&self, count: u32, wait: Duration) -> Result<Vec<Reservation>, ClientError> {
+        if count == 0 || count as usize > KEYS_PER_CALL_MAX {
+            return Err(ClientError::BadRequest(format!(
+                "reserve 1 to {KEYS_PER_CALL_MAX} slots, not {count}"
+            )));
+        }
+        let deadline = deadline::after(wait);
+        loop {
+            let reserve = request::Body::Reserve(local::Reserve { count });
+            let retry_after = match self.session.call("reserve", reserve) {
+                Ok(response::Body::Reserved(reserved)) if !reserved.leases.is_empty() => {
+                    return reservations(&self.session, &reserved)
+                        .map_err(|error| self.session.broken(error));
+                }
+                Ok(response::Body::Reserved(reserved)) => Duration::from_micros(reserved.retry_after_us),
+                Ok(_) => return Err(self.session.broken(ClientError::unexpected("reserve"))),
+                Err(ClientError::Busy(_)) => RESERVE_PAUSE_BUSY,
+                Err(error) => return Err(error),
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(Vec::new());
+            }
+            self.session.connection.board().pause(retry_after.max(RESERVE_PAUSE_MIN).min(left))?;
+        }
+    }
+
+    /// Publishes filled reservations under their keys, all with one ticket. When the call fails, all are given back.
+    ///
+    /// # Errors
+    /// `BadRequest` (a reservation is not filled, or too many at once), `Timeout`, `AgentLost`.
+    pub fn commit(
+        &self,
+        items: Vec<(Reservation, BlockKey)>,
+        priority: Priority,
+    ) -> Result<CommitOutcome, ClientError> {
+        check_count("commit", items.len())?;
+        let body = request::Body::Commit(commit_message(&items, priority)?);
+        let response::Body::Committed(committed) = self.session.call("commit", body)? else {
+            return Err(self.session.broken(ClientError::unexpected("commit")));
+        };
+        let outcome = commit_outcome(&committed, items.len()).map_err(|error| self.session.broken(error))?;
+        items.into_iter().for_each(|(reservation, _)| reservation.spend());
+        Ok(outcome)
+    }
+
+    /// Waits until all blocks of a commit have come to their end. May be asked again, and by several threads; the
+    /// latest [`OUTCOMES_MAX`](crate::durable::OUTCOMES_MAX) outcomes are kept.
+    ///
+    /// # Errors
+    /// `Timeout`, `AgentLost`, `BadRequest` (too long ago).
+    pub fn wait_durable(&self, ticket: Ticket, timeout: Duration) -> Result<DurableOutcome, ClientError> {
+        self.session.connection.board().wait(ticket, timeout)
+    }
+
+    /// Where each leading block is available; the answer's length is the number of them. At most 8,192 keys; none, as
+    /// a prompt shorter than a block has, are answered without asking.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
+    pub fn match_keys(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
+        if keys.is_empty() {
+            return Ok(Vec::new());
+        }
+        check_count("match", keys.len())?;
+        let body =
+            local::Match { keys: Bytes::from(BlockKey::pack(keys)), local_only: scope.is_local_only() };
+        let response::Body::Matched(matched) = self.session.call("match", request::Body::Match(body))? else {
+            return Err(self.session.broken(ClientError::unexpected("match")));
+        };
+        let sources: Option<Vec<Source>> =
+            matched.sources.iter().map(|number| Source::from_wire(u32::from(*number))).collect();
+        match sources {
+            Some(sources) if sources.len() <= keys.len() => Ok(sources),
+            _ => Err(self.session.broken(ClientError::Protocol("sources of a match".into()))),
+        }
+    }
+
+    /// Loads blocks into the arena: returns when every block is placed and layer 0 is verified, or it failed.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Busy`, `Timeout`, `AgentLost`.
+    pub fn load(&self, request: &LoadRequest) -> Result<Load, ClientError> {
+        self.start_load(request)?.wait()
+    }
+
+    /// Asks for a load without waiting for its answer, so that the next load is under way while one is used.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
+    pub fn start_load(&self, request: &LoadRequest) -> Result<PendingLoad, ClientError> {
+        check_count("load", request.keys.len())?;
+        PendingLoad::start(&self.session, request)
+    }
+
+    /// The agent's counters by name.
+    ///
+    /// # Errors
+    /// `Timeout`, `AgentLost`.
+    pub fn stats(&self) -> Result<Vec<(String, u64)>, ClientError> {
+        match self.session.call("stats", request::Body::Stats(local::Stats {}))? {
+            response::Body::Stats(reply) => {
+                Ok(reply.stats.into_iter().map(|stat| (stat.name, stat.value)).collect())
+            }
+            _ => Err(self.session.broken(ClientError::unexpected("stats"))),
+        }
+    }
+
+    /// Drops clean DRAM copies of blocks that are on NVMe, so that the next load of them is cold; returns how many.
+    ///
+    /// # Errors
+    /// `Timeout`, `AgentLost`.
+    pub fn trim(&self) -> Result<u64, ClientError> {
+        match self.session.call("trim", request::Body::Trim(local::Trim {}))? {
+            response::Body::Trimmed(trimmed) => Ok(trimmed.blocks),
+            _ => Err(self.session.broken(ClientError::unexpected("trim"))),
+        }
+    }
+
+    /// Ends the session for all its handles: reservations and loads are given back, later calls fail. Without it,
+    /// the session ends with the last handle.
+    pub fn close(&self) {
+        self.session.end();
+    }
+}
+
+impl Session {
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(crate) fn connection(&self) -> &Arc<Connection> {
+        &self.connection
+    }
+
+    pub(crate) fn call_timeout(&self) -> Duration {
+        self.call_timeout
+    }
+
+    /// One call, with the session's patience.
+    pub(crate) fn call(
+        &self,
+        call: &'static str,
+        body: request::Body,
+    ) -> Result<response::Body, ClientError> {
+        self.connection.begin(call, body, self.call_timeout).and_then(Ongoing::wait)
+    }
+
+    /// Ends the session because the agent broke the protocol.
+    pub(crate) fn broken(&self, error: ClientError) -> ClientError {
+        self.connection.end(&error.to_string());
+        error
+    }
+
+    fn end(&self) {
+        self.connection.close();
+        let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(reader) = reader {
+            // A panic of the reader thread was reported by the panic hook; the connection is closed either way.
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Connects within `timeout` and starts the reader thread.
+///
+/// The thread connects, because connect(2) has no deadline of its own: it blocks while the agent's backlog is full.
+fn open(socket: &Path, timeout: Duration) -> Result<(Arc<Connection>, JoinHandle<()>), ClientError> {
+    // Capacity 0: handing over fails once nobody waits, so that a late connection is closed and not forgotten.
+    let (sender, receiver) = bounded::<io::Result<Arc<Connection>>>(0);
+    let path = socket.to_owned();
+    let reader = thread::Builder::new()
+        .name("reprise-client".to_owned())
+        .spawn(move || {
+            let connected = UnixStream::connect(path).and_then(Connection::new).map(Arc::new);
+            let connection = connected.as_ref().ok().cloned();
+            if let (Ok(()), Some(connection)) = (sender.send(connected), connection) {
+                connection.read();
+            }
+        })
+        .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
+    match receiver.recv_timeout(timeout) {
+        Ok(Ok(connection)) => Ok((connection, reader)),
+        Ok(Err(source)) => Err(ClientError::AgentAbsent { socket: socket.to_owned(), source }),
+        Err(_) => Err(ClientError::Timeout { call: "connect", after: timeout }),
+    }
+}
+
+fn check_count(call: &'static str, count: usize) -> Result<(), ClientError> {
+    if (1..=KEYS_PER_CALL_MAX).contains(&count) {
+        return Ok(());
+    }
+    Err(ClientError::BadRequest(format!(
+        "{call} takes 1 to {KEYS_PER_CALL_MAX} blocks in one call, not {count}"
+    )))
+}

@@ -1,0 +1,261 @@
+//! One socket to the agent: calls go out, a reader thread brings answers in.
+//!
+//! ```text
+//! caller ── begin ──► outbox ──► socket ──► agent
+//!    ▲                                        │
+//!    └── channel ◄── reader thread ◄──────────┘  (also: durable notices, descriptors of regions)
+//! ```
+//!
+//! A connection lives until its socket ends, the agent breaks the protocol or stops reading, or the client closes it.
+//! From then on (`ended`) every waiting and every later call fails at once.
+//!
+//! Answers that nobody waits for any more (a call timed out, a pending load was dropped) are given back: their
+//! leases are aborted, their load is released. So a timeout never leaks a slot for the life of the session.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use prost::Message;
+use reprise_buffers::ProgressReader;
+use reprise_proto::local::{self, Request, Response, request, response};
+
+use crate::deadline;
+use crate::durable::DurableBoard;
+use crate::error::ClientError;
+use crate::regions::RegionMap;
+use crate::wire::FrameReader;
+
+mod descriptors;
+mod outbox;
+mod pending;
+
+use descriptors::Descriptors;
+use outbox::{Outbox, Patience};
+pub(crate) use pending::Ongoing;
+use pending::Pending;
+
+/// Why a session that was closed by its own client has ended.
+const CLOSED: &str = "it was closed by this process";
+
+/// One session's connection. Shared by the client's handles and the reader thread.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    socket: UnixStream,
+    outbox: Outbox,
+    pending: Pending,
+    board: DurableBoard,
+    regions: RegionMap,
+    progress: OnceLock<ProgressReader>,
+    next_request: AtomicU64,
+    /// Set once, after `reason`; cheap to poll from waiting loads.
+    ended: AtomicBool,
+    reason: OnceLock<String>,
+}
+
+impl Connection {
+    /// A connection over a connected socket. Whoever calls this runs [`Connection::read`] on a thread.
+    ///
+    /// # Errors
+    /// What the system says about the socket's options.
+    pub(crate) fn new(socket: UnixStream) -> std::io::Result<Connection> {
+        socket.set_write_timeout(Some(outbox::WRITE_SLICE))?;
+        Ok(Connection {
+            socket,
+            outbox: Outbox::default(),
+            pending: Pending::default(),
+            board: DurableBoard::default(),
+            regions: RegionMap::default(),
+            progress: OnceLock::new(),
+            next_request: AtomicU64::new(1),
+            ended: AtomicBool::new(false),
+            reason: OnceLock::new(),
+        })
+    }
+
+    /// Sends a request; the answer is waited for with [`Ongoing::wait`].
+    ///
+    /// # Errors
+    /// `AgentLost`, `BadRequest` (frame too long), `Busy` (too many calls at once).
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        call: &'static str,
+        body: request::Body,
+        timeout: Duration,
+    ) -> Result<Ongoing, ClientError> {
+        let deadline = deadline::after(timeout);
+        let id = self.next_request.fetch_add(1, Ordering::Relaxed);
+        let answer = self.pending.register(id)?.ok_or_else(|| self.lost())?;
+        let ongoing =
+            Ongoing::new(Arc::clone(self), pending::Question { id, call, timeout, deadline }, answer);
+        self.outbox.push(&Request { id, body: Some(body) })?;
+        if let Err(error) = self.outbox.flush(&self.socket, Patience::Until(deadline)) {
+            self.end(&format!("the agent does not read its socket: {error}"));
+            return Err(self.lost());
+        }
+        Ok(ongoing)
+    }
+
+    /// Sends a request whose answer does not matter, without waiting for room in the socket beyond one
+    /// [`outbox::WRITE_SLICE`]; for use in `drop`.
+    pub(crate) fn cast(&self, body: request::Body) {
+        if self.has_ended() {
+            return;
+        }
+        let id = self.next_request.fetch_add(1, Ordering::Relaxed);
+        // A full outbox means that the agent has not read for long: the calls that filled it will end the session.
+        if self.outbox.push(&Request { id, body: Some(body) }).is_ok() {
+            self.flush_once();
+        }
+    }
+
+    /// Reads answers until the connection ends; body of the reader thread.
+    pub(crate) fn read(self: &Arc<Self>) {
+        let _ending = EndOnPanic(self);
+        let mut frames = FrameReader::new();
+        let mut descriptors = Descriptors::default();
+        let reason = loop {
+            match self.read_once(&mut frames, &mut descriptors) {
+                Ok(()) => self.flush_once(),
+                Err(reason) => break reason,
+            }
+        };
+        self.end(&reason);
+    }
+
+    /// Ends the connection: the agent sees it closed, everybody who waits learns the reason.
+    pub(crate) fn end(&self, reason: &str) {
+        if self.reason.set(reason.to_owned()).is_err() {
+            return;
+        }
+        if reason != CLOSED {
+            tracing::warn!(reason, "the session with the agent has ended");
+        }
+        self.ended.store(true, Ordering::Release);
+        // Fails only when the other side was faster; the descriptor itself is closed with the last handle.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        self.board.close(reason);
+        self.pending.close();
+    }
+
+    /// Ends the connection because this side wants no more of it.
+    pub(crate) fn close(&self) {
+        self.end(CLOSED);
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// The error of a call on an ended connection.
+    pub(crate) fn lost(&self) -> ClientError {
+        let reason = self.reason.get().map_or("it is ending", String::as_str);
+        ClientError::AgentLost { reason: reason.to_owned() }
+    }
+
+    pub(crate) fn board(&self) -> &DurableBoard {
+        &self.board
+    }
+
+    pub(crate) fn regions(&self) -> &RegionMap {
+        &self.regions
+    }
+
+    /// The progress page; `None` before the greeting.
+    pub(crate) fn progress(&self) -> Option<&ProgressReader> {
+        self.progress.get()
+    }
+
+    /// Receives once and hands on what is complete. `Err` is the reason why the connection ends.
+    fn read_once(
+        self: &Arc<Self>,
+        frames: &mut FrameReader,
+        descriptors: &mut Descriptors,
+    ) -> Result<(), String> {
+        match descriptors.receive(self.socket.as_fd(), frames.space()) {
+            Ok(0) => return Err("the agent closed it: it has stopped, or refused this process".into()),
+            Ok(count) => frames.received(count),
+            Err(error) => return Err(error.to_string()),
+        }
+        while let Some(frame) = frames.next_frame().map_err(|error| error.to_string())? {
+            self.deliver(frame, descriptors).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Hands one message to whom it concerns.
+    fn deliver(self: &Arc<Self>, frame: Bytes, descriptors: &mut Descriptors) -> Result<(), ClientError> {
+        let response = Response::decode(frame)
+            .map_err(|error| ClientError::Protocol(format!("undecodable message: {error}")))?;
+        let Some(body) = response.body else {
+            return Err(ClientError::Protocol("a message of an unknown kind".into()));
+        };
+        self.take_descriptors(&body, descriptors)?;
+        match body {
+            response::Body::Durable(notice) => self.board.post(&notice),
+            body => {
+                if let Some(unwanted) = self.pending.answer(response.id, body) {
+                    self.give_back(unwanted);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Maps what came by descriptor with a message, before anybody sees the message.
+    fn take_descriptors(
+        &self,
+        body: &response::Body,
+        descriptors: &mut Descriptors,
+    ) -> Result<(), ClientError> {
+        let grants = match body {
+            response::Body::Welcome(welcome) => {
+                let reader = descriptors.progress_page(welcome)?;
+                return self
+                    .progress
+                    .set(reader)
+                    .map_err(|_| ClientError::Protocol("a second welcome in one session".into()));
+            }
+            response::Body::Reserved(reserved) => &reserved.regions,
+            response::Body::Loaded(loaded) => &loaded.regions,
+            _ => return Ok(()),
+        };
+        grants.iter().try_for_each(|grant| self.regions.insert(grant, descriptors.next()?))
+    }
+
+    /// Gives back what an answer that nobody waits for has brought.
+    pub(crate) fn give_back(&self, body: response::Body) {
+        match body {
+            response::Body::Loaded(loaded) => {
+                self.cast(request::Body::Release(local::Release { load: loaded.load }));
+            }
+            response::Body::Reserved(reserved) if !reserved.leases.is_empty() => {
+                let leases = reserved.leases.iter().map(|lease| lease.lease).collect();
+                self.cast(request::Body::Abort(local::Abort { leases }));
+            }
+            _ => {}
+        }
+    }
+
+    fn flush_once(&self) {
+        // A socket that broke is noticed by the reader thread; here there is nobody to tell.
+        let _ = self.outbox.flush(&self.socket, Patience::Once);
+    }
+
+    fn abandon(&self, id: u64) -> pending::Abandoned {
+        self.pending.abandon(id)
+    }
+}
+
+/// Ends the connection when the reader thread panics, so that nobody waits for answers that nobody reads. After an
+/// orderly end it does nothing.
+struct EndOnPanic<'a>(&'a Connection);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.end("the client's reader thread has failed");
+    }
+}

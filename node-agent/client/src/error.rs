@@ -1,0 +1,134 @@
+//! Errors of the client. Each says what the caller should do.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use reprise_buffers::BufferError;
+use reprise_proto::local::{Failure, FailureKind};
+
+use crate::load::BlockStatus;
+
+/// Why a call did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// Nobody listens at the socket, or this user may not connect.
+    #[error(
+        "no agent at {}: start reprise-agent on this node, or correct the socket path, its permissions or the \
+         agent's session.allow_uids",
+        .socket.display()
+    )]
+    AgentAbsent {
+        /// Where it was looked for.
+        socket: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The session is over. Everything that was not announced durable may be gone; connect again.
+    #[error(
+        "the session with the agent has ended ({reason}): treat what is in flight as missed and connect again"
+    )]
+    AgentLost {
+        /// How it ended.
+        reason: String,
+    },
+    /// No answer in time. The session goes on; an answer that comes later is given back.
+    #[error("'{call}' had no answer after {after:?}: treat it as missed; a longer deadline may help")]
+    Timeout {
+        /// What was asked.
+        call: &'static str,
+        /// How long it was waited for.
+        after: Duration,
+    },
+    /// The call was wrong: fix it.
+    #[error("wrong call: {0}")]
+    BadRequest(String),
+    /// Client and agent do not fit together: update the older one.
+    #[error("client and agent do not speak the same protocol: {0}")]
+    Version(String),
+    /// Too much at once, or no room: release loads, commit or drop reservations, then try again.
+    #[error("busy: {0}; release what is held and try again")]
+    Busy(String),
+    /// The agent has a fault: report it, with the agent's log.
+    #[error("the agent reports a fault of its own: {0}; please report it with the agent's log")]
+    Internal(String),
+    /// The agent sent what the protocol does not allow; the session is over. Report it.
+    #[error("the agent broke the protocol: {0}; please report it")]
+    Protocol(String),
+    /// Memory that the agent granted could not be mapped or reached.
+    #[error("shared memory: {context}")]
+    Memory {
+        /// What was tried.
+        context: &'static str,
+        /// What went wrong.
+        source: BufferError,
+    },
+}
+
+/// Why an object was not copied. In every case the destination holds nothing usable: treat the block as missed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CopyError {
+    /// The bytes that were copied are not those that were committed.
+    #[error("object {object} of block {block} does not match its checksum: recompute the block")]
+    Corrupt {
+        /// Index within the load.
+        block: usize,
+        /// Index within the block.
+        object: u32,
+    },
+    /// The load did not bring this block.
+    #[error("block {block} is not available ({status:?}): recompute it")]
+    Unavailable {
+        /// Index within the load.
+        block: usize,
+        /// What became of it.
+        status: BlockStatus,
+    },
+    /// The object's layer is still in flight.
+    #[error("layer {layer} is not ready yet ({ready} are): call wait_layer first")]
+    NotReady {
+        /// Layer that was asked for.
+        layer: u32,
+        /// Leading layers that are ready.
+        ready: u32,
+    },
+    /// Block or object number outside the load.
+    #[error("there is no object {object} of block {block} in this load")]
+    OutOfRange {
+        /// Index within the load.
+        block: usize,
+        /// Index within the block.
+        object: u32,
+    },
+    /// A destination of the wrong length, or too many or few of them.
+    #[error("the destination has {found} {unit}, the layout says {expected}")]
+    WrongSize {
+        /// What is counted.
+        unit: &'static str,
+        /// What the layout says.
+        expected: u64,
+        /// What was given.
+        found: u64,
+    },
+}
+
+impl ClientError {
+    /// A refusal of the agent, in its words.
+    pub(crate) fn refused(failure: Failure) -> ClientError {
+        match failure.kind() {
+            FailureKind::BadRequest => ClientError::BadRequest(failure.message),
+            FailureKind::Version => ClientError::Version(failure.message),
+            FailureKind::Busy => ClientError::Busy(failure.message),
+            FailureKind::Internal => ClientError::Internal(failure.message),
+            FailureKind::FailureUnspecified => {
+                ClientError::Protocol(format!("a failure without a kind: {}", failure.message))
+            }
+        }
+    }
+
+    /// An answer of another kind than the call asks for.
+    pub(crate) fn unexpected(call: &'static str) -> ClientError {
+        ClientError::Protocol(format!("the answer to '{call}' is of another kind"))
+    }
+}

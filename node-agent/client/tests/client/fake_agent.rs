@@ -1,0 +1,257 @@
+//! The agent's side of a session, played by a script on a thread of the test.
+//!
+//! A script receives requests one by one and answers as the test wants, rightly or wrongly. Its panics (an
+//! unexpected request, a failed assertion) come out of [`FakeAgent::join`].
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use prost::Message;
+use reprise_buffers::{
+    Arena, ArenaConfig, HugePolicy, PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter, crc32c,
+    send_with_fds,
+};
+use reprise_client::{Client, ConnectOptions};
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts};
+use reprise_proto::local::{self, Request, Response, request, response};
+
+/// Nothing in these tests takes as long, unless it hangs.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// Patience of a client whose agent stays silent; long enough for an agent that answers, on a busy machine.
+pub(crate) const SHORT: Duration = Duration::from_millis(250);
+
+/// Two layers of two parts of 2,304 bytes: blocks of 9,216 bytes in slots of 12,288, so that there is padding.
+pub(crate) fn layout() -> Layout {
+    LayoutSpec {
+        layers: 2,
+        parts: Parts::KeyValue,
+        kv_heads: 1,
+        head_dim: 72,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: 0,
+        tp_size: 1,
+    }
+    .validate()
+    .expect("a valid layout")
+}
+
+pub(crate) fn key(number: u8) -> BlockKey {
+    BlockKey([number; 16])
+}
+
+/// An agent that plays a script for one session.
+pub(crate) struct FakeAgent {
+    directory: tempfile::TempDir,
+    thread: JoinHandle<()>,
+}
+
+/// The agent's end of the session.
+pub(crate) struct Peer {
+    pub(crate) socket: UnixStream,
+    pub(crate) arena: Arena,
+    pub(crate) progress: ProgressWriter,
+}
+
+impl FakeAgent {
+    /// Accepts one session and plays the script; the session is closed when the script returns.
+    pub(crate) fn start(script: impl FnOnce(&mut Peer) + Send + 'static) -> FakeAgent {
+        let directory = tempfile::tempdir().expect("a directory for the socket");
+        let listener = UnixListener::bind(directory.path().join("agent")).expect("a socket");
+        let thread = std::thread::spawn(move || {
+            let config = ArenaConfig { bytes: 4 << 20, region_bytes: 4 << 20, huge: HugePolicy::Never };
+            let arena = Arena::new(&config).expect("a small arena");
+            let progress = ProgressWriter::create().expect("a progress page");
+            let (socket, _) = listener.accept().expect("a session");
+            script(&mut Peer { socket, arena, progress });
+        });
+        FakeAgent { directory, thread }
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.directory.path().join("agent")
+    }
+
+    pub(crate) fn options(&self) -> ConnectOptions {
+        options(&self.socket())
+    }
+
+    pub(crate) fn connect(&self) -> Client {
+        Client::connect(self.options()).expect("a session")
+    }
+
+    /// Waits for the script's end; its panic becomes the test's.
+    pub(crate) fn join(self) {
+        if let Err(panic) = self.thread.join() {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+pub(crate) fn options(socket: &Path) -> ConnectOptions {
+    ConnectOptions::new(socket, NamespaceDigest([7; 32]), layout()).call_timeout(LONG)
+}
+
+impl Peer {
+    /// The next request; `None` when the client has closed.
+    pub(crate) fn receive(&mut self) -> Option<(u64, request::Body)> {
+        let mut length = [0; 4];
+        self.socket.read_exact(&mut length).ok()?;
+        let mut frame = vec![0; u32::from_le_bytes(length) as usize];
+        self.socket.read_exact(&mut frame).expect("a whole frame");
+        let request = Request::decode(frame.as_slice()).expect("a request");
+        Some((request.id, request.body.expect("a known kind of request")))
+    }
+
+    pub(crate) fn expect(&mut self, what: &str) -> (u64, request::Body) {
+        self.receive().unwrap_or_else(|| panic!("the client closed instead of sending {what}"))
+    }
+
+    pub(crate) fn reply(&mut self, id: u64, body: response::Body) {
+        self.reply_with(id, body, &[]);
+    }
+
+    pub(crate) fn reply_with(&self, id: u64, body: response::Body, fds: &[BorrowedFd<'_>]) {
+        let message = Response { id, body: Some(body) }.encode_to_vec();
+        let mut frame = (message.len() as u32).to_le_bytes().to_vec();
+        frame.extend_from_slice(&message);
+        // A client that has gone is the business of the test, not of the script.
+        let _ = send_with_fds(self.socket.as_fd(), &frame, fds);
+    }
+
+    pub(crate) fn send_raw(&mut self, bytes: &[u8]) {
+        self.socket.write_all(bytes).expect("the client reads");
+    }
+
+    /// Answers the greeting.
+    pub(crate) fn greet(&mut self) -> local::Hello {
+        let (id, body) = self.expect("hello");
+        let request::Body::Hello(hello) = body else { panic!("expected hello, got {body:?}") };
+        let welcome = local::Welcome {
+            session: 1,
+            node: "node-a".into(),
+            agent_version: "test".into(),
+            progress_entries: u32::from(PROGRESS_ENTRIES),
+            progress_entry_bytes: PROGRESS_ENTRY_BYTES as u32,
+        };
+        self.reply_with(id, response::Body::Welcome(welcome), &[self.progress.readonly_fd()]);
+        hello
+    }
+
+    pub(crate) fn expect_load(&mut self) -> (u64, Vec<BlockKey>) {
+        match self.expect("load") {
+            (id, request::Body::Load(load)) => (id, BlockKey::unpack(&load.keys).expect("whole keys")),
+            (_, other) => panic!("expected load, got {other:?}"),
+        }
+    }
+
+    pub(crate) fn expect_match(&mut self) -> (u64, usize) {
+        match self.expect("match") {
+            (id, request::Body::Match(asked)) => (id, asked.keys.len() / BlockKey::SIZE),
+            (_, other) => panic!("expected match, got {other:?}"),
+        }
+    }
+
+    pub(crate) fn expect_reserve(&mut self) -> (u64, u32) {
+        match self.expect("reserve") {
+            (id, request::Body::Reserve(reserve)) => (id, reserve.count),
+            (_, other) => panic!("expected reserve, got {other:?}"),
+        }
+    }
+
+    pub(crate) fn expect_release(&mut self) -> u64 {
+        match self.expect("release") {
+            (_, request::Body::Release(release)) => release.load,
+            (_, other) => panic!("expected release, got {other:?}"),
+        }
+    }
+
+    pub(crate) fn reply_matched(&mut self, id: u64, blocks: usize) {
+        self.reply(id, response::Body::Matched(local::Matched { sources: Bytes::from(vec![1; blocks]) }));
+    }
+
+    /// Grants the region with the given access, beside a reply.
+    pub(crate) fn grant(&self, writable: bool) -> local::RegionGrant {
+        local::RegionGrant { region: 0, bytes: self.arena.regions()[0].bytes(), writable }
+    }
+
+    /// Answers a reserve with leases 1, 2, … on consecutive slots. `grant`: the first answer of the session.
+    pub(crate) fn reply_reserved(&mut self, id: u64, leases: u32, grant: Grant) {
+        let slot = layout().slot_bytes();
+        let leases = (0..u64::from(leases))
+            .map(|index| local::Lease { lease: index + 1, place: Some(place(index * slot)) })
+            .collect();
+        let regions = if grant == Grant::First { vec![self.grant(true)] } else { vec![] };
+        let reserved = local::Reserved { regions, leases, retry_after_us: 1000 };
+        let fds = [self.arena.regions()[0].writable_fd()];
+        let fds: &[BorrowedFd<'_>] = if grant == Grant::First { &fds } else { &[] };
+        self.reply_with(id, response::Body::Reserved(reserved), fds);
+    }
+
+    /// Writes block number `number` into its slot and describes it.
+    pub(crate) fn place_block(&self, number: u8) -> local::LoadedBlock {
+        let bytes = block_bytes(number);
+        let offset = u64::from(number) * layout().slot_bytes();
+        let span = self.arena.span(0, offset, bytes.len() as u64).expect("a slot of the region");
+        span.copy_in(&bytes).expect("writable");
+        let checksums: Vec<u8> = bytes
+            .chunks(layout().object_bytes() as usize)
+            .flat_map(|object| crc32c(object).to_le_bytes())
+            .collect();
+        local::LoadedBlock {
+            status: local::BlockStatus::BlockOk as i32,
+            source: 1,
+            place: Some(place(offset)),
+            checksums: checksums.into(),
+        }
+    }
+
+    /// Answers a load; its progress entry must have begun.
+    pub(crate) fn reply_loaded(&mut self, id: u64, answer: Answer, blocks: Vec<local::LoadedBlock>) {
+        let regions = if answer.grant == Grant::First { vec![self.grant(false)] } else { vec![] };
+        let loaded =
+            local::Loaded { load: answer.load, progress_entry: u32::from(answer.entry), regions, blocks };
+        let fds = [self.arena.regions()[0].readonly_fd()];
+        let fds: &[BorrowedFd<'_>] = if answer.grant == Grant::First { &fds } else { &[] };
+        self.reply_with(id, response::Body::Loaded(loaded), fds);
+    }
+
+    /// Answers a load with blocks 0, 1, … all of whose layers are ready.
+    pub(crate) fn reply_loaded_whole(&mut self, id: u64, answer: Answer, blocks: usize) {
+        self.progress.begin(answer.entry, answer.load);
+        self.progress.set_layers(answer.entry, layout().layers());
+        self.progress.done(answer.entry);
+        let blocks = (0..blocks as u8).map(|number| self.place_block(number)).collect();
+        self.reply_loaded(id, answer, blocks);
+    }
+}
+
+/// Whether a reply brings the region's descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grant {
+    First,
+    Known,
+}
+
+/// Where and as what a load is answered.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Answer {
+    pub(crate) load: u64,
+    pub(crate) entry: u16,
+    pub(crate) grant: Grant,
+}
+
+pub(crate) fn place(offset: u64) -> local::Place {
+    local::Place { region: 0, offset }
+}
+
+/// The bytes of block number `number`.
+pub(crate) fn block_bytes(number: u8) -> Vec<u8> {
+    (0..layout().block_bytes()).map(|at| (at % 251) as u8 ^ number).collect()
+}

@@ -1,0 +1,224 @@
+//! Saving: reserve, fill, commit, durable notices.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::fake_agent::{FakeAgent, Grant, LONG, Peer, block_bytes, key, layout, place};
+use bytes::Bytes;
+use reprise_buffers::crc32c;
+use reprise_client::{ClientError, CommitStatus, DurableOutcome, Priority, Reservation};
+use reprise_proto::local::{self, request, response};
+
+fn expect_commit(peer: &mut Peer) -> (u64, local::Commit) {
+    match peer.expect("commit") {
+        (id, request::Body::Commit(commit)) => (id, commit),
+        (_, other) => panic!("expected commit, got {other:?}"),
+    }
+}
+
+fn reply_committed(peer: &mut Peer, id: u64, ticket: u64, blocks: usize) {
+    let statuses = vec![local::CommitStatus::Committed as i32; blocks];
+    peer.reply(id, response::Body::Committed(local::Committed { ticket, statuses }));
+}
+
+fn send_durable(peer: &mut Peer, ticket: u64, lost: &[u8]) {
+    let notice = local::Durable { ticket, durable: 1, lost_keys: Bytes::copy_from_slice(lost) };
+    peer.reply(0, response::Body::Durable(notice));
+}
+
+fn fill(reservation: &mut Reservation, number: u8) {
+    let bytes = block_bytes(number);
+    let objects: Vec<&[u8]> = bytes.chunks(layout().object_bytes() as usize).collect();
+    reservation.fill_from(&objects).expect("a whole block");
+}
+
+#[test]
+fn a_filled_block_is_in_the_arena_with_its_checksums_on_the_socket_and_zero_padding() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let slot = layout().slot_bytes();
+        let dirty = peer.arena.span(0, 0, slot).expect("the first slot");
+        dirty.copy_in(&vec![0xee; slot as usize]).expect("writable");
+        let (id, count) = peer.expect_reserve();
+        assert_eq!(count, 1);
+        peer.reply_reserved(id, 1, Grant::First);
+        let (id, commit) = expect_commit(peer);
+        let mut found = vec![0; slot as usize];
+        dirty.copy_out(&mut found);
+        let expected = block_bytes(9);
+        assert_eq!(found[..expected.len()], expected);
+        assert!(found[expected.len()..].iter().all(|byte| *byte == 0), "padding is zero");
+        assert_eq!(commit.priority, 1);
+        let item = &commit.items[0];
+        assert_eq!((item.lease, item.key.as_ref()), (1, [4; 16].as_slice()));
+        let checksums: Vec<u8> = expected
+            .chunks(layout().object_bytes() as usize)
+            .flat_map(|object| crc32c(object).to_le_bytes())
+            .collect();
+        assert_eq!(item.checksums, checksums);
+        reply_committed(peer, id, 11, 1);
+        assert!(peer.receive().is_none(), "a committed reservation is not aborted");
+    });
+    let client = agent.connect();
+    let mut reserved = client.reserve(1, LONG).expect("a slot");
+    let mut reservation = reserved.remove(0);
+    fill(&mut reservation, 9);
+    let outcome = client.commit(vec![(reservation, key(4))], Priority::High).expect("committed");
+    assert_eq!(outcome.statuses, [CommitStatus::Committed]);
+    drop(client);
+    agent.join();
+}
+
+#[test]
+fn a_block_written_through_the_span_gets_the_same_checksums() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 2, Grant::First);
+        let (id, commit) = expect_commit(peer);
+        assert_eq!(commit.items[0].checksums, commit.items[1].checksums);
+        reply_committed(peer, id, 1, 2);
+    });
+    let client = agent.connect();
+    let mut reserved = client.reserve(2, LONG).expect("slots");
+    let mut second = reserved.pop().expect("two slots");
+    let mut first = reserved.pop().expect("two slots");
+    fill(&mut first, 3);
+    second.span().copy_in(&block_bytes(3)).expect("writable");
+    second.checksum_written().expect("readable");
+    client.commit(vec![(first, key(1)), (second, key(2))], Priority::Normal).expect("committed");
+    agent.join();
+}
+
+#[test]
+fn a_full_arena_is_asked_again_until_it_has_room() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 0, Grant::Known);
+        let (id, _) = peer.expect_reserve();
+        let busy = local::Failure { kind: local::FailureKind::Busy as i32, message: "queue".into() };
+        peer.reply(id, response::Body::Failure(busy));
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 2, Grant::First);
+    });
+    let reserved = agent.connect().reserve(8, LONG).expect("slots after a while");
+    assert_eq!(reserved.len(), 2, "as many as there are");
+    agent.join();
+}
+
+#[test]
+fn an_arena_that_stays_full_gives_nothing_within_the_wait() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        while let Some((id, _)) = peer.receive() {
+            peer.reply_reserved(id, 0, Grant::Known);
+        }
+    });
+    let client = agent.connect();
+    assert!(client.reserve(1, Duration::from_millis(15)).expect("an answer").is_empty());
+    drop(client);
+    agent.join();
+}
+
+#[test]
+fn a_dropped_reservation_is_aborted() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::First);
+        match peer.expect("abort") {
+            (_, request::Body::Abort(abort)) => assert_eq!(abort.leases, [1]),
+            (_, other) => panic!("expected abort, got {other:?}"),
+        }
+    });
+    let client = agent.connect();
+    drop(client.reserve(1, LONG).expect("a slot"));
+    agent.join();
+}
+
+#[test]
+fn a_reservation_that_is_not_filled_cannot_be_committed_and_is_given_back() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::First);
+        assert!(matches!(peer.expect("abort"), (_, request::Body::Abort(_))));
+    });
+    let client = agent.connect();
+    let mut reservation = client.reserve(1, LONG).expect("a slot").remove(0);
+    let object = vec![1; layout().object_bytes() as usize];
+    reservation.fill_object(0, &object).expect("an object");
+    assert!(matches!(reservation.fill_object(4, &object), Err(ClientError::BadRequest(_))));
+    assert!(matches!(reservation.fill_object(1, &object[1..]), Err(ClientError::BadRequest(_))));
+    let error = client.commit(vec![(reservation, key(1))], Priority::Normal).expect_err("not filled");
+    assert!(matches!(&error, ClientError::BadRequest(text) if text.contains("object 1")), "{error}");
+    agent.join();
+}
+
+#[test]
+fn a_durable_notice_is_found_whether_it_comes_before_or_after_the_wait() {
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 2, Grant::First);
+        let (id, _) = expect_commit(peer);
+        send_durable(peer, 1, &[]);
+        reply_committed(peer, id, 1, 1);
+        let (id, _) = expect_commit(peer);
+        reply_committed(peer, id, 2, 1);
+        told_to_go_on.recv().expect("the test says when");
+        send_durable(peer, 2, &[6; 16]);
+    });
+    let client = agent.connect();
+    let mut reserved = client.reserve(2, LONG).expect("slots");
+    reserved.iter_mut().for_each(|reservation| fill(reservation, 1));
+    let mut commit = |number| {
+        let item = (reserved.remove(0), key(number));
+        client.commit(vec![item], Priority::Normal).expect("committed").ticket
+    };
+    let early = commit(5);
+    assert_eq!(client.wait_durable(early, LONG).expect("it came before").durable, 1);
+    let late = commit(6);
+    let none_yet = client.wait_durable(late, Duration::ZERO).expect_err("not told yet");
+    assert!(matches!(none_yet, ClientError::Timeout { .. }), "{none_yet}");
+    let outcome = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.wait_durable(late, LONG));
+        go_on.send(()).expect("the agent lives");
+        waiting.join().expect("no panic").expect("it comes")
+    });
+    assert_eq!(outcome, DurableOutcome { durable: 1, lost_keys: vec![key(6)] });
+    agent.join();
+}
+
+#[test]
+fn the_death_of_the_agent_ends_a_wait_for_durability() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+    });
+    let client = agent.connect();
+    let error = client.wait_durable(reprise_client::Ticket(1), LONG).expect_err("the agent has gone");
+    assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
+    agent.join();
+}
+
+#[test]
+fn a_lease_outside_the_region_ends_the_session() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        let end = peer.arena.regions()[0].bytes();
+        let reserved = local::Reserved {
+            regions: vec![peer.grant(true)],
+            leases: vec![local::Lease { lease: 1, place: Some(place(end)) }],
+            retry_after_us: 0,
+        };
+        let fds = [peer.arena.regions()[0].writable_fd()];
+        peer.reply_with(id, response::Body::Reserved(reserved), &fds);
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    let error = agent.connect().reserve(1, LONG).expect_err("a wild place");
+    assert!(matches!(error, ClientError::Protocol(_)), "{error}");
+    agent.join();
+}

@@ -1,0 +1,275 @@
+//! What a session does when things go as they should not: absent, dying, silent and wrong agents.
+
+use std::os::unix::net::UnixListener;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, key, options};
+use reprise_client::{Client, ClientError, LoadRequest, Scope};
+use reprise_proto::local::{self, response};
+
+#[test]
+fn a_missing_agent_is_named_with_its_socket() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let error = Client::connect(options(&directory.path().join("nobody"))).expect_err("nobody is there");
+    assert!(matches!(error, ClientError::AgentAbsent { .. }), "{error}");
+    assert!(error.to_string().contains("nobody"), "{error}");
+}
+
+#[test]
+fn an_agent_that_accepts_nobody_times_out() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("agent");
+    let _listener = UnixListener::bind(&path).expect("a socket");
+    let options = options(&path).call_timeout(SHORT);
+    let error = Client::connect(options).expect_err("nobody answers");
+    assert!(matches!(error, ClientError::Timeout { call: "hello", .. }), "{error}");
+}
+
+#[test]
+fn another_protocol_version_is_refused_in_the_words_of_the_agent() {
+    let agent = FakeAgent::start(|peer| {
+        let (id, _) = peer.expect("hello");
+        let failure =
+            local::Failure { kind: local::FailureKind::Version as i32, message: "agent speaks 9".into() };
+        peer.reply(id, response::Body::Failure(failure));
+    });
+    let error = Client::connect(agent.options()).expect_err("refused");
+    assert!(matches!(&error, ClientError::Version(text) if text == "agent speaks 9"), "{error}");
+    agent.join();
+}
+
+#[test]
+fn the_greeting_carries_version_namespace_layout_and_name() {
+    let agent = FakeAgent::start(|peer| {
+        let hello = peer.greet();
+        assert_eq!(hello.protocol_version, local::PROTOCOL_VERSION);
+        assert_eq!(hello.namespace.as_ref(), [7; 32]);
+        assert_eq!(hello.client_name, "engine-3");
+        let layout = hello.layout.expect("a layout");
+        assert_eq!((layout.layers, layout.parts, layout.head_dim, layout.dtype), (2, 2, 72, 1));
+    });
+    let client = Client::connect(agent.options().client_name("engine-3")).expect("a session");
+    assert_eq!((client.node(), client.agent_version()), ("node-a", "test"));
+    agent.join();
+}
+
+#[test]
+fn a_name_that_is_too_long_is_refused_before_connecting() {
+    let error =
+        Client::connect(options("/nowhere".as_ref()).client_name("x".repeat(65))).expect_err("too long");
+    assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
+}
+
+#[test]
+fn the_death_of_the_agent_fails_a_waiting_call_at_once() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        peer.expect_match();
+    });
+    let client = agent.connect();
+    let started = Instant::now();
+    let error = client.match_keys(&[key(1)], Scope::Local).expect_err("the agent has gone");
+    assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
+    assert!(started.elapsed() < LONG / 2);
+    assert!(!client.is_alive());
+    let later = client.match_keys(&[key(1)], Scope::Local).expect_err("still gone");
+    assert!(matches!(later, ClientError::AgentLost { .. }), "{later}");
+    agent.join();
+}
+
+#[test]
+fn the_death_of_the_agent_wakes_whoever_waits_for_a_layer() {
+    let (die, told_to_die) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        peer.progress.begin(0, 5);
+        peer.progress.set_layers(0, 1);
+        let block = peer.place_block(0);
+        peer.reply_loaded(id, Answer { load: 5, entry: 0, grant: Grant::First }, vec![block]);
+        told_to_die.recv().expect("the test says when");
+    });
+    let client = agent.connect();
+    let load = client.load(&LoadRequest::new(vec![key(0)])).expect("placed");
+    assert_eq!(load.wait_layer(0, LONG).expect("ready").layers, 1);
+    let error = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| load.wait_layer(1, LONG));
+        die.send(()).expect("the agent lives");
+        waiting.join().expect("no panic").expect_err("layer 1 will never come")
+    });
+    assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
+    agent.join();
+}
+
+#[test]
+fn a_frame_that_is_too_long_ends_the_session() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        peer.expect_match();
+        peer.send_raw(&(local::FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    let error = agent.connect().match_keys(&[key(1)], Scope::Local).expect_err("protocol broken");
+    assert!(matches!(&error, ClientError::AgentLost { reason } if reason.contains("frame")), "{error}");
+    agent.join();
+}
+
+#[test]
+fn undecodable_bytes_and_a_missing_descriptor_end_the_session() {
+    let garbage = |peer: &mut Peer, _: u64| peer.send_raw(&[3, 0, 0, 0, 0xff, 0xff, 0xff]);
+    let no_descriptor = |peer: &mut Peer, id: u64| {
+        let regions = vec![peer.grant(true)];
+        let reserved = local::Reserved { regions, leases: vec![], retry_after_us: 0 };
+        peer.reply(id, response::Body::Reserved(reserved));
+    };
+    for (wrong, word) in [(garbage as fn(&mut _, _), "undecodable"), (no_descriptor, "descriptor")] {
+        let agent = FakeAgent::start(move |peer| {
+            peer.greet();
+            let (id, _) = peer.expect("a call");
+            wrong(peer, id);
+            assert!(peer.receive().is_none(), "the client closes");
+        });
+        let error = agent.connect().reserve(1, LONG).expect_err("protocol broken");
+        assert!(matches!(&error, ClientError::AgentLost { reason } if reason.contains(word)), "{error}");
+        agent.join();
+    }
+}
+
+#[test]
+fn an_answer_of_another_kind_ends_the_session() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_match();
+        peer.reply(id, response::Body::Released(local::Released {}));
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    let error = agent.connect().match_keys(&[key(1)], Scope::Local).expect_err("protocol broken");
+    assert!(matches!(error, ClientError::Protocol(_)), "{error}");
+    agent.join();
+}
+
+#[test]
+fn a_call_without_an_answer_times_out_and_the_session_goes_on() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (unanswered, _) = peer.expect_match();
+        let (id, blocks) = peer.expect_match();
+        peer.reply_matched(unanswered, 1);
+        peer.reply_matched(id, blocks);
+    });
+    let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
+    let error = client.match_keys(&[key(1)], Scope::Local).expect_err("no answer");
+    assert!(matches!(error, ClientError::Timeout { call: "match", .. }), "{error}");
+    assert_eq!(client.match_keys(&[key(1), key(2)], Scope::Local).expect("answered").len(), 2);
+    agent.join();
+}
+
+#[test]
+fn a_load_that_is_answered_too_late_is_released() {
+    let (answer, told_to_answer) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        told_to_answer.recv().expect("the test says when");
+        peer.reply_loaded_whole(id, Answer { load: 77, entry: 0, grant: Grant::First }, 1);
+        assert_eq!(peer.expect_release(), 77);
+    });
+    let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
+    let request = LoadRequest { deadline: Duration::ZERO, ..LoadRequest::new(vec![key(0)]) };
+    let error = client.load(&request).expect_err("no answer");
+    assert!(matches!(error, ClientError::Timeout { call: "load", .. }), "{error}");
+    answer.send(()).expect("the agent lives");
+    agent.join();
+}
+
+#[test]
+fn reservations_that_arrive_too_late_are_aborted() {
+    let (answer, told_to_answer) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        told_to_answer.recv().expect("the test says when");
+        peer.reply_reserved(id, 3, Grant::First);
+        match peer.expect("abort") {
+            (_, local::request::Body::Abort(abort)) => assert_eq!(abort.leases, [1, 2, 3]),
+            (_, other) => panic!("expected abort, got {other:?}"),
+        }
+    });
+    let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
+    let error = client.reserve(3, Duration::ZERO).expect_err("no answer");
+    assert!(matches!(error, ClientError::Timeout { call: "reserve", .. }), "{error}");
+    answer.send(()).expect("the agent lives");
+    agent.join();
+}
+
+#[test]
+fn an_agent_that_does_not_read_is_given_up() {
+    let (end, told_to_end) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        told_to_end.recv().expect("the test says when");
+    });
+    let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
+    let keys = vec![key(1); local::KEYS_PER_CALL_MAX];
+    // 128 KiB a call: the socket's buffer takes a few, then the next has nowhere to go.
+    let lost = (0..64).any(|_| {
+        let error = client.match_keys(&keys, Scope::Local).expect_err("nobody answers");
+        matches!(&error, ClientError::AgentLost { reason } if reason.contains("does not read"))
+    });
+    assert!(lost);
+    end.send(()).expect("the agent lives");
+    agent.join();
+}
+
+#[test]
+fn answers_in_another_order_reach_their_callers() {
+    const CALLS: usize = 16;
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let asked: Vec<(u64, usize)> = (0..CALLS).map(|_| peer.expect_match()).collect();
+        asked.into_iter().rev().for_each(|(id, blocks)| peer.reply_matched(id, blocks));
+    });
+    let client = agent.connect();
+    std::thread::scope(|scope| {
+        for blocks in 1..=CALLS {
+            let client = client.clone();
+            scope.spawn(move || {
+                let matched = client.match_keys(&vec![key(0); blocks], Scope::Cluster).expect("answered");
+                assert_eq!(matched.len(), blocks);
+            });
+        }
+    });
+    agent.join();
+}
+
+#[test]
+fn closing_ends_the_session_for_all_its_handles() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    let client = agent.connect();
+    let other = client.clone();
+    client.close();
+    let error = other.stats().expect_err("closed");
+    assert!(matches!(error, ClientError::AgentLost { .. }), "{error}");
+    agent.join();
+}
+
+#[test]
+fn too_many_keys_are_refused_and_none_answered_without_a_call() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        assert!(peer.receive().is_none(), "nothing is sent");
+    });
+    let client = agent.connect();
+    let too_many = vec![key(1); local::KEYS_PER_CALL_MAX + 1];
+    let error = client.match_keys(&too_many, Scope::Local).expect_err("refused");
+    assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
+    let error = client.load(&LoadRequest::new(vec![])).expect_err("refused");
+    assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
+    assert_eq!(client.match_keys(&[], Scope::Local).expect("nothing to ask"), []);
+    drop(client);
+    agent.join();
+}
