@@ -21,6 +21,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::device::FileAccess;
 use crate::error::{IoError, IoErrorKind};
 use crate::op::IO_ALIGN;
 
@@ -47,6 +48,8 @@ pub struct SimulatedSettings {
     pub seed: u64,
     /// Operations in flight at once.
     pub capacity: usize,
+    /// What may be done with it.
+    pub access: FileAccess,
     /// How long operations take.
     pub latency: SimulatedLatency,
     /// One of this many transfers moves only a part at first and takes another latency for the rest.
@@ -89,6 +92,7 @@ impl Default for SimulatedSettings {
         SimulatedSettings {
             seed: 0,
             capacity: 64,
+            access: FileAccess::ReadWrite,
             latency: SimulatedLatency {
                 read: micros(60..400),
                 write: micros(20..300),

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::Span;
 
-use crate::device::FileAccess;
 use crate::error::{IoError, IoErrorKind};
 use crate::op::{Bounds, Completion, IO_ALIGN, Op, Submission};
 use crate::simulated::crash::{CrashMode, UnsyncedWrite, survive, tear};
@@ -83,7 +82,7 @@ impl State {
     }
 
     pub(crate) fn bounds(&self) -> Bounds {
-        Bounds { size: self.seen.bytes(), access: FileAccess::ReadWrite }
+        Bounds { size: self.seen.bytes(), access: self.settings.access }
     }
 
     pub(crate) fn now(&self) -> Duration {

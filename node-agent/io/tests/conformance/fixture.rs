@@ -1,0 +1,246 @@
+//! A device for each engine, of the same size, with ways to look behind the engine's back.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, Span};
+use reprise_io::simulated::{CrashMode, Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
+use reprise_io::{
+    Completion, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IoEngine,
+    Missing, Op, Submission, Token, Wait, open_engine,
+};
+use tempfile::TempDir;
+
+/// Bytes of the device under test.
+pub(crate) const DEVICE_BYTES: u64 = 16 << 20;
+
+/// Operations in flight at once.
+pub(crate) const CAPACITY: usize = 16;
+
+/// Longer than anything here takes: a test that waits this long has failed.
+pub(crate) const FOREVER: Duration = Duration::from_secs(60);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    IoUring,
+    Plain,
+    Simulated,
+}
+
+pub(crate) struct Fixture {
+    kind: Kind,
+    directory: TempDir,
+    simulated: SimulatedDevice,
+    arena: Arena,
+}
+
+impl Fixture {
+    pub(crate) fn new(kind: Kind) -> Fixture {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let config = ArenaConfig { bytes: 8 << 20, region_bytes: 4 << 20, huge: HugePolicy::Prefer };
+        let arena = Arena::new(&config).expect("8 MiB");
+        let simulated = simulated(Image::new(DEVICE_BYTES), FileAccess::ReadWrite);
+        let fixture = Fixture { kind, directory, simulated, arena };
+        let mut file =
+            DeviceFile::open(&fixture.path(), FileAccess::ReadWrite, Missing::Create).expect("a file");
+        file.preallocate(DEVICE_BYTES).expect("16 MiB of space");
+        fixture
+    }
+
+    pub(crate) fn open(&self) -> Box<dyn IoEngine> {
+        match self.kind {
+            Kind::Simulated => Box::new(self.simulated.open_engine().expect("a free device")),
+            _ => self.open_file(&self.path(), FileAccess::ReadWrite),
+        }
+    }
+
+    pub(crate) fn open_read_only(&self) -> Box<dyn IoEngine> {
+        match self.kind {
+            Kind::Simulated => {
+                let device = simulated(self.simulated.image(), FileAccess::ReadOnly);
+                Box::new(device.open_engine().expect("a free device"))
+            }
+            _ => self.open_file(&self.path(), FileAccess::ReadOnly),
+        }
+    }
+
+    /// An engine on a device whose second half has no space behind it.
+    pub(crate) fn open_half_full(&self) -> Box<dyn IoEngine> {
+        match self.kind {
+            Kind::Simulated => {
+                self.simulated.inject(Fault::at(FaultKind::Full, DEVICE_BYTES / 2..DEVICE_BYTES));
+                self.open()
+            }
+            _ => self.open_file(&sparse_file_on_small_tmpfs(&self.directory), FileAccess::ReadWrite),
+        }
+    }
+
+    /// Cuts the device behind the engine's back.
+    pub(crate) fn truncate(&self, bytes: u64) {
+        match self.kind {
+            Kind::Simulated => self.simulated.truncate(bytes),
+            _ => self.raw_file().set_len(bytes).expect("a truncated file"),
+        }
+    }
+
+    /// What another process would find, or what survives the worst power loss of a simulated device; ends
+    /// the latter.
+    pub(crate) fn durable(&self, offset: u64, bytes: usize) -> Vec<u8> {
+        let mut found = vec![0; bytes];
+        match self.kind {
+            Kind::Simulated => self.simulated.crash(CrashMode::UnsyncedDropped).read(offset, &mut found),
+            _ => self.raw_file().read_exact_at(&mut found, offset).expect("readable"),
+        }
+        found
+    }
+
+    /// What is on the device as far as anybody who reads it can tell.
+    pub(crate) fn seen(&self, offset: u64, bytes: usize) -> Vec<u8> {
+        let mut found = vec![0; bytes];
+        match self.kind {
+            Kind::Simulated => self.simulated.image().read(offset, &mut found),
+            _ => self.raw_file().read_exact_at(&mut found, offset).expect("readable"),
+        }
+        found
+    }
+
+    /// Registered memory: `bytes` from `offset` of the arena's first region.
+    pub(crate) fn registered(&self, offset: usize, bytes: usize) -> Span {
+        self.arena.span(0, offset as u64, bytes as u64).expect("inside the region")
+    }
+
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    fn open_file(&self, path: &Path, access: FileAccess) -> Box<dyn IoEngine> {
+        let file = DeviceFile::open(path, access, Missing::Fail).expect("the file of the fixture");
+        let (choice, kind) = match self.kind {
+            Kind::IoUring => (EngineChoice::IoUring, EngineKind::IoUring),
+            _ => (EngineChoice::Plain, EngineKind::Plain),
+        };
+        let regions = self.arena.regions().to_vec();
+        let settings = EngineSettings { queue_depth: CAPACITY as u32, engine: choice, regions };
+        let engine = open_engine(file, &settings)
+            .unwrap_or_else(|error| panic!("this machine cannot run the suite for {kind}: {error}"));
+        assert_eq!(engine.kind(), kind);
+        engine
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.path().join("device")
+    }
+
+    fn raw_file(&self) -> File {
+        File::options().read(true).write(true).open(self.path()).expect("the file of the fixture")
+    }
+}
+
+fn simulated(image: Image, access: FileAccess) -> SimulatedDevice {
+    let settings = SimulatedSettings { seed: 7, capacity: CAPACITY, access, ..SimulatedSettings::default() };
+    SimulatedDevice::new(image, settings).expect("sane settings")
+}
+
+/// A file as large as the device on a file system of half its size, seen by this thread only.
+fn sparse_file_on_small_tmpfs(directory: &TempDir) -> PathBuf {
+    let point = directory.path().join("small");
+    std::fs::create_dir(&point).expect("a directory");
+    mount_private_tmpfs(&point, DEVICE_BYTES / 2 + (64 << 10));
+    let path = point.join("device");
+    File::create(&path).expect("a file").set_len(DEVICE_BYTES).expect("a sparse file");
+    path
+}
+
+fn mount_private_tmpfs(point: &Path, bytes: u64) {
+    use std::ffi::CString;
+    use std::io::Error;
+    use std::os::unix::ffi::OsStrExt;
+    let text = |bytes: &[u8]| CString::new(bytes).expect("no zero in it");
+    let (point, options) = (text(point.as_os_str().as_bytes()), text(format!("size={bytes}").as_bytes()));
+    let (tmpfs, none) = (c"tmpfs".as_ptr(), std::ptr::null());
+    // SAFETY: unshare(2) takes flags; a thread may have a mount namespace of its own.
+    let unshared = unsafe { libc::unshare(libc::CLONE_NEWNS) };
+    assert_eq!(
+        unshared,
+        0,
+        "cannot test a full file system here: it needs CAP_SYS_ADMIN: {}",
+        Error::last_os_error()
+    );
+    let (root, private) = (c"/".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
+    // SAFETY: C strings that live on; mount(2) ignores source, type and data when it changes propagation.
+    let made_private = unsafe { libc::mount(none, root, none, private, none.cast()) };
+    assert_eq!(made_private, 0, "{}", Error::last_os_error());
+    // SAFETY: C strings that live on (mount(2)).
+    let mounted = unsafe { libc::mount(tmpfs, point.as_ptr(), tmpfs, 0, options.as_ptr().cast()) };
+    assert_eq!(mounted, 0, "{}", Error::last_os_error());
+}
+
+/// Bytes that depend on seed and position, so that a block in a wrong place is seen.
+pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut value = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        value ^= value << 13;
+        value ^= value >> 7;
+        value ^= value << 17;
+        value.to_le_bytes()
+    };
+    (0..bytes / 8).flat_map(|_| next()).collect()
+}
+
+pub(crate) fn page(seed: u64) -> Vec<u8> {
+    pattern(seed, IO_ALIGN)
+}
+
+/// A page buffer that holds `data`.
+pub(crate) fn buffer(data: &[u8]) -> PageBuffer {
+    let mut buffer = PageBuffer::new(data.len()).expect("whole pages");
+    buffer.copy_from_slice(data);
+    buffer
+}
+
+pub(crate) fn bytes_of(span: &Span) -> Vec<u8> {
+    let mut bytes = vec![0; span.len()];
+    span.copy_out(&mut bytes);
+    bytes
+}
+
+pub(crate) fn read(token: u64, offset: u64, into: Vec<Span>) -> Submission {
+    Submission { token: Token(token), op: Op::Read { offset, into } }
+}
+
+pub(crate) fn write(token: u64, offset: u64, from: Vec<Span>) -> Submission {
+    Submission { token: Token(token), op: Op::Write { offset, from } }
+}
+
+pub(crate) fn sync(token: u64) -> Submission {
+    Submission { token: Token(token), op: Op::Sync }
+}
+
+/// Submits, which must be accepted.
+pub(crate) fn submit(engine: &mut dyn IoEngine, submission: Submission) {
+    engine.submit(submission).expect("there is room");
+}
+
+/// Waits until nothing is in flight.
+pub(crate) fn finish(engine: &mut dyn IoEngine) -> Vec<Completion> {
+    let start = std::time::Instant::now();
+    let mut done = Vec::new();
+    while engine.in_flight() > 0 {
+        engine.reap(Wait::Until(FOREVER), &mut done).expect("a working engine");
+        assert!(start.elapsed() < FOREVER, "{} operations never complete", engine.in_flight());
+    }
+    done
+}
+
+/// Runs one operation, which must succeed.
+pub(crate) fn run(engine: &mut dyn IoEngine, submission: Submission) {
+    let token = submission.token;
+    submit(engine, submission);
+    let done = finish(engine);
+    assert_eq!(done.iter().map(|completion| completion.token).collect::<Vec<_>>(), [token]);
+    if let Err(error) = &done[0].result {
+        panic!("{error}");
+    }
+}

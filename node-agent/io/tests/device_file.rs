@@ -1,0 +1,227 @@
+//! Opening, locking and sizing the file under an engine.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use reprise_buffers::PageBuffer;
+use reprise_io::{
+    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IoErrorKind, Missing, Op, Preallocated,
+    Submission, Token, Wait, open_engine,
+};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+/// Set for the process that `a_killed_process_releases_the_lock` starts: the path that it shall write to.
+const CHILD_PATH: &str = "REPRISE_IO_TEST_CHILD_PATH";
+
+fn directory() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
+}
+
+fn create(path: &Path) -> DeviceFile {
+    DeviceFile::open(path, FileAccess::ReadWrite, Missing::Create).expect("a new file")
+}
+
+fn open_error(path: &Path, access: FileAccess) -> reprise_io::IoError {
+    DeviceFile::open(path, access, Missing::Fail).expect_err("it must be refused")
+}
+
+#[test]
+fn a_new_file_is_empty_private_and_direct() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let file = create(&path);
+    assert_eq!((file.size(), file.is_block_device(), file.path()), (0, false, path.as_path()));
+    assert_eq!(file.caching(), Caching::Direct, "the file system of the target directory lacks O_DIRECT");
+    assert_eq!(std::fs::metadata(&path).expect("it exists").mode() & 0o777, 0o600);
+}
+
+#[test]
+fn preallocation_reserves_space_without_writing_and_never_shrinks() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let mut file = create(&path);
+    assert_eq!(file.preallocate(8 * MIB).expect("space"), Preallocated::Reserved);
+    assert_eq!(file.size(), 8 * MIB);
+    let found = std::fs::metadata(&path).expect("it exists");
+    assert!(found.len() == 8 * MIB && found.blocks() * 512 >= 8 * MIB);
+    assert_eq!(file.preallocate(MIB).expect("space"), Preallocated::Reserved);
+    assert_eq!(file.size(), 8 * MIB);
+}
+
+#[test]
+fn more_than_the_file_system_has_is_no_space_with_words_and_changes_nothing() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let mut file = create(&path);
+    file.preallocate(MIB).expect("space");
+    let error = file.preallocate(1 << 60).expect_err("an exbibyte");
+    assert_eq!(error.kind(), IoErrorKind::NoSpace);
+    assert!(error.to_string().contains("configure a smaller pool"), "{error}");
+    assert_eq!((file.size(), std::fs::metadata(&path).expect("it exists").len()), (MIB, MIB));
+}
+
+#[test]
+fn a_second_opening_is_in_use_until_the_first_is_dropped() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let first = create(&path);
+    for access in [FileAccess::ReadWrite, FileAccess::ReadOnly] {
+        let error = open_error(&path, access);
+        assert_eq!(error.kind(), IoErrorKind::InUse);
+        assert!(error.to_string().contains("two agents cannot share a pool"), "{error}");
+    }
+    drop(first);
+    create(&path);
+}
+
+#[test]
+fn readers_share() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    drop(create(&path));
+    let read = || DeviceFile::open(&path, FileAccess::ReadOnly, Missing::Fail).expect("shared");
+    let _both = (read(), read());
+    assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
+}
+
+#[test]
+fn the_lock_goes_with_the_engine() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
+        let mut file = create(&path);
+        file.preallocate(MIB).expect("space");
+        let opened =
+            open_engine(file, &EngineSettings { engine, ..EngineSettings::default() }).expect("an engine");
+        assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
+        drop(opened);
+        create(&path);
+    }
+}
+
+#[test]
+fn a_killed_process_releases_the_lock() {
+    if let Some(path) = std::env::var_os(CHILD_PATH) {
+        return write_until_killed(&PathBuf::from(path));
+    }
+    let directory = directory();
+    let path = directory.path().join("pool");
+    create(&path).preallocate(64 * MIB).expect("space");
+    for round in 0..5 {
+        let mut child = Command::new(std::env::current_exe().expect("this test"))
+            .args(["--exact", "a_killed_process_releases_the_lock", "--nocapture"])
+            .env(CHILD_PATH, &path)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("a child");
+        // The child says a byte on stderr when its writes are under way.
+        let mut stderr = child.stderr.take().expect("piped");
+        std::io::Read::read_exact(&mut stderr, &mut [0]).expect("the child works");
+        if round == 0 {
+            assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
+        }
+        child.kill().expect("alive");
+        child.wait().expect("dead");
+        create(&path);
+    }
+}
+
+/// Keeps writes in flight for ever.
+fn write_until_killed(path: &Path) {
+    let mut engine = open_engine(create(path), &EngineSettings::default()).expect("an engine");
+    let mut idle: Vec<PageBuffer> = (0..16).map(|_| PageBuffer::new(2 << 20).expect("whole pages")).collect();
+    for (index, buffer) in (0..).zip(&mut idle) {
+        let op = Op::Write { offset: index * 2 * MIB, from: vec![buffer.span()] };
+        engine.submit(Submission { token: Token(index), op }).expect("there is room");
+    }
+    let mut done = Vec::new();
+    for round in 0u64.. {
+        engine.reap(Wait::Until(Duration::from_secs(10)), &mut done).expect("a working engine");
+        for completion in done.drain(..) {
+            let (token, op) = (completion.token, completion.op);
+            engine.submit(Submission { token, op }).expect("one has just ended");
+        }
+        if round == 8 {
+            std::io::Write::write_all(&mut std::io::stderr(), b"w").expect("the parent listens");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_file_is_refused_with_words() {
+    let directory = directory();
+    let error = open_error(directory.path(), FileAccess::ReadWrite);
+    assert_eq!(error.kind(), IoErrorKind::Unavailable);
+    assert!(error.to_string().contains("give a file or a block device"), "{error}");
+    assert_eq!(open_error(Path::new("/dev/null"), FileAccess::ReadWrite).kind(), IoErrorKind::Unavailable);
+    let missing = directory.path().join("missing");
+    assert_eq!(open_error(&missing, FileAccess::ReadWrite).kind(), IoErrorKind::Unavailable);
+}
+
+#[test]
+fn a_queue_depth_outside_its_range_is_refused() {
+    let directory = directory();
+    for queue_depth in [0, reprise_io::QUEUE_DEPTH_MAX + 1] {
+        let file = create(&directory.path().join("pool"));
+        let settings = EngineSettings { queue_depth, ..EngineSettings::default() };
+        let error = open_engine(file, &settings).err().expect("refused");
+        assert_eq!(error.kind(), IoErrorKind::Invalid);
+    }
+}
+
+/// Runs `test` with a tmpfs of 1 MiB, mounted with these flags, that only its thread sees. Panics without CAP_SYS_ADMIN:
+/// such a run has not tested this.
+fn with_tmpfs(remount: libc::c_ulong, test: impl FnOnce(&Path) + Send) {
+    let directory = directory();
+    let point = directory.path();
+    let c_point = CString::new(point.as_os_str().as_bytes()).expect("no zero in it");
+    let mount = |source: &std::ffi::CStr, target: &std::ffi::CStr, flags: libc::c_ulong| {
+        let (source, kind, options) = (source.as_ptr(), c"tmpfs".as_ptr(), c"size=1m".as_ptr().cast());
+        // SAFETY: C strings that outlive the call (mount(2)).
+        let result = unsafe { libc::mount(source, target.as_ptr(), kind, flags, options) };
+        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    };
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: unshare(2) takes flags; a thread may have a mount namespace of its own.
+            let unshared = unsafe { libc::unshare(libc::CLONE_NEWNS) };
+            assert_eq!(unshared, 0, "NOT TESTED: needs CAP_SYS_ADMIN: {}", std::io::Error::last_os_error());
+            mount(c"none", c"/", libc::MS_REC | libc::MS_PRIVATE);
+            mount(c"tmpfs", &c_point, 0);
+            File::create(point.join("existing")).expect("a file");
+            mount(c"tmpfs", &c_point, libc::MS_REMOUNT | remount);
+            test(point);
+        });
+        thread.join().expect("the test holds");
+    });
+}
+
+#[test]
+fn a_full_file_system_refuses_the_pool_with_what_it_has_left() {
+    with_tmpfs(0, |point| {
+        let mut file = create(&point.join("pool"));
+        let error = file.preallocate(2 * MIB).expect_err("twice what there is");
+        assert_eq!(error.kind(), IoErrorKind::NoSpace);
+        assert_eq!(file.size(), 0);
+        file.preallocate(MIB / 2).expect("half of it");
+    });
+}
+
+#[test]
+fn a_read_only_file_system_is_unavailable_for_writing_and_readable() {
+    with_tmpfs(libc::MS_RDONLY, |point| {
+        let existing = point.join("existing");
+        assert_eq!(open_error(&existing, FileAccess::ReadWrite).kind(), IoErrorKind::Unavailable);
+        let created = DeviceFile::open(&point.join("new"), FileAccess::ReadWrite, Missing::Create);
+        assert_eq!(created.expect_err("read-only").kind(), IoErrorKind::Unavailable);
+        DeviceFile::open(&existing, FileAccess::ReadOnly, Missing::Fail).expect("readable");
+    });
+}
