@@ -156,7 +156,7 @@ pub(crate) enum DirectoryError {
 pub(crate) struct DirectoryClient {
     shared: Arc<Shared>,
     /// Every thread holds the sending half and drops it as it ends.
-    ended: Receiver<()>,
+    ended: Mutex<Receiver<()>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -229,7 +229,7 @@ impl DirectoryClient {
         }
         let link = shared.clone();
         threads.push(spawn("directory", alive, move |runtime| link::run(&runtime, &link, endpoint))?);
-        Ok(DirectoryClient { shared, ended, threads: Mutex::new(threads) })
+        Ok(DirectoryClient { shared, ended: Mutex::new(ended), threads: Mutex::new(threads) })
     }
 
     /// Tells the directory what changed here, in order. See the module for when changes are superseded.
@@ -276,7 +276,8 @@ impl DirectoryClient {
             return;
         }
         // Nothing is ever sent: the channel disconnects when the last thread has ended.
-        if self.ended.recv_timeout(SHUTDOWN_WAIT) == Err(RecvTimeoutError::Timeout) {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        if ended.recv_timeout(SHUTDOWN_WAIT) == Err(RecvTimeoutError::Timeout) {
             tracing::warn!("control plane client did not end in time; its threads end with the process");
             return;
         }
