@@ -6,6 +6,7 @@
 //!
 //! Deliberately absent: bytes of blocks (the runtime moves them), sockets, files, metrics libraries.
 
+pub mod agent;
 pub mod effect;
 pub mod event;
 pub mod pool;

@@ -1,0 +1,312 @@
+//! The decision core of a node agent.
+//!
+//! ```text
+//!  engines ─ Request ─▶ ┌───────────────────────────────┐ ─ Reply, Durable, Progress ─▶ engines
+//!  devices ─ DeviceDone, Fill ─▶   AgentCore::apply     │ ─ Device, ReadBlocks ───────▶ devices
+//!  peers ── PeerRequest, Fill ─▶   index, arena, loads, │ ─ PeerFetch, Serve… ────────▶ peers
+//!  directory ─ Found ─▶ │  write-back, eviction, serves │ ─ Lookup, Announce ─────────▶ directory
+//!                       └───────────────────────────────┘
+//! ```
+//!
+//! One event at a time, no locks; whatever takes time is an effect whose end is an event. Time is the `now` of each
+//! call; [`AgentCore::next_deadline`] says when `Event::Tick` is wanted.
+//!
+//! Invariants, checked by [`AgentCore::audit`]: a slot of the arena is in one state at a time; it is freed only when
+//! no reader, engine, device or transport has it; bytes never exceed the regions given; every load is answered
+//! by its deadline; a block is in the index exactly when it is in DRAM, on its way there, or on a device.
+//!
+//! Memory of a block (without checksums, 4 bytes an object in DRAM): index entry 36 and 5–11 in the table, order of
+//! NVMe eviction 9, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
+//! region, order of DRAM eviction 9.
+//!
+//! Deliberately absent: bytes, sockets, clocks, quotas of tenants, prefetch, a cold tier.
+
+use std::collections::BTreeMap;
+
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, Layout, SessionId, TenantId, Tick, Tier};
+
+use crate::effect::{Change, Effect, RegionId, ReplicaChange, Reply, ServeId};
+use crate::event::{Event, Priority, Request, RequestId};
+use crate::pool::{DevicePool, StoredBlock};
+
+mod arena;
+mod audit;
+mod counters;
+mod devices;
+mod evict;
+mod fills;
+mod frames;
+mod index;
+pub mod limits;
+mod loads;
+mod lookups;
+mod peers;
+mod placing;
+mod progress;
+mod save;
+mod serves;
+mod sessions;
+mod settings;
+mod shapes;
+mod slab;
+mod tickets;
+mod timers;
+mod writeback;
+
+pub use counters::Counters;
+pub use settings::Settings;
+
+use arena::Arena;
+use devices::Devices;
+use fills::Fill;
+use frames::Frames;
+use index::{Dram, Index};
+use loads::Load;
+use lookups::Lookup;
+use peers::Peers;
+use serves::Serve;
+use sessions::{Reservation, Session};
+use shapes::{ShapeId, Shapes};
+use slab::{Slab, SlabId};
+use tickets::TicketState;
+use timers::{Timer, Timers};
+use writeback::WriteBack;
+
+/// The core of a node agent; see the module.
+#[derive(Debug)]
+pub struct AgentCore {
+    settings: Settings,
+    now: Tick,
+    /// Effects of the event being applied.
+    out: Vec<Effect>,
+    /// Replica changes of the event being applied.
+    changes: Vec<ReplicaChange>,
+    shapes: Shapes,
+    arena: Arena,
+    frames: Frames,
+    index: Index,
+    devices: Devices,
+    writeback: WriteBack,
+    sessions: BTreeMap<SessionId, Session>,
+    reservations: Slab<Reservation>,
+    reserved_bytes: u64,
+    /// Blocks readable in DRAM.
+    resident_blocks: u64,
+    tickets: Slab<TicketState>,
+    loads: Slab<Load>,
+    lookups: Slab<Lookup>,
+    fills: Slab<Fill>,
+    /// Fetches begun so far.
+    fetches: u64,
+    peers: Peers,
+    serves: BTreeMap<ServeId, Serve>,
+    timers: Timers,
+    counters: Counters,
+}
+
+impl AgentCore {
+    /// A core over these devices (in the order of their ids) with the blocks that recovery found on them, and these
+    /// regions with their bytes. Returns effects to execute first: they make durable what recovery decided.
+    ///
+    /// Recovered blocks are not announced here: the control plane asks for the inventory when the node registers.
+    pub fn new(
+        settings: Settings,
+        pools: Vec<(DevicePool, Vec<StoredBlock>)>,
+        regions: &[(RegionId, u64)],
+    ) -> (AgentCore, Vec<Effect>) {
+        let (pools, stored): (Vec<_>, Vec<_>) = pools.into_iter().unzip();
+        let mut core = AgentCore {
+            now: Tick(0),
+            out: Vec::new(),
+            changes: Vec::new(),
+            shapes: Shapes::default(),
+            arena: Arena::new(regions, settings.eviction),
+            frames: Frames::default(),
+            index: Index::new(),
+            devices: Devices::new(pools, settings.eviction),
+            writeback: WriteBack::new(),
+            sessions: BTreeMap::new(),
+            reservations: Slab::new(),
+            reserved_bytes: 0,
+            resident_blocks: 0,
+            tickets: Slab::new(),
+            loads: Slab::new(),
+            lookups: Slab::new(),
+            fills: Slab::new(),
+            fetches: 0,
+            peers: Peers::default(),
+            serves: BTreeMap::new(),
+            timers: Timers::default(),
+            counters: Counters::default(),
+            settings,
+        };
+        for (device, blocks) in core.devices.ids().zip(stored) {
+            core.adopt_stored(device, blocks);
+        }
+        core.start_devices();
+        core.keep_pool_free();
+        core.changes.clear();
+        core.update_gauges();
+        let effects = std::mem::take(&mut core.out);
+        (core, effects)
+    }
+
+    /// Applies one event at an instant; appends what is to be done. Instants must not go back (an earlier one counts
+    /// as the latest).
+    pub fn apply(&mut self, now: Tick, event: Event, effects: &mut Vec<Effect>) {
+        self.now = self.now.max(now);
+        std::mem::swap(&mut self.out, effects);
+        self.dispatch(event);
+        self.fire_timers();
+        self.write_back();
+        self.keep_pool_free();
+        self.announce_changes();
+        self.update_gauges();
+        std::mem::swap(&mut self.out, effects);
+    }
+
+    /// When `Event::Tick` is wanted if nothing happens before; `None` when time alone changes nothing.
+    pub fn next_deadline(&self) -> Option<Tick> {
+        [self.timers.next(), self.writeback_deadline()].into_iter().flatten().min()
+    }
+
+    /// Counters, and gauges as of the last event.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    fn dispatch(&mut self, event: Event) {
+        match event {
+            Event::SessionOpened(opened) => self.open_session(&opened),
+            Event::SessionClosed { session } => self.close_session(session),
+            Event::Request { session, request, body } => self.request(session, request, body),
+            Event::DeviceDone { device, token, result } => self.device_done(device, token, result),
+            Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
+            Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
+            Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
+            Event::PeerRequest(request) => self.serve(&request),
+            Event::ServeDone { serve, block } => self.serve_done(serve, block),
+            Event::ServeAborted { serve } => self.serve_aborted(serve),
+            Event::InventoryWanted => self.announce_all(),
+            Event::Tick => {}
+        }
+    }
+
+    fn request(&mut self, session: SessionId, request: RequestId, body: Request) {
+        if !self.sessions.contains_key(&session) {
+            let message =
+                "this session is not open: the agent has as many sessions or layouts as it can hold";
+            let retry_after = self.settings.load_deadline_default;
+            let reply = Reply::Busy { message: message.to_owned(), retry_after };
+            return self.reply(session, request, reply);
+        }
+        match body {
+            Request::Reserve { count } => self.reserve(session, request, count),
+            Request::Commit { items, priority } => self.commit(session, request, items, priority),
+            Request::Abort { leases } => self.abort(session, request, &leases),
+            Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
+            Request::Load(wanted) => self.load(session, request, wanted),
+            Request::Release { load } => self.release(session, request, load),
+            Request::Trim => {
+                let blocks = self.trim();
+                self.reply(session, request, Reply::Trimmed { blocks });
+            }
+            Request::Stats => {
+                self.update_gauges();
+                let stats = self.counters.fields().collect();
+                self.reply(session, request, Reply::Stats(stats));
+            }
+        }
+    }
+
+    fn fire_timers(&mut self) {
+        while let Some(timer) = self.timers.pop_due(self.now) {
+            match timer {
+                Timer::Load(load) => self.expire_load(load),
+                Timer::Lookup(lookup) => self.lookup_failed(lookup),
+                Timer::Serve(serve) => self.expire_serve(serve),
+            }
+        }
+    }
+
+    fn emit(&mut self, effect: Effect) {
+        self.out.push(effect);
+    }
+
+    /// The number of a tenant's layout, if there is room for it.
+    fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<ShapeId> {
+        self.shapes.intern(tenant, layout, &mut self.arena)
+    }
+
+    /// Adds a block to the index; the caller says where it is.
+    fn insert_entry(&mut self, key: BlockKey, shape: ShapeId, priority: Priority) -> EntryIndex {
+        self.shapes.hold(shape);
+        self.index.insert(key, shape, priority)
+    }
+
+    /// Notes a change for the directory.
+    fn replica_changed(&mut self, entry: EntryIndex, tier: Tier, change: Change) {
+        let key = self.index.entry(entry).key();
+        self.changes.push(ReplicaChange { key, tier, change });
+    }
+
+    fn announce_changes(&mut self) {
+        if !self.changes.is_empty() {
+            self.counters.announced_changes += self.changes.len() as u64;
+            let changes = std::mem::take(&mut self.changes);
+            self.emit(Effect::Announce { changes });
+        }
+    }
+
+    /// Tells the directory everything.
+    fn announce_all(&mut self) {
+        self.announce_changes();
+        let mut replicas = Vec::with_capacity((self.resident_blocks + self.index.stored_blocks()) as usize);
+        for (_, entry) in self.index.iter() {
+            if matches!(entry.dram(), Dram::Resident(_)) {
+                replicas.push((entry.key(), Tier::Dram));
+            }
+            if entry.stored().is_some() {
+                replicas.push((entry.key(), Tier::Nvme));
+            }
+        }
+        self.emit(Effect::AnnounceAll { replicas });
+    }
+
+    fn update_gauges(&mut self) {
+        let pool = self.devices.usage();
+        let counters = &mut self.counters;
+        counters.sessions = self.sessions.len() as u64;
+        counters.loads_held = self.loads.len() as u64;
+        counters.fills_in_flight = self.fills.len() as u64;
+        counters.serves_in_flight = self.serves.len() as u64;
+        counters.arena_bytes = self.arena.bytes();
+        counters.arena_used_bytes = self.arena.used_bytes();
+        counters.arena_free_bytes = self.arena.bytes() - self.arena.used_bytes();
+        counters.reserved_bytes = self.reserved_bytes;
+        counters.unsaved_bytes = self.writeback.unsaved_bytes();
+        counters.unsaved_blocks = self.writeback.unsaved.len() as u64;
+        counters.read_leases = self.frames.read_leases();
+        counters.dram_blocks = self.resident_blocks;
+        counters.nvme_blocks = self.index.stored_blocks();
+        counters.pool_capacity_bytes = pool.capacity_bytes;
+        counters.pool_used_bytes = pool.slot_bytes_used;
+        counters.pool_free_bytes = pool.slot_bytes_free;
+        counters.pool_pending_free_bytes = pool.pending_frees_bytes;
+        counters.pool_quarantined_slots = pool.slots_quarantined;
+        counters.journal_used_bytes = pool.journal_bytes_used;
+        counters.journal_capacity_bytes = pool.journal_bytes_capacity;
+        counters.journal_checkpoints = pool.checkpoints;
+        counters.journal_records = pool.journal_records;
+    }
+}
+
+/// The priority of an eviction class that was read from a journal.
+fn priority_of_class(class: u8) -> Priority {
+    match class {
+        0 => Priority::Low,
+        1 => Priority::Normal,
+        _ => Priority::High,
+    }
+}

@@ -1,0 +1,257 @@
+//! What must hold between events, checked the slow way; for tests.
+
+use std::collections::BTreeMap;
+
+use super::AgentCore;
+use super::fills::{Origin, Waiter};
+use super::frames::{FrameIndex, FrameState};
+use super::index::Dram;
+use super::loads::{LoadBlock, Stage};
+use super::serves::ServeBlock;
+use super::slab::SlabId;
+
+/// Returns an error from the calling function when a condition does not hold.
+macro_rules! ensure {
+    ($condition:expr, $($text:tt)*) => {
+        if !$condition {
+            return Err(format!($($text)*));
+        }
+    };
+}
+
+impl AgentCore {
+    /// Checks every invariant of the core. Costs time proportional to everything there is.
+    ///
+    /// # Errors
+    /// Says which invariant does not hold, and where.
+    pub fn audit(&self) -> Result<(), String> {
+        self.arena.audit()?;
+        self.audit_frames()?;
+        self.audit_index()?;
+        self.audit_leases()?;
+        self.audit_waiters()?;
+        self.audit_sessions()?;
+        self.audit_writeback()
+    }
+
+    fn audit_frames(&self) -> Result<(), String> {
+        let (mut slots, mut reserved, mut evictable) = (BTreeMap::new(), 0, 0);
+        for (index, frame) in self.frames.iter() {
+            let slot = self.arena.slot(frame.place);
+            ensure!(slots.insert((slot.region, slot.offset), index).is_none(), "{slot:?} is in two frames");
+            let entry = frame.entry();
+            let findable = entry.is_some_and(|entry| match self.index.entry(entry).dram() {
+                Dram::Absent => false,
+                Dram::Filling(by) => by == index && matches!(frame.state, FrameState::Filling(_)),
+                Dram::Resident(by) => {
+                    by == index && matches!(frame.state, FrameState::Clean | FrameState::Unsaved(_))
+                }
+            });
+            match frame.state {
+                FrameState::Vacant => {}
+                FrameState::Reserved => {
+                    reserved += slot.bytes;
+                    ensure!(entry.is_none() && frame.leases == 0, "{slot:?} is reserved and readable");
+                }
+                FrameState::Filling(fill) => {
+                    let fill = self.fills.at(fill).ok_or(format!("{slot:?}: no such fill"))?;
+                    ensure!(fill.frame == index, "{slot:?} and its fill disagree");
+                    ensure!(entry.is_none() || findable, "{slot:?}: its entry does not know of the fill");
+                }
+                FrameState::Unsaved(record) => {
+                    let record = self.writeback.unsaved.at(record).ok_or(format!("{slot:?}: no record"))?;
+                    ensure!(record.frame == index && findable, "{slot:?} is unsaved, but not findable");
+                }
+                FrameState::Clean => {
+                    evictable += usize::from(frame.leases == 0);
+                    ensure!(findable && !frame.checksums.is_empty(), "{slot:?} is clean, but not findable");
+                }
+                FrameState::Orphan => {
+                    ensure!(entry.is_none() && frame.leases > 0, "{slot:?} is an orphan nobody reads");
+                }
+            }
+        }
+        let bytes: u64 = self.frames.iter().map(|(_, frame)| self.arena.slot(frame.place).bytes).sum();
+        ensure!(
+            bytes == self.arena.used_bytes(),
+            "{bytes} bytes in frames, {} in use",
+            self.arena.used_bytes()
+        );
+        ensure!(
+            reserved == self.reserved_bytes,
+            "{reserved} bytes reserved, {} counted",
+            self.reserved_bytes
+        );
+        let listed = self.arena.evictable();
+        ensure!(evictable == listed, "{evictable} evictable frames, {listed} in the policies");
+        Ok(())
+    }
+
+    fn audit_index(&self) -> Result<(), String> {
+        let (mut stored, mut being_read, mut resident) = (0, 0, 0);
+        let mut places = BTreeMap::new();
+        for (index, entry) in self.index.iter() {
+            let key = entry.key();
+            ensure!(self.index.find(&key) == Some(index), "{key} is not found by its key");
+            match entry.dram() {
+                Dram::Absent => ensure!(entry.stored().is_some(), "{key} is nowhere"),
+                Dram::Filling(frame) | Dram::Resident(frame) => {
+                    let known = self.frames.get(frame).entry() == Some(index);
+                    ensure!(known, "{key}: its frame belongs to another block");
+                }
+            }
+            resident += u64::from(matches!(entry.dram(), Dram::Resident(_)));
+            if let Some(at) = entry.stored() {
+                stored += 1;
+                being_read += usize::from(matches!(entry.dram(), Dram::Filling(_)));
+                ensure!(self.devices.is_usable(at.device), "{key} is on a lost device");
+                ensure!(places.insert((at.device, at.page), key).is_none(), "{key} shares its pool slot");
+            }
+        }
+        ensure!(stored == self.index.stored_blocks(), "{stored} stored blocks, not as counted");
+        ensure!(resident == self.resident_blocks, "{resident} resident blocks, not as counted");
+        let evictable = self.devices.evictable();
+        ensure!(
+            evictable + being_read == stored as usize,
+            "{stored} stored blocks, {being_read} being read, {evictable} evictable"
+        );
+        Ok(())
+    }
+
+    /// Every lease has a holder that is a load's block or a serve's.
+    fn audit_leases(&self) -> Result<(), String> {
+        let mut held: BTreeMap<FrameIndex, u32> = BTreeMap::new();
+        let of_fill = |fill: u32| self.fills.at(fill).map(|fill| fill.frame).ok_or("no such fill".to_owned());
+        for (_, load) in self.loads.iter() {
+            for block in &load.blocks {
+                let frame = match *block {
+                    LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => frame,
+                    LoadBlock::Waiting { fill } => of_fill(fill)?,
+                    LoadBlock::Unplaced | LoadBlock::Lost(_) => continue,
+                };
+                *held.entry(frame).or_default() += 1;
+            }
+        }
+        for block in self.serves.values().flat_map(|serve| &serve.blocks) {
+            let frame = match *block {
+                ServeBlock::Ended => continue,
+                ServeBlock::Sending { frame } => frame,
+                ServeBlock::Waiting { fill, .. } => of_fill(fill)?,
+            };
+            *held.entry(frame).or_default() += 1;
+        }
+        let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
+        ensure!(total == self.frames.read_leases(), "{total} leases held, not as counted");
+        for (index, frame) in self.frames.iter() {
+            let holders = held.remove(&index).unwrap_or(0);
+            ensure!(holders == frame.leases, "{index:?}: {} leases, {holders} holders", frame.leases);
+        }
+        ensure!(held.is_empty(), "leases on free slots: {held:?}");
+        Ok(())
+    }
+
+    /// Fills, loads and serves know of each other, and a load is as far as its blocks.
+    fn audit_waiters(&self) -> Result<(), String> {
+        for (id, fill) in self.fills.iter() {
+            let state = self.frames.get(fill.frame).state;
+            ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
+            for waiter in &fill.waiters {
+                let waits = match *waiter {
+                    Waiter::Load { load, block } => self.loads.get(load).is_some_and(|load| {
+                        load.blocks[block as usize] == LoadBlock::Waiting { fill: id.slot() }
+                    }),
+                    Waiter::Serve { serve, block } => self.serves.get(&serve).is_some_and(|serve| {
+                        matches!(serve.blocks[block as usize], ServeBlock::Waiting { fill, .. } if fill == id.slot())
+                    }),
+                };
+                ensure!(waits, "{waiter:?} does not know that it waits for {id:?}");
+            }
+        }
+        let wanted_of_peers: u64 = self
+            .fills
+            .iter()
+            .filter(|(_, fill)| matches!(fill.origin, Origin::Peer(_)))
+            .map(|(_, fill)| self.frame_slot(fill.frame).bytes)
+            .sum();
+        ensure!(
+            wanted_of_peers == self.peers.queued_bytes(),
+            "{wanted_of_peers} bytes wanted, not as counted"
+        );
+        for (id, load) in self.loads.iter() {
+            let mut pending = 0;
+            let mut ready = self.shapes.get(load.shape).layout.layers();
+            for (at, block) in (0..).zip(&load.blocks) {
+                match *block {
+                    LoadBlock::Unplaced => {
+                        (pending, ready) = (pending + 1, 0);
+                        ensure!(load.stage == Stage::Placing, "{id:?} is answered without a place for {at}");
+                    }
+                    LoadBlock::Waiting { fill } => {
+                        let fill = self.fills.at(fill).ok_or(format!("{id:?}: no fill for {at}"))?;
+                        let known = fill.waiters.contains(&Waiter::Load { load: id, block: at });
+                        ensure!(known, "{id:?}: the fill of {at} does not know it");
+                        (pending, ready) = (pending + 1, ready.min(fill.layers));
+                    }
+                    LoadBlock::Ready { .. } | LoadBlock::Held { .. } | LoadBlock::Lost(_) => {}
+                }
+            }
+            let progress = (load.progress.pending(), load.progress.ready());
+            ensure!(progress == (pending, ready), "{id:?}: {progress:?} should be {:?}", (pending, ready));
+            let stage = match (pending, ready) {
+                (0, _) => Stage::Complete,
+                (_, 0) => Stage::Placing,
+                (_, layers) => Stage::Answered { layers },
+            };
+            ensure!(load.stage == stage, "{id:?} is {:?} and should be {stage:?}", load.stage);
+        }
+        Ok(())
+    }
+
+    fn audit_sessions(&self) -> Result<(), String> {
+        let (mut reservations, mut loads, mut tickets) = (0, 0, 0);
+        for (id, session) in &self.sessions {
+            for (at, reservation) in (0..).zip(&session.reservations) {
+                let known = self.reservations.get(*reservation);
+                let fits = known.is_some_and(|known| known.session == *id && known.position == at);
+                ensure!(fits, "session {id}: reservation {at} is not its own");
+            }
+            for load in session.loads() {
+                let own = self.loads.get(load).is_some_and(|load| load.session == *id);
+                ensure!(own, "session {id}: {load:?} is not its own");
+                loads += 1;
+            }
+            reservations += session.reservations.len();
+            tickets += session.tickets.len();
+        }
+        ensure!(reservations == self.reservations.len(), "reservations without a session");
+        ensure!(loads == self.loads.len(), "loads without a session");
+        ensure!(tickets == self.tickets.len(), "tickets without a session");
+        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Complete).count();
+        let timers = timed_loads + self.lookups.len();
+        ensure!(self.timers.len() >= timers, "something waits without a deadline");
+        ensure!(self.timers.len() <= timers + self.serves.len(), "timers that guard nothing");
+        let uses: u64 = self.shapes.uses().sum();
+        let holders = self.sessions.len() + self.index.len() + self.frames.iter().count();
+        ensure!(uses == holders as u64, "shapes: {uses} uses, {holders} holders");
+        Ok(())
+    }
+
+    fn audit_writeback(&self) -> Result<(), String> {
+        let mut waiting: BTreeMap<SlabId, u32> = BTreeMap::new();
+        let mut bytes = 0;
+        for (id, record) in self.writeback.unsaved.iter() {
+            let state = self.frames.get(record.frame).state;
+            ensure!(state == FrameState::Unsaved(id.slot()), "{id:?} saves a frame that is {state:?}");
+            bytes += self.frame_slot(record.frame).bytes;
+            for ticket in record.tickets.iter() {
+                *waiting.entry(ticket).or_default() += 1;
+            }
+        }
+        for (id, ticket) in self.tickets.iter() {
+            let items = waiting.get(&id).copied().unwrap_or(0);
+            ensure!(items == ticket.waiting && items > 0, "{:?} waits for {items} items", ticket.ticket);
+        }
+        ensure!(bytes == self.writeback.unsaved_bytes(), "{bytes} unsaved bytes, not as counted");
+        self.writeback.audit()
+    }
+}

@@ -1,0 +1,354 @@
+//! The devices of the pool, as one store: where blocks go, which go when room is needed, what a failure means.
+//!
+//! One order of eviction covers all devices: blocks go to the emptiest device, so wherever room is made, writes
+//! follow. A block that is being read is not in the order. Freed slots can be taken again only when the end of
+//! their block is durable, so room is made ahead: a share of the pool is kept free.
+//!
+//! A lost device is lost capacity: its blocks are forgotten (copies in DRAM stay), and what it was writing is written
+//! elsewhere as soon as it no longer reads the memory.
+
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy};
+use reprise_policy::{BlockKey, Tier};
+
+use super::AgentCore;
+use super::index::{Dram, Stored};
+use super::limits::{DEVICES_MAX, POOL_EVICTIONS_FOR_SIZE, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
+use crate::effect::{Change, DeviceId, Effect, Report};
+use crate::event::FillError;
+use crate::pool::{
+    BatchId, BlockWrite, DeviceError, DeviceOp, DevicePool, OpToken, PageNumber, PoolEvent, PoolUsage,
+    StoredBlock,
+};
+
+/// The devices; see the module.
+#[derive(Debug)]
+pub(super) struct Devices {
+    devices: Vec<Device>,
+    /// Stored blocks that are not being read.
+    order: Box<dyn EvictionPolicy>,
+}
+
+/// One device.
+#[derive(Debug)]
+struct Device {
+    pool: DevicePool,
+    health: Health,
+    /// Reads that failed since the last that did not.
+    read_errors: u32,
+    batches_in_flight: u32,
+    /// Quarantines that no write to the journal carries yet.
+    records_owed: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Health {
+    Usable,
+    Lost,
+}
+
+/// Whether there will be room on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// Something is under way whose end is an event.
+    Coming,
+    /// Nothing can be freed.
+    Never,
+}
+
+impl Devices {
+    /// These devices, all usable. Devices beyond the limit are not used.
+    pub(super) fn new(pools: Vec<DevicePool>, eviction: EvictionKind) -> Devices {
+        let device = |pool| Device {
+            pool,
+            health: Health::Usable,
+            read_errors: 0,
+            batches_in_flight: 0,
+            records_owed: 0,
+        };
+        Devices {
+            devices: pools.into_iter().take(DEVICES_MAX).map(device).collect(),
+            order: eviction.build(),
+        }
+    }
+
+    /// Devices that are not lost.
+    pub(super) fn usable(&self) -> usize {
+        self.devices.iter().filter(|device| device.health == Health::Usable).count()
+    }
+
+    /// The device with most room among those that can take a batch and are not in `full`.
+    pub(super) fn emptiest(&self, full: &[DeviceId]) -> Option<DeviceId> {
+        self.ids()
+            .filter(|id| !full.contains(id) && self.device(*id).can_start_batch())
+            .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
+    }
+
+    /// A slot on a device for so many payload bytes.
+    pub(super) fn allocate(&mut self, device: DeviceId, slot_bytes: u64) -> Option<PageNumber> {
+        self.device_mut(device).pool.allocate(slot_bytes)
+    }
+
+    /// Starts a batch on a device.
+    pub(super) fn write_batch(
+        &mut self,
+        device: DeviceId,
+        batch: BatchId,
+        blocks: Vec<BlockWrite>,
+    ) -> Vec<DeviceOp> {
+        let device = self.device_mut(device);
+        device.batches_in_flight += 1;
+        device.pool.write_batch(batch, blocks)
+    }
+
+    /// Ends a stored block that nobody can find any more.
+    pub(super) fn free(&mut self, device: DeviceId, page: PageNumber) {
+        let device = self.device_mut(device);
+        if device.health == Health::Usable {
+            device.pool.free(page);
+        }
+    }
+
+    /// A block may be evicted from its device, as the one used last.
+    pub(super) fn enter_order(&mut self, entry: EntryIndex, class: u8) {
+        self.order.insert(entry, class);
+    }
+
+    /// It may not.
+    pub(super) fn leave_order(&mut self, entry: EntryIndex) {
+        self.order.remove(entry);
+    }
+
+    /// It was used.
+    pub(super) fn touch(&mut self, entry: EntryIndex) {
+        self.order.touch(entry);
+    }
+
+    /// Blocks that may be evicted.
+    pub(super) fn evictable(&self) -> usize {
+        self.order.len()
+    }
+
+    /// A device has read well.
+    pub(super) fn read_succeeded(&mut self, device: DeviceId) {
+        self.device_mut(device).read_errors = 0;
+    }
+
+    /// Whether any usable device has slots that a block of so many bytes fits into.
+    pub(super) fn can_hold(&self, slot_bytes: u64) -> bool {
+        let usable = |device: &&Device| device.health == Health::Usable;
+        self.devices.iter().filter(usable).any(|device| device.pool.payload_bytes_max() >= slot_bytes)
+    }
+
+    /// Whether a device is still used.
+    pub(super) fn is_usable(&self, device: DeviceId) -> bool {
+        self.device(device).health == Health::Usable
+    }
+
+    /// What the usable devices say of their space, added up.
+    pub(super) fn usage(&self) -> PoolUsage {
+        let mut sum = PoolUsage::default();
+        for device in self.devices.iter().filter(|device| device.health == Health::Usable) {
+            let usage = device.pool.usage();
+            sum.slot_bytes_used += usage.slot_bytes_used;
+            sum.slot_bytes_free += usage.slot_bytes_free;
+            sum.slots_quarantined += usage.slots_quarantined;
+            sum.pending_frees_bytes += usage.pending_frees_bytes;
+            sum.journal_bytes_used += usage.journal_bytes_used;
+            sum.journal_bytes_capacity += usage.journal_bytes_capacity;
+            sum.capacity_bytes += usage.capacity_bytes;
+            sum.checkpoints += usage.checkpoints;
+            sum.journal_records += usage.journal_records;
+        }
+        sum
+    }
+
+    /// All devices.
+    pub(super) fn ids(&self) -> impl Iterator<Item = DeviceId> + use<> {
+        (0..self.devices.len()).map(|at| DeviceId(at as u8))
+    }
+
+    fn device(&self, id: DeviceId) -> &Device {
+        &self.devices[usize::from(id.0)]
+    }
+
+    fn device_mut(&mut self, id: DeviceId) -> &mut Device {
+        &mut self.devices[usize::from(id.0)]
+    }
+}
+
+impl Device {
+    fn can_start_batch(&self) -> bool {
+        self.health == Health::Usable && self.pool.can_start_batch()
+    }
+
+    /// Whether something should be journaled that no batch will carry.
+    fn owes_flush(&self) -> bool {
+        self.health == Health::Usable
+            && self.batches_in_flight == 0
+            && (self.records_owed > 0 || self.pool.usage().pending_frees_bytes > 0)
+    }
+}
+
+impl AgentCore {
+    /// Hands pool operations to the runtime.
+    pub(super) fn emit_ops(&mut self, device: DeviceId, ops: Vec<DeviceOp>) {
+        for op in ops {
+            self.emit(Effect::Device { device, op });
+        }
+    }
+
+    /// An operation of a pool has ended.
+    pub(super) fn device_done(&mut self, id: DeviceId, token: OpToken, result: Result<(), DeviceError>) {
+        if usize::from(id.0) >= self.devices.devices.len() {
+            return;
+        }
+        let device = self.devices.device_mut(id);
+        let (ops, events) = device.pool.done(token, result);
+        self.emit_ops(id, ops);
+        for event in events {
+            match event {
+                // Also of a lost device: until then it reads the blocks' memory.
+                PoolEvent::BatchDone { batch, stored, .. } => {
+                    self.devices.device_mut(id).batches_in_flight -= 1;
+                    self.batch_done(batch, &stored);
+                }
+                PoolEvent::SpaceFreed => {}
+                PoolEvent::DeviceLost { reason } => self.lose_device(id, reason),
+            }
+        }
+    }
+
+    /// A block is durable on a device.
+    pub(super) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
+        let StoredBlock { page, generation, header_crc, .. } = *block;
+        self.index.set_stored(entry, Some(Stored { device, page, generation, header_crc }));
+        self.devices.enter_order(entry, self.index.entry(entry).class());
+        self.replica_changed(entry, Tier::Nvme, Change::Added);
+    }
+
+    /// Keeps a share of the pool free, and sees to it that ends of blocks become durable.
+    pub(super) fn keep_pool_free(&mut self) {
+        let mut evicted = 0;
+        while evicted < POOL_EVICTIONS_PER_APPLY && self.pool_short() {
+            if !self.evict_stored() {
+                break;
+            }
+            evicted += 1;
+        }
+        for id in self.devices.ids() {
+            let device = self.devices.device_mut(id);
+            if device.owes_flush() {
+                device.records_owed = 0;
+                let ops = device.pool.flush_frees();
+                self.emit_ops(id, ops);
+            }
+        }
+    }
+
+    /// A block of some size found no slot anywhere: makes some room, unless some is on its way.
+    pub(super) fn make_pool_room(&mut self) -> Room {
+        let under_way = |device: &Device| {
+            device.health == Health::Usable
+                && (device.batches_in_flight > 0 || device.pool.usage().pending_frees_bytes > 0)
+        };
+        if self.devices.devices.iter().any(under_way) {
+            return Room::Coming;
+        }
+        let evicted = (0..POOL_EVICTIONS_FOR_SIZE).take_while(|_| self.evict_stored()).count();
+        // What is stored and was not evicted is being read: the end of the read is an event.
+        if evicted > 0 || self.index.stored_blocks() > 0 { Room::Coming } else { Room::Never }
+    }
+
+    /// A stored block could not be read or did not verify: forgets it and takes its slot out of use.
+    pub(super) fn drop_stored(&mut self, entry: EntryIndex, error: FillError) {
+        let Some(stored) = self.index.entry(entry).stored() else { return };
+        let key = self.index.entry(entry).key();
+        self.devices.leave_order(entry);
+        self.index.set_stored(entry, None);
+        self.replica_changed(entry, Tier::Nvme, Change::Removed);
+        let device = self.devices.device_mut(stored.device);
+        device.pool.quarantine(stored.page);
+        device.records_owed += 1;
+        if error == FillError::Corrupt {
+            self.counters.corrupt_blocks += 1;
+            let (device, page) = (stored.device, stored.page);
+            self.emit(Effect::Report(Report::CorruptBlock { device, page, key }));
+            return;
+        }
+        device.read_errors += 1;
+        if device.read_errors >= READ_ERRORS_MAX {
+            self.lose_device(stored.device, format!("{READ_ERRORS_MAX} reads failed one after the other"));
+        }
+    }
+
+    /// Whether less than the target is free or about to be.
+    fn pool_short(&self) -> bool {
+        let usage = self.devices.usage();
+        let target = usage.capacity_bytes / 1000 * u64::from(self.settings.pool_free_permille);
+        usage.slot_bytes_free + usage.pending_frees_bytes < target
+    }
+
+    /// Drops the stored block that should go next; `false` when there is none.
+    fn evict_stored(&mut self) -> bool {
+        let Some(entry) = self.devices.order.victim() else { return false };
+        let state = self.index.entry(entry);
+        let stored = state.stored().expect("only stored blocks are in the order");
+        self.counters.nvme_evictions += 1;
+        self.counters.nvme_evicted_bytes += self.shapes.get(state.shape()).slot_bytes;
+        self.devices.free(stored.device, stored.page);
+        self.index.set_stored(entry, None);
+        self.replica_changed(entry, Tier::Nvme, Change::Removed);
+        self.forget_if_nowhere(entry);
+        true
+    }
+
+    fn lose_device(&mut self, id: DeviceId, reason: String) {
+        let device = self.devices.device_mut(id);
+        if device.health == Health::Lost {
+            return;
+        }
+        device.health = Health::Lost;
+        self.counters.devices_lost += 1;
+        self.emit(Effect::Report(Report::DeviceLost { device: id, reason }));
+        let on_it = |stored: Stored| stored.device == id;
+        let lost: Vec<EntryIndex> = self
+            .index
+            .iter()
+            .filter(|(_, entry)| entry.stored().is_some_and(on_it))
+            .map(|(entry, _)| entry)
+            .collect();
+        for entry in lost {
+            self.devices.leave_order(entry);
+            self.index.set_stored(entry, None);
+            self.replica_changed(entry, Tier::Nvme, Change::Removed);
+            self.forget_if_nowhere(entry);
+        }
+    }
+
+    /// Starts the repairs that recovery has found necessary.
+    pub(super) fn start_devices(&mut self) {
+        for id in self.devices.ids() {
+            let ops = self.devices.device_mut(id).pool.flush_frees();
+            self.emit_ops(id, ops);
+        }
+    }
+
+    /// Takes what recovery found. Of two copies of a block the second is ended.
+    pub(super) fn adopt_stored(&mut self, device: DeviceId, blocks: Vec<StoredBlock>) {
+        self.index.reserve(self.index.len() + blocks.len());
+        for block in blocks {
+            let known: Option<BlockKey> = self.index.find(&block.key).map(|_| block.key);
+            let shape = match known {
+                Some(_) => None,
+                None => self.intern(reprise_policy::TenantId::DEFAULT, block.layout),
+            };
+            let Some(shape) = shape else {
+                self.devices.free(device, block.page);
+                continue;
+            };
+            let entry = self.insert_entry(block.key, shape, super::priority_of_class(block.priority));
+            self.keep_stored(entry, device, &block);
+            debug_assert_eq!(self.index.entry(entry).dram(), Dram::Absent);
+        }
+    }
+}

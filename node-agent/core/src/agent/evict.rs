@@ -1,0 +1,70 @@
+//! Making room in the arena.
+//!
+//! Only frames that are clean and unleased can go: the eviction policy of a size class contains nothing else.
+//! Evicting is O(evicted) and needs no I/O, so it happens when a slot is wanted, not ahead of it.
+
+use reprise_policy::Tier;
+use reprise_policy::eviction::EntryIndex;
+
+use super::AgentCore;
+use super::arena::ClassId;
+use super::frames::{FrameIndex, FrameState};
+use super::index::Dram;
+use crate::effect::Change;
+
+impl AgentCore {
+    /// Makes a slot of a class free, or a region; `false` when nothing may go.
+    pub(super) fn make_room(&mut self, class: ClassId) -> bool {
+        if let Some(victim) = self.arena.victim(class) {
+            self.arena.take_victim(self.frames.get(victim).place);
+            self.evict_frame(victim);
+            return true;
+        }
+        let Some(frames) = self.arena.reclaimable(class) else { return false };
+        for frame in frames {
+            self.arena.remove_evictable(self.frames.get(frame).place, frame);
+            self.evict_frame(frame);
+        }
+        true
+    }
+
+    /// Drops clean, unleased DRAM copies of blocks that are on NVMe; returns how many.
+    pub(super) fn trim(&mut self) -> u64 {
+        let stored = |entry: EntryIndex| self.index.entry(entry).stored().is_some();
+        let droppable: Vec<FrameIndex> = self
+            .frames
+            .iter()
+            .filter(|(_, frame)| frame.state == FrameState::Clean && frame.leases == 0)
+            .filter(|(_, frame)| frame.entry().is_some_and(stored))
+            .map(|(index, _)| index)
+            .collect();
+        for frame in &droppable {
+            self.arena.remove_evictable(self.frames.get(*frame).place, *frame);
+            self.evict_frame(*frame);
+        }
+        droppable.len() as u64
+    }
+
+    /// Drops a block's copy in DRAM. The frame is clean, unleased and no longer in the policy.
+    fn evict_frame(&mut self, frame: FrameIndex) {
+        let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
+        self.counters.dram_evictions += 1;
+        self.counters.dram_evicted_bytes += self.frame_slot(frame).bytes;
+        self.frames.get_mut(frame).set_entry(None);
+        self.free_frame(frame);
+        self.index.entry_mut(entry).set_dram(Dram::Absent);
+        self.resident_blocks -= 1;
+        self.replica_changed(entry, Tier::Dram, Change::Removed);
+        self.forget_if_nowhere(entry);
+    }
+
+    /// Removes a block from the index when it is neither in DRAM, nor on its way there, nor on a device.
+    pub(super) fn forget_if_nowhere(&mut self, entry: EntryIndex) {
+        let state = self.index.entry(entry);
+        if state.dram() == Dram::Absent && state.stored().is_none() {
+            let shape = state.shape();
+            self.index.remove(entry);
+            self.shapes.release(shape);
+        }
+    }
+}

@@ -1,0 +1,357 @@
+//! Which blocks are on this node, and where.
+//!
+//! One entry of 36 bytes a block, in a vector; a hash table of 4-byte entry numbers over it (5 bytes a bucket at a
+//! load of at most 7/8). A block is here when it is in an arena slot (readable or being filled), on a device, or
+//! both; an entry that is in neither is removed by whoever makes it so.
+//!
+//! Look-ups of long chains are made in two passes over short runs of keys: the first touches only the hash table,
+//! the second only entries, so that the cache misses of a run overlap.
+//!
+//! Deliberately absent: bytes, checksums (kept with arena slots, and in header pages) and any order of use.
+
+use hashbrown::HashTable;
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, Generation};
+
+use super::frames::FrameIndex;
+use super::shapes::ShapeId;
+use crate::effect::{DeviceId, Source};
+use crate::event::Priority;
+use crate::pool::PageNumber;
+
+/// Keys of one two-pass run: 64 misses in flight are more than any core sustains.
+const RUN_KEYS: usize = 64;
+
+/// Device byte of a block that is on no device.
+const NOT_STORED: u8 = u8::MAX;
+
+/// The index; see the module.
+#[derive(Debug)]
+pub(super) struct Index {
+    entries: Vec<Entry>,
+    free: Vec<EntryIndex>,
+    table: HashTable<u32>,
+    stored: u64,
+}
+
+/// One block.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    key: BlockKey,
+    page: PageNumber,
+    generation: Generation,
+    header_crc: u32,
+    frame: FrameIndex,
+    shape: ShapeId,
+    device: u8,
+    state: EntryState,
+}
+
+/// Priority and presence in DRAM, in one byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct EntryState(u8);
+
+/// A block's place in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dram {
+    /// None.
+    Absent,
+    /// On its way into this frame.
+    Filling(FrameIndex),
+    /// Readable in this frame.
+    Resident(FrameIndex),
+}
+
+/// A block's place on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stored {
+    pub(super) device: DeviceId,
+    pub(super) page: PageNumber,
+    pub(super) generation: Generation,
+    pub(super) header_crc: u32,
+}
+
+const _: () = assert!(size_of::<Entry>() == 36, "memory per block is part of the design");
+
+impl EntryState {
+    const PRIORITY: u8 = 0b0011;
+    const RESIDENT: u8 = 0b0100;
+    const VACANT: u8 = 0b1000;
+
+    fn has(self, bit: u8) -> bool {
+        self.0 & bit != 0
+    }
+}
+
+impl Entry {
+    pub(super) fn key(&self) -> BlockKey {
+        self.key
+    }
+
+    pub(super) fn shape(&self) -> ShapeId {
+        self.shape
+    }
+
+    /// The class of the eviction policies: 0 goes first.
+    pub(super) fn class(&self) -> u8 {
+        self.state.0 & EntryState::PRIORITY
+    }
+
+    /// Notes that somebody values the block more.
+    pub(super) fn raise_priority(&mut self, priority: Priority) {
+        let class = self.class().max(priority as u8);
+        self.state.0 = (self.state.0 & !EntryState::PRIORITY) | class;
+    }
+
+    pub(super) fn dram(&self) -> Dram {
+        if self.frame == FrameIndex::NONE {
+            Dram::Absent
+        } else if self.state.has(EntryState::RESIDENT) {
+            Dram::Resident(self.frame)
+        } else {
+            Dram::Filling(self.frame)
+        }
+    }
+
+    pub(super) fn set_dram(&mut self, dram: Dram) {
+        let (frame, resident) = match dram {
+            Dram::Absent => (FrameIndex::NONE, 0),
+            Dram::Filling(frame) => (frame, 0),
+            Dram::Resident(frame) => (frame, EntryState::RESIDENT),
+        };
+        self.frame = frame;
+        self.state.0 = (self.state.0 & !EntryState::RESIDENT) | resident;
+    }
+
+    pub(super) fn stored(&self) -> Option<Stored> {
+        (self.device != NOT_STORED).then_some(Stored {
+            device: DeviceId(self.device),
+            page: self.page,
+            generation: self.generation,
+            header_crc: self.header_crc,
+        })
+    }
+
+    /// Where a block of this shape can be read right now, or is being read from a device already.
+    pub(super) fn source(&self, shape: ShapeId) -> Option<Source> {
+        if self.shape != shape {
+            None
+        } else if self.state.has(EntryState::RESIDENT) {
+            Some(Source::OwnDram)
+        } else if self.device != NOT_STORED {
+            Some(Source::OwnNvme)
+        } else {
+            None
+        }
+    }
+}
+
+impl Index {
+    /// An empty index.
+    pub(super) fn new() -> Index {
+        Index { entries: Vec::new(), free: Vec::new(), table: HashTable::new(), stored: 0 }
+    }
+
+    /// Makes room for this many blocks in all, so that growing does not stall a later event.
+    pub(super) fn reserve(&mut self, blocks: usize) {
+        let entries = &self.entries;
+        let missing = blocks.saturating_sub(self.table.len());
+        self.table.reserve(missing, |slot| entries[*slot as usize].key.table_hash());
+        self.entries.reserve(blocks.saturating_sub(self.entries.len()));
+    }
+
+    /// Blocks in the index.
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Blocks that are on a device.
+    pub(super) fn stored_blocks(&self) -> u64 {
+        self.stored
+    }
+
+    /// The entry of a key.
+    pub(super) fn find(&self, key: &BlockKey) -> Option<EntryIndex> {
+        let found = self.table.find(key.table_hash(), |slot| self.entries[*slot as usize].key == *key);
+        found.map(|slot| EntryIndex(*slot))
+    }
+
+    /// Adds a block that is nowhere yet. The key must not be in the index.
+    pub(super) fn insert(&mut self, key: BlockKey, shape: ShapeId, priority: Priority) -> EntryIndex {
+        debug_assert!(self.find(&key).is_none(), "{key} is in the index already");
+        let entry = Entry {
+            key,
+            page: PageNumber(0),
+            generation: Generation(0),
+            header_crc: 0,
+            frame: FrameIndex::NONE,
+            shape,
+            device: NOT_STORED,
+            state: EntryState(priority as u8),
+        };
+        let index = match self.free.pop() {
+            Some(index) => {
+                self.entries[index.0 as usize] = entry;
+                index
+            }
+            None => {
+                let next = u32::try_from(self.entries.len()).expect("pools hold fewer than 2^32 slots");
+                self.entries.push(entry);
+                EntryIndex(next)
+            }
+        };
+        let entries = &self.entries;
+        self.table.insert_unique(key.table_hash(), index.0, |slot| entries[*slot as usize].key.table_hash());
+        index
+    }
+
+    /// Removes a block that is nowhere any more.
+    pub(super) fn remove(&mut self, index: EntryIndex) {
+        let entry = &mut self.entries[index.0 as usize];
+        assert!(entry.dram() == Dram::Absent && entry.stored().is_none(), "{} is still somewhere", entry.key);
+        entry.state = EntryState(EntryState::VACANT);
+        let hash = entry.key.table_hash();
+        if let Ok(occupied) = self.table.find_entry(hash, |slot| *slot == index.0) {
+            occupied.remove();
+            self.free.push(index);
+        }
+    }
+
+    pub(super) fn entry(&self, index: EntryIndex) -> &Entry {
+        &self.entries[index.0 as usize]
+    }
+
+    pub(super) fn entry_mut(&mut self, index: EntryIndex) -> &mut Entry {
+        &mut self.entries[index.0 as usize]
+    }
+
+    /// Notes where on a device a block is, or that it is on none.
+    pub(super) fn set_stored(&mut self, index: EntryIndex, stored: Option<Stored>) {
+        let entry = &mut self.entries[index.0 as usize];
+        self.stored -= u64::from(entry.device != NOT_STORED);
+        match stored {
+            Some(stored) => {
+                entry.device = stored.device.0;
+                entry.page = stored.page;
+                entry.generation = stored.generation;
+                entry.header_crc = stored.header_crc;
+                self.stored += 1;
+            }
+            None => entry.device = NOT_STORED,
+        }
+    }
+
+    /// Appends the source of each leading key that is on this node in this shape. Hot path: no allocation beyond
+    /// `sources`, no formatting.
+    pub(super) fn leading_run(&self, keys: &[BlockKey], shape: ShapeId, sources: &mut Vec<Source>) {
+        let mut candidates = [None; RUN_KEYS];
+        for run in keys.chunks(RUN_KEYS) {
+            for (key, candidate) in run.iter().zip(&mut candidates) {
+                // The first bucket whose seven tag bits match; nearly always the one.
+                *candidate = self.table.find(key.table_hash(), |_| true).copied();
+            }
+            for (key, candidate) in run.iter().zip(&candidates) {
+                let Some(slot) = candidate else { return };
+                let mut entry = &self.entries[*slot as usize];
+                if entry.key != *key {
+                    let Some(found) = self.find(key) else { return };
+                    entry = self.entry(found);
+                }
+                let Some(source) = entry.source(shape) else { return };
+                sources.push(source);
+            }
+        }
+    }
+
+    /// All blocks.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (EntryIndex, &Entry)> {
+        self.entries
+            .iter()
+            .enumerate()
+            .filter(|(_, entry)| !entry.state.has(EntryState::VACANT))
+            .map(|(slot, entry)| (EntryIndex(slot as u32), entry))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(number: u64) -> BlockKey {
+        let mut bytes = [0; 16];
+        bytes[8..].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+        BlockKey(bytes)
+    }
+
+    fn stored(page: u32) -> Stored {
+        Stored { device: DeviceId(0), page: PageNumber(page), generation: Generation(1), header_crc: 7 }
+    }
+
+    #[test]
+    fn a_block_is_found_until_it_is_removed() {
+        let mut index = Index::new();
+        let entries: Vec<_> =
+            (0..1000).map(|number| index.insert(key(number), ShapeId(0), Priority::Normal)).collect();
+        assert!(entries.iter().enumerate().all(|(n, entry)| index.find(&key(n as u64)) == Some(*entry)));
+        index.remove(entries[500]);
+        assert_eq!(index.find(&key(500)), None);
+        assert_eq!(index.len(), 999);
+        assert_eq!(index.insert(key(5000), ShapeId(0), Priority::Low), entries[500]);
+        assert_eq!(index.iter().count(), 1000);
+    }
+
+    #[test]
+    fn the_leading_run_ends_at_the_first_block_that_is_not_here_in_this_shape() {
+        let mut index = Index::new();
+        let keys: Vec<BlockKey> = (0..200).map(key).collect();
+        for key in &keys {
+            let entry = index.insert(*key, ShapeId(3), Priority::Normal);
+            index.set_stored(entry, Some(stored(1)));
+        }
+        let first = index.find(&keys[0]).expect("inserted");
+        index.entry_mut(first).set_dram(Dram::Resident(FrameIndex(0)));
+        let mut sources = Vec::new();
+        index.leading_run(&keys, ShapeId(3), &mut sources);
+        assert_eq!(sources.len(), 200);
+        assert_eq!(sources[..2], [Source::OwnDram, Source::OwnNvme]);
+
+        let middle = index.find(&keys[130]).expect("inserted");
+        index.set_stored(middle, None);
+        index.entry_mut(middle).set_dram(Dram::Filling(FrameIndex(1)));
+        sources.clear();
+        index.leading_run(&keys, ShapeId(3), &mut sources);
+        assert_eq!(sources.len(), 130, "a block that is only on its way does not count");
+        sources.clear();
+        index.leading_run(&keys, ShapeId(4), &mut sources);
+        assert!(sources.is_empty(), "blocks of another shape do not count");
+        assert_eq!(index.stored_blocks(), 199);
+    }
+
+    #[test]
+    fn a_key_with_the_same_tag_bits_is_told_apart() {
+        let mut index = Index::new();
+        let mut twins = [key(1), key(1)];
+        twins[1].0[0] ^= 1;
+        let first = index.insert(twins[0], ShapeId(0), Priority::Normal);
+        index.set_stored(first, Some(stored(1)));
+        let mut sources = Vec::new();
+        index.leading_run(&twins, ShapeId(0), &mut sources);
+        assert_eq!(sources.len(), 1);
+        let second = index.insert(twins[1], ShapeId(0), Priority::Normal);
+        index.set_stored(second, Some(stored(2)));
+        sources.clear();
+        index.leading_run(&twins, ShapeId(0), &mut sources);
+        assert_eq!(sources.len(), 2);
+        assert_ne!(index.find(&twins[0]), index.find(&twins[1]));
+    }
+
+    #[test]
+    fn priority_is_only_raised() {
+        let mut index = Index::new();
+        let entry = index.insert(key(1), ShapeId(0), Priority::Normal);
+        index.entry_mut(entry).raise_priority(Priority::Low);
+        assert_eq!(index.entry(entry).class(), Priority::Normal as u8);
+        index.entry_mut(entry).raise_priority(Priority::High);
+        assert_eq!(index.entry(entry).class(), Priority::High as u8);
+    }
+}

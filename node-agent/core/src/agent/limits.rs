@@ -1,0 +1,81 @@
+//! Limits of the core, each with its arithmetic.
+//!
+//! What is refused because of one of these gets `Busy`, a smaller answer or a miss; nothing grows past them.
+
+use std::time::Duration;
+
+/// Sessions at once: 8 GPUs with a few processes each leave two orders of magnitude of room.
+pub const SESSIONS_MAX: usize = 1024;
+
+/// Slots of one `Reserve`: one 128K-token request of 16-token blocks.
+pub const RESERVE_SLOTS_MAX: u32 = 8192;
+
+/// Items of one `Commit`: as many as one `Reserve` gives.
+pub const COMMIT_ITEMS_MAX: usize = 8192;
+
+/// Keys of one `Match`: 2M tokens in 16-token blocks, 2 MiB of keys.
+pub const MATCH_KEYS_MAX: usize = 131_072;
+
+/// Blocks of one `Load`: the failed bitmap of a progress entry has 8,192 bits.
+pub const LOAD_BLOCKS_MAX: usize = 8192;
+
+/// Loads that a session holds at once: entries of its progress page.
+pub const PROGRESS_ENTRIES: usize = 64;
+
+/// Commits of a session whose blocks have not come to their end. A ticket lives about as long as a write-back
+/// delay (50 ms): 16,384 allow 300,000 commits a second.
+pub const TICKETS_PER_SESSION_MAX: u32 = 16_384;
+
+/// Questions to the directory at once: one per waiting match or load, 64 loads × 64 busy sessions.
+pub const LOOKUPS_MAX: usize = 4096;
+
+/// Requests of peers at once: 1,000 nodes with one each.
+pub const SERVES_MAX: usize = 1024;
+
+/// Blocks of one request of a peer: what one load can want from one node.
+pub const SERVE_BLOCKS_MAX: usize = 8192;
+
+/// Pieces that the DRAM hits of one serve are cut into, about: bounds the effects of one event (64 bytes each)
+/// to 1 MiB.
+pub const SERVE_PIECES_MAX: u64 = 16_384;
+
+/// Bytes that one round over the blocks of a serve sends at the least: a send of less costs more in calls than
+/// in copying.
+pub const SERVE_ROUND_BYTES: u64 = 1 << 20;
+
+/// Pairs of tenant and layout at once: 8 ranks × a few hundred models.
+pub const SHAPES_MAX: usize = 4096;
+
+/// Regions of the arena: 256 MiB each gives 16 TiB.
+pub const REGIONS_MAX: usize = 65_536;
+
+/// Slots of one region: their numbers are 16 bits wide; the rest of a larger region of small slots is not used.
+pub const SLOTS_PER_REGION_MAX: u64 = 65_536;
+
+/// Devices of a pool; 255 in an index entry means "not stored".
+pub const DEVICES_MAX: usize = 255;
+
+/// Blocks of one write batch: 1,024 journal records are 16 journal pages.
+pub const BATCH_BLOCKS_MAX: usize = 1024;
+
+/// Slots that are tried for one block before it counts as lost: each failure means a bad place on a medium.
+pub const WRITE_ATTEMPTS_MAX: u8 = 3;
+
+/// Reads of a device that fail one after the other, without a success between, before it counts as lost.
+pub const READ_ERRORS_MAX: u32 = 16;
+
+/// Blocks evicted from NVMe in one `apply` at the most, so that no event takes long (about 1 µs each); the rest
+/// follows with the next event, and the free target leaves time for that.
+pub const POOL_EVICTIONS_PER_APPLY: usize = 1024;
+
+/// Victims taken beyond the free target when a device has free bytes but none of the wanted slot size.
+pub const POOL_EVICTIONS_FOR_SIZE: usize = 64;
+
+/// Deadline of a load at the most; a client that waits longer has forgotten.
+pub const LOAD_DEADLINE_MAX: Duration = Duration::from_secs(600);
+
+/// Time beyond a lookup's timeout after which the core stops waiting for the runtime's report of it.
+pub const LOOKUP_GRACE: Duration = Duration::from_millis(100);
+
+/// Entries that the index makes room for when a layout first appears: 4 Mi entries are 160 MB of address space.
+pub const INDEX_RESERVE_MAX: u64 = 4 << 20;

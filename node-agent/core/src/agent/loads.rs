@@ -1,0 +1,277 @@
+//! Loads: what a session wanted, where each block of it is, and what the session has been told.
+//!
+//! ```text
+//!             a source is found             verified                          Release
+//!  Unplaced ────────────────────▶ Waiting ────────────▶ Ready (leased) ────────────────▶
+//!     │  ▲                          │  │ failed or late, after the answer
+//!     │  └── failed, before the ────┘  └──────────────▶ Held (leased, failed) ─────────▶
+//!     │      answer: try elsewhere
+//!     └── nobody has it, no room, late ──▶ Lost
+//! ```
+//!
+//! A load is answered when no block is without its first layer, that is when every block is placed or lost. At its
+//! deadline every block that is not complete counts as lost (before the answer) or failed (after it), so the
+//! answer comes by then at the latest. A slot that was named in an answer stays leased until `Release`, whatever
+//! became of the block.
+
+use std::time::Duration;
+
+use reprise_policy::{BlockKey, SessionId, Tick};
+
+use super::AgentCore;
+use super::fills::Waiter;
+use super::frames::FrameIndex;
+use super::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
+use super::placing::Wanted;
+use super::progress::LayerProgress;
+use super::shapes::ShapeId;
+use super::slab::SlabId;
+use super::timers::Timer;
+use crate::effect::{
+    Access, Effect, LoadId, LoadedBlock, LossReason, ProgressEntry, ProgressUpdate, Reply, Source,
+};
+use crate::event::{LoadRequest, RequestId, Scope};
+
+/// A load; see the module.
+#[derive(Debug)]
+pub(super) struct Load {
+    pub(super) session: SessionId,
+    pub(super) shape: ShapeId,
+    pub(super) keys: Box<[BlockKey]>,
+    pub(super) blocks: Box<[LoadBlock]>,
+    pub(super) progress: LayerProgress,
+    pub(super) scope: Scope,
+    pub(super) read_bytes: u64,
+    pub(super) deadline: Tick,
+    pub(super) stage: Stage,
+    request: RequestId,
+    entry: ProgressEntry,
+}
+
+/// One block of a load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LoadBlock {
+    /// Nothing brings it yet.
+    Unplaced,
+    /// A fill brings it; leased.
+    Waiting {
+        /// Slot of the fill.
+        fill: u32,
+    },
+    /// Complete and leased.
+    Ready { frame: FrameIndex, source: Source },
+    /// Failed after the answer; leased.
+    Held { frame: FrameIndex },
+    /// Failed before the answer.
+    Lost(LossReason),
+}
+
+/// What the session has been told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Nothing.
+    Placing,
+    /// Where each block is, and how many layers are ready.
+    Answered {
+        /// That many.
+        layers: u32,
+    },
+    /// That nothing more comes.
+    Complete,
+}
+
+const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loads a session");
+
+impl AgentCore {
+    /// A session wants blocks readable.
+    pub(super) fn load(&mut self, session: SessionId, request: RequestId, wanted: LoadRequest) {
+        let Some(state) = self.sessions.get(&session) else { return };
+        let shape = state.shape;
+        if wanted.keys.len() > LOAD_BLOCKS_MAX {
+            let text = format!("{} keys in one load: send at most {LOAD_BLOCKS_MAX}", wanted.keys.len());
+            return self.reply(session, request, Reply::BadRequest(text));
+        }
+        let Some(entry) = state.free_entry() else {
+            let message = "the session holds as many loads as it may: release one".to_owned();
+            let retry_after = self.settings.retry_after;
+            return self.reply(session, request, Reply::Busy { message, retry_after });
+        };
+        if let Some(refusal) = self.refuse_block_size(shape) {
+            return self.reply(session, request, refusal);
+        }
+        let id = self.begin_load(session, request, entry, wanted);
+        let blocks = self.loads.get(id).map_or(0, |load| load.blocks.len() as u32);
+        let missing = self.place_here(id, (0..blocks).map(Wanted::anywhere).collect());
+        self.ask_elsewhere(id, missing, LossReason::Miss);
+        self.settle_load(id);
+    }
+
+    /// A session is done with a load.
+    pub(super) fn release(&mut self, session: SessionId, request: RequestId, load: LoadId) {
+        let id = SlabId(load.0);
+        if self.loads.get(id).is_none_or(|load| load.session != session) {
+            let text = format!("this session holds no load {}", load.0);
+            return self.reply(session, request, Reply::BadRequest(text));
+        }
+        self.end_load(id);
+        self.reply(session, request, Reply::Released);
+    }
+
+    /// A load's deadline has come.
+    pub(super) fn expire_load(&mut self, id: SlabId) {
+        let Some(load) = self.loads.get(id) else { return };
+        let answered = load.stage != Stage::Placing;
+        for at in 0..load.blocks.len() as u32 {
+            let Some(load) = self.loads.get(id) else { return };
+            match load.blocks[at as usize] {
+                LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
+                LoadBlock::Waiting { fill } => {
+                    let (frame, layers) = self.leave_fill(fill, Waiter::Load { load: id, block: at });
+                    let held = if answered {
+                        LoadBlock::Held { frame }
+                    } else {
+                        self.unlease(frame);
+                        LoadBlock::Lost(LossReason::Deadline)
+                    };
+                    self.counters.deadline_blocks += 1;
+                    self.fail_block(id, at, layers, held);
+                }
+                LoadBlock::Ready { .. } | LoadBlock::Held { .. } | LoadBlock::Lost(_) => {}
+            }
+        }
+        self.settle_load(id);
+    }
+
+    /// A load ends, with the session or by its wish: everything it holds is given back.
+    pub(super) fn end_load(&mut self, id: SlabId) {
+        let Some(load) = self.loads.get(id) else { return };
+        for at in 0..load.blocks.len() as u32 {
+            let Some(load) = self.loads.get(id) else { return };
+            match load.blocks[at as usize] {
+                LoadBlock::Waiting { fill } => {
+                    let (frame, _) = self.leave_fill(fill, Waiter::Load { load: id, block: at });
+                    self.unlease(frame);
+                }
+                LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.unlease(frame),
+                LoadBlock::Unplaced | LoadBlock::Lost(_) => {}
+            }
+        }
+        let Some(load) = self.loads.remove(id) else { return };
+        self.timers.clear(load.deadline, Timer::Load(id));
+        if let Some(session) = self.sessions.get_mut(&load.session) {
+            session.set_load(load.entry, None);
+        }
+    }
+
+    /// An unplaced block is not to be had.
+    pub(super) fn lose_block(&mut self, id: SlabId, block: u32, reason: LossReason) {
+        let counter = match reason {
+            LossReason::Miss => &mut self.counters.miss_blocks,
+            LossReason::Failed => &mut self.counters.failed_blocks,
+            LossReason::NoSpace => &mut self.counters.no_space_blocks,
+            LossReason::Deadline => &mut self.counters.deadline_blocks,
+        };
+        *counter += 1;
+        self.fail_block(id, block, 0, LoadBlock::Lost(reason));
+    }
+
+    /// A block of a load that had some layers will not be complete. Says so when the session knows the block.
+    pub(super) fn fail_block(&mut self, id: SlabId, block: u32, layers: u32, becomes: LoadBlock) {
+        let Some(load) = self.loads.get_mut(id) else { return };
+        load.blocks[block as usize] = becomes;
+        load.progress.fail(layers);
+        if load.stage != Stage::Placing {
+            let (session, entry) = (load.session, load.entry);
+            self.emit(Effect::Progress { session, entry, update: ProgressUpdate::BlockFailed { block } });
+        }
+    }
+
+    /// Tells the session what it does not know yet of a load.
+    pub(super) fn settle_load(&mut self, id: SlabId) {
+        let Some(load) = self.loads.get_mut(id) else { return };
+        let (ready, pending) = (load.progress.ready(), load.progress.pending());
+        let (session, entry, deadline) = (load.session, load.entry, load.deadline);
+        let (told, answer) = match load.stage {
+            Stage::Placing if ready > 0 => (0, true),
+            Stage::Placing | Stage::Complete => return,
+            Stage::Answered { layers } => (layers, false),
+        };
+        load.stage = if pending == 0 { Stage::Complete } else { Stage::Answered { layers: ready } };
+        if ready > told {
+            let update = ProgressUpdate::Layers { layers: ready };
+            self.emit(Effect::Progress { session, entry, update });
+        }
+        if pending == 0 {
+            self.timers.clear(deadline, Timer::Load(id));
+            self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
+        }
+        if answer {
+            self.answer_load(id);
+        }
+    }
+
+    fn begin_load(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        entry: ProgressEntry,
+        wanted: LoadRequest,
+    ) -> SlabId {
+        let Some(state) = self.sessions.get_mut(&session) else { unreachable!("the caller has looked") };
+        let shape = state.shape;
+        let blocks = wanted.keys.len();
+        let or_default =
+            |span: Duration| if span.is_zero() { self.settings.load_deadline_default } else { span };
+        let deadline = self.now.after(or_default(wanted.deadline).min(LOAD_DEADLINE_MAX));
+        let read_bytes = match wanted.read_bytes {
+            0 => self.settings.read_bytes_default,
+            bytes => bytes,
+        };
+        let load = Load {
+            session,
+            shape,
+            keys: wanted.keys.into_boxed_slice(),
+            blocks: vec![LoadBlock::Unplaced; blocks].into_boxed_slice(),
+            progress: LayerProgress::new(self.shapes.get(shape).layout.layers(), blocks as u32),
+            scope: wanted.scope,
+            read_bytes,
+            deadline,
+            stage: Stage::Placing,
+            request,
+            entry,
+        };
+        let id = self.loads.insert(load);
+        state.set_load(entry, Some(id));
+        self.timers.set(deadline, Timer::Load(id));
+        self.counters.loads += 1;
+        self.counters.load_blocks += blocks as u64;
+        let update = ProgressUpdate::Begin { load: LoadId(id.0) };
+        self.emit(Effect::Progress { session, entry, update });
+        id
+    }
+
+    fn answer_load(&mut self, id: SlabId) {
+        let Some(load) = self.loads.get(id) else { return };
+        let (session, request, entry) = (load.session, load.request, load.entry);
+        let mut frames = Vec::with_capacity(load.blocks.len());
+        let mut blocks = Vec::with_capacity(load.blocks.len());
+        for block in &load.blocks {
+            let (frame, source) = match *block {
+                LoadBlock::Ready { frame, source } => (frame, source),
+                LoadBlock::Waiting { fill } => self.fill_place(fill),
+                LoadBlock::Lost(reason) => {
+                    blocks.push(LoadedBlock::Lost(reason));
+                    continue;
+                }
+                LoadBlock::Unplaced | LoadBlock::Held { .. } => {
+                    unreachable!("a load is answered once, when every block is placed or lost")
+                }
+            };
+            let checksums = self.frames.get(frame).checksums.clone();
+            blocks.push(LoadedBlock::Ok { source, slot: self.frame_slot(frame), checksums });
+            frames.push(frame);
+        }
+        let regions = self.grants(session, Access::ReadOnly, frames.into_iter());
+        self.reply(session, request, Reply::Loaded { load: LoadId(id.0), entry, regions, blocks });
+    }
+}

@@ -1,0 +1,270 @@
+//! Placing the blocks of a load: DRAM, a fill already under way, own NVMe, peers.
+//!
+//! All blocks are looked up before the first slot is allocated, and those in DRAM are leased in that pass: making
+//! room for one block of a load never evicts another. Reads of one load go out as one batch per device, fetches
+//! as one group per peer, each in the order of the load's keys, so that devices and peers can work layer by layer.
+
+use reprise_policy::routing::{self, Candidate, LocalTiers, Route};
+use reprise_policy::{BlockKey, Layout, NodeId};
+
+use super::AgentCore;
+use super::fills::{Origin, Waiter};
+use super::frames::FrameIndex;
+use super::index::Dram;
+use super::limits::LOOKUPS_MAX;
+use super::loads::{Load, LoadBlock};
+use super::lookups::Purpose;
+use super::slab::SlabId;
+use crate::effect::{
+    BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, Source,
+};
+use crate::event::{Priority, Replica, Scope};
+
+/// An unplaced block of a load.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    block: u32,
+    /// Replicas elsewhere, as far as is known.
+    replicas: Vec<Replica>,
+}
+
+/// Blocks to read, by device.
+#[derive(Debug, Default)]
+pub(super) struct Reads {
+    by_device: Vec<(DeviceId, Vec<BlockRead>)>,
+}
+
+/// What the index says of a wanted block.
+enum Here {
+    InDram(FrameIndex),
+    OnItsWay(FrameIndex),
+    OnDevice,
+    No,
+}
+
+impl Wanted {
+    /// Nothing is known about replicas.
+    pub(super) fn anywhere(block: u32) -> Wanted {
+        Wanted { block, replicas: Vec::new() }
+    }
+
+    /// Replicas are known.
+    pub(super) fn from(block: u32, replicas: Vec<Replica>) -> Wanted {
+        Wanted { block, replicas }
+    }
+}
+
+impl Reads {
+    pub(super) fn push(&mut self, device: DeviceId, read: BlockRead) {
+        match self.by_device.iter_mut().find(|(other, _)| *other == device) {
+            Some((_, reads)) => reads.push(read),
+            None => self.by_device.push((device, vec![read])),
+        }
+    }
+}
+
+impl AgentCore {
+    /// Places what this node has or is getting; returns the rest.
+    pub(super) fn place_here(&mut self, id: SlabId, wanted: Vec<Wanted>) -> Vec<Wanted> {
+        let mut on_device = Vec::new();
+        let mut missing = Vec::new();
+        for wanted in wanted {
+            match self.look_here(id, wanted.block) {
+                Here::InDram(frame) => self.take_hit(id, wanted.block, frame),
+                Here::OnItsWay(frame) => self.join_fill(id, wanted.block, frame),
+                Here::OnDevice => on_device.push(wanted.block),
+                Here::No => missing.push(wanted),
+            }
+        }
+        self.read_from_devices(id, &on_device);
+        missing
+    }
+
+    /// Asks the directory for blocks that are not here, if the load may look elsewhere.
+    pub(super) fn ask_elsewhere(&mut self, id: SlabId, missing: Vec<Wanted>, otherwise: LossReason) {
+        if missing.is_empty() {
+            return;
+        }
+        let Some(load) = self.loads.get(id) else { return };
+        if load.scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
+            for wanted in missing {
+                self.lose_block(id, wanted.block, otherwise);
+            }
+            return;
+        }
+        let keys = missing.iter().map(|wanted| load.keys[wanted.block as usize]).collect();
+        let blocks = missing.iter().map(|wanted| wanted.block).collect();
+        let timeout = self.settings.lookup_timeout.min(load.deadline.since(self.now));
+        self.ask_directory(keys, Purpose::Load { load: id, blocks, otherwise }, timeout);
+    }
+
+    /// The directory has answered for blocks of a load.
+    pub(super) fn place_found(
+        &mut self,
+        id: SlabId,
+        blocks: &[u32],
+        found: Vec<Vec<Replica>>,
+        otherwise: LossReason,
+    ) {
+        let Some(load) = self.loads.get(id) else { return };
+        let answers = found.into_iter().chain(std::iter::repeat_with(Vec::new));
+        let unplaced = |wanted: &Wanted| load.blocks[wanted.block as usize] == LoadBlock::Unplaced;
+        let wanted = blocks.iter().zip(answers).map(|(block, replicas)| Wanted::from(*block, replicas));
+        let wanted = wanted.filter(unplaced).collect();
+        let missing = self.place_here(id, wanted);
+        self.fetch_from_peers(id, missing, otherwise);
+        self.settle_load(id);
+    }
+
+    /// Fetches blocks from the best of their replicas; those without one are lost.
+    pub(super) fn fetch_from_peers(&mut self, id: SlabId, missing: Vec<Wanted>, otherwise: LossReason) {
+        let mut groups: Vec<(NodeId, Vec<PeerBlock>)> = Vec::new();
+        for Wanted { block, replicas } in missing {
+            // An earlier one of the same key may have begun the fill by now.
+            if let Here::OnItsWay(frame) = self.look_here(id, block) {
+                self.join_fill(id, block, frame);
+                continue;
+            }
+            let Some(key) = self.load_key(id, block) else { return };
+            let Some((node, others)) = self.choose_peer(&key, replicas) else {
+                self.lose_block(id, block, otherwise);
+                continue;
+            };
+            let Some(peer_block) = self.begin_fetch(id, block, node, others) else { continue };
+            match groups.iter_mut().find(|(peer, _)| *peer == node) {
+                Some((_, blocks)) => blocks.push(peer_block),
+                None => groups.push((node, vec![peer_block])),
+            }
+        }
+        let Some(Load { shape, deadline, .. }) = self.loads.get(id) else { return };
+        let layout = self.shapes.get(*shape).layout;
+        // Others may wait for the same blocks by then, so a fetch is not cut short by one impatient load.
+        let deadline = deadline.since(self.now).max(self.settings.load_deadline_default);
+        for (node, blocks) in groups {
+            self.fetches += 1;
+            let fetch = FetchId(self.fetches);
+            self.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
+        }
+    }
+
+    fn load_key(&self, id: SlabId, block: u32) -> Option<BlockKey> {
+        self.loads.get(id).map(|load| load.keys[block as usize])
+    }
+
+    fn look_here(&self, id: SlabId, block: u32) -> Here {
+        let Some(load) = self.loads.get(id) else { return Here::No };
+        let Some(entry) = self.index.find(&load.keys[block as usize]) else { return Here::No };
+        let entry = self.index.entry(entry);
+        match entry.dram() {
+            _ if entry.shape() != load.shape => Here::No,
+            Dram::Resident(frame) => Here::InDram(frame),
+            Dram::Filling(frame) => Here::OnItsWay(frame),
+            Dram::Absent => Here::OnDevice,
+        }
+    }
+
+    /// A block is in DRAM.
+    fn take_hit(&mut self, id: SlabId, block: u32, frame: FrameIndex) {
+        self.lease(frame);
+        if let Some(entry) = self.frames.get(frame).entry() {
+            self.devices.touch(entry);
+        }
+        let layout = &self.shapes.get(self.frames.get(frame).shape).layout;
+        let (layers, bytes) = (layout.layers(), layout.block_bytes());
+        let Some(load) = self.loads.get_mut(id) else { return };
+        load.blocks[block as usize] = LoadBlock::Ready { frame, source: Source::OwnDram };
+        load.progress.advance(0, layers);
+        self.counters.hit(Source::OwnDram, bytes);
+    }
+
+    /// A block is on its way already.
+    fn join_fill(&mut self, id: SlabId, block: u32, frame: FrameIndex) {
+        self.counters.single_flight_joins += 1;
+        self.attach(frame, id, block);
+    }
+
+    fn attach(&mut self, frame: FrameIndex, id: SlabId, block: u32) {
+        let (fill, layers) = self.enter_fill(frame, Waiter::Load { load: id, block });
+        self.lease(frame);
+        let Some(load) = self.loads.get_mut(id) else { return };
+        load.blocks[block as usize] = LoadBlock::Waiting { fill };
+        if layers > 0 {
+            load.progress.advance(0, layers);
+        }
+    }
+
+    /// Starts reads of blocks that are on devices, one batch per device.
+    fn read_from_devices(&mut self, id: SlabId, blocks: &[u32]) {
+        let mut reads = Reads::default();
+        for block in blocks {
+            // A duplicate within the load finds the fill of the first.
+            if let Here::OnItsWay(frame) = self.look_here(id, *block) {
+                self.join_fill(id, *block, frame);
+                continue;
+            }
+            let Some(key) = self.load_key(id, *block) else { return };
+            let entry =
+                self.index.find(&key).expect("found by the caller, and stored blocks stay until read");
+            let Some((device, frame, read)) = self.begin_read(entry) else {
+                self.lose_block(id, *block, LossReason::NoSpace);
+                continue;
+            };
+            self.attach(frame, id, *block);
+            reads.push(device, read);
+        }
+        let Some(Load { shape, read_bytes, .. }) = self.loads.get(id) else { return };
+        let (layout, read_bytes) = (self.shapes.get(*shape).layout, *read_bytes);
+        self.emit_reads(reads, layout, read_bytes);
+    }
+
+    /// Hands reads to the devices' workers.
+    pub(super) fn emit_reads(&mut self, reads: Reads, layout: Layout, read_bytes: u64) {
+        for (device, blocks) in reads.by_device {
+            self.emit(Effect::ReadBlocks { device, batch: ReadBatch { blocks, layout, read_bytes } });
+        }
+    }
+
+    /// The peer to fetch a block from, and the replicas that remain if it fails.
+    fn choose_peer(&self, key: &BlockKey, mut replicas: Vec<Replica>) -> Option<(NodeId, Vec<Replica>)> {
+        let candidate = |replica: &Replica| Candidate {
+            node: replica.node,
+            tier: replica.tier,
+            load: self.peers.queued(replica.node),
+        };
+        let candidates: Vec<Candidate> = replicas.iter().map(candidate).collect();
+        let suspect = |node| self.peers.is_suspect(node, self.now);
+        let route = routing::soonest(key, LocalTiers::NONE, &candidates, suspect)
+            .or_else(|| routing::soonest(key, LocalTiers::NONE, &candidates, |_| false))?;
+        let Route::Peer(node, _) = route else { unreachable!("no local tier was offered") };
+        replicas.retain(|replica| replica.node != node);
+        Some((node, replicas))
+    }
+
+    /// Begins the fetch of a block; it is lost when there is no room for it.
+    fn begin_fetch(
+        &mut self,
+        id: SlabId,
+        block: u32,
+        node: NodeId,
+        others: Vec<Replica>,
+    ) -> Option<PeerBlock> {
+        let load = self.loads.get(id)?;
+        let (key, shape) = (load.keys[block as usize], load.shape);
+        if self.index.find(&key).is_some() {
+            // Under another tenant or layout: as if it were not there, and there cannot be two.
+            self.lose_block(id, block, LossReason::Miss);
+            return None;
+        }
+        let Some((frame, fill)) = self.begin_fill(shape, key, Origin::Peer(node), others) else {
+            self.lose_block(id, block, LossReason::NoSpace);
+            return None;
+        };
+        let entry = self.insert_entry(key, shape, Priority::Normal);
+        self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
+        self.frames.get_mut(frame).set_entry(Some(entry));
+        let slot = self.frame_slot(frame);
+        self.peers.enqueue(node, slot.bytes);
+        self.attach(frame, id, block);
+        Some(PeerBlock { fill, key, slot })
+    }
+}

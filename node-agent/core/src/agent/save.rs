@@ -1,0 +1,234 @@
+//! Saving: reserve, commit, abort.
+//!
+//! A reserved slot belongs to one session, is never readable by others and never evicted. From commit on the block
+//! is readable on the node. A commit of a block that is here already gives the slot back; a commit of a block that
+//! is only on its way from a peer wins over the fetch, which goes on for those who wait for it.
+
+use std::time::Duration;
+
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, SessionId, Tier};
+
+use super::AgentCore;
+use super::frames::{FrameIndex, FrameState};
+use super::index::Dram;
+use super::limits::{COMMIT_ITEMS_MAX, RESERVE_SLOTS_MAX, TICKETS_PER_SESSION_MAX};
+use super::sessions::Reservation;
+use super::shapes::ShapeId;
+use super::slab::SlabId;
+use super::tickets::{ItemEnd, TicketState};
+use crate::effect::{Access, Change, CommitStatus, LeaseId, Reply, Ticket};
+use crate::event::{CommitItem, Priority, RequestId};
+
+impl AgentCore {
+    /// Gives a session as many slots as it wants and may have.
+    pub(super) fn reserve(&mut self, session: SessionId, request: RequestId, count: u32) {
+        self.counters.reserves += 1;
+        self.counters.reserve_slots_wanted += u64::from(count);
+        let Some(shape) = self.sessions.get(&session).map(|session| session.shape) else { return };
+        if let Some(refusal) = self.refuse_block_size(shape) {
+            return self.reply(session, request, refusal);
+        }
+        let mut leases = Vec::new();
+        let mut frames = Vec::new();
+        while leases.len() < count.min(RESERVE_SLOTS_MAX) as usize {
+            let Some(frame) = self.reserve_one(session, shape) else { break };
+            frames.push(frame.1);
+            leases.push((LeaseId(frame.0.0), self.frame_slot(frame.1)));
+        }
+        self.counters.reserve_slots_given += leases.len() as u64;
+        let complete = leases.len() as u64 >= u64::from(count);
+        let retry_after = if complete { Duration::ZERO } else { self.settings.retry_after };
+        let regions = self.grants(session, Access::ReadWrite, frames.into_iter());
+        self.reply(session, request, Reply::Reserved { regions, leases, retry_after });
+    }
+
+    /// Takes slots back that a session does not need.
+    pub(super) fn abort(&mut self, session: SessionId, request: RequestId, leases: &[LeaseId]) {
+        for lease in leases {
+            if let Some(frame) = self.take_reservation(session, *lease) {
+                self.give_back_slot(frame);
+            }
+        }
+        self.reply(session, request, Reply::Aborted);
+    }
+
+    /// Publishes filled slots.
+    pub(super) fn commit(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        items: Vec<CommitItem>,
+        priority: Priority,
+    ) {
+        if items.len() > COMMIT_ITEMS_MAX {
+            let text = format!("{} items in one commit: send at most {COMMIT_ITEMS_MAX}", items.len());
+            return self.reply(session, request, Reply::BadRequest(text));
+        }
+        let Some(state) = self.sessions.get_mut(&session) else { return };
+        if state.tickets.len() >= TICKETS_PER_SESSION_MAX as usize {
+            let message = "too many commits wait for their durable notice".to_owned();
+            let retry_after = self.settings.retry_after;
+            return self.reply(session, request, Reply::Busy { message, retry_after });
+        }
+        state.commits += 1;
+        let ticket = Ticket(state.commits);
+        // The one more that waits is this call: no notice is sent before its reply.
+        let waiting = TicketState { session, ticket, waiting: 1, durable: 0, lost: Vec::new() };
+        let id = self.tickets.insert(waiting);
+        state.tickets.insert(id);
+        self.counters.commits += 1;
+        let statuses = items.into_iter().map(|item| self.commit_item(session, id, item, priority)).collect();
+        self.reply(session, request, Reply::Committed { ticket, statuses });
+        let waiting = self.tickets.get_mut(id).expect("it waits for this call");
+        waiting.waiting -= 1;
+        self.notify_if_ended(id);
+    }
+
+    /// Frees the slot of a reservation that has ended.
+    pub(super) fn give_back_slot(&mut self, frame: FrameIndex) {
+        self.reserved_bytes -= self.frame_slot(frame).bytes;
+        self.free_frame(frame);
+    }
+
+    /// Says what to do when blocks of a shape can never be placed in the arena.
+    pub(super) fn refuse_block_size(&self, shape: ShapeId) -> Option<Reply> {
+        let (block, region) = (self.shapes.get(shape).slot_bytes, self.arena.region_bytes_max());
+        (block > region).then(|| {
+            Reply::BadRequest(format!(
+                "a block of this layout has {block} bytes and a region of the arena {region}: raise \
+                 arena.region_bytes in the agent's configuration, or use fewer tokens per block"
+            ))
+        })
+    }
+
+    fn reserve_one(&mut self, session: SessionId, shape: ShapeId) -> Option<(SlabId, FrameIndex)> {
+        let slot_bytes = self.shapes.get(shape).slot_bytes;
+        let taken = self.reserved_bytes + self.writeback.unsaved_bytes() + slot_bytes;
+        if taken > self.arena.bytes() / 1000 * u64::from(self.settings.arena_unsaved_permille) {
+            self.urge_writeback();
+            return None;
+        }
+        let frame = self.allocate_frame(shape, FrameState::Reserved)?;
+        self.reserved_bytes += slot_bytes;
+        let list = &mut self.sessions.get_mut(&session)?.reservations;
+        let position = list.len() as u32;
+        let id = self.reservations.insert(Reservation { session, frame, position });
+        list.push(id);
+        Some((id, frame))
+    }
+
+    /// Ends a reservation of this session; its frame is the caller's.
+    fn take_reservation(&mut self, session: SessionId, lease: LeaseId) -> Option<FrameIndex> {
+        let id = SlabId(lease.0);
+        self.reservations.get(id).filter(|reservation| reservation.session == session)?;
+        let reservation = self.reservations.remove(id)?;
+        let list = &mut self.sessions.get_mut(&session)?.reservations;
+        list.swap_remove(reservation.position as usize);
+        if let Some(moved) = list.get(reservation.position as usize) {
+            let moved = self.reservations.get_mut(*moved).expect("listed reservations live");
+            moved.position = reservation.position;
+        }
+        Some(reservation.frame)
+    }
+
+    fn commit_item(
+        &mut self,
+        session: SessionId,
+        ticket: SlabId,
+        item: CommitItem,
+        priority: Priority,
+    ) -> CommitStatus {
+        let Some(frame) = self.take_reservation(session, item.lease) else {
+            self.counters.refused_items += 1;
+            return CommitStatus::NoLease;
+        };
+        let shape = self.frames.get(frame).shape;
+        let objects = self.shapes.get(shape).layout.objects() as usize;
+        let known = item.key.and_then(|key| self.index.find(&key));
+        let visible = known.is_none_or(|entry| self.index.entry(entry).shape() == shape);
+        let (Some(key), true) = (item.key, visible && item.checksums.len() == objects) else {
+            self.counters.refused_items += 1;
+            self.give_back_slot(frame);
+            return CommitStatus::BadItem;
+        };
+        match known {
+            Some(entry) if self.index.entry(entry).source(shape).is_some() => {
+                self.give_back_slot(frame);
+                self.commit_duplicate(entry, ticket, priority);
+                CommitStatus::Duplicate
+            }
+            _ => {
+                self.frames.get_mut(frame).checksums = item.checksums;
+                self.publish(frame, key, ticket, priority);
+                CommitStatus::Committed
+            }
+        }
+    }
+
+    /// The block is here already: the item ends as the block does.
+    fn commit_duplicate(&mut self, entry: EntryIndex, ticket: SlabId, priority: Priority) {
+        self.counters.duplicate_items += 1;
+        self.index.entry_mut(entry).raise_priority(priority);
+        let state = self.index.entry(entry);
+        let key = state.key();
+        if state.stored().is_some() {
+            self.devices.touch(entry);
+            return self.count_item(ticket, key, ItemEnd::Durable);
+        }
+        let Dram::Resident(frame) = state.dram() else {
+            unreachable!("a block with a source is stored or resident")
+        };
+        match self.frames.get(frame).state {
+            FrameState::Unsaved(record) => {
+                let id = self.writeback.unsaved.id_at(record).expect("an unsaved frame has a record");
+                self.writeback.unsaved.get_mut(id).expect("just found").tickets.push(ticket);
+                self.tickets.get_mut(ticket).expect("it waits for this call").waiting += 1;
+            }
+            _ => self.save_or_lose(frame, key, ticket),
+        }
+    }
+
+    /// Makes a committed block findable and readable.
+    fn publish(&mut self, frame: FrameIndex, key: BlockKey, ticket: SlabId, priority: Priority) {
+        let shape = self.frames.get(frame).shape;
+        let slot_bytes = self.shapes.get(shape).slot_bytes;
+        let entry = match self.index.find(&key) {
+            Some(entry) => {
+                // On its way from a peer, and nowhere else: the fetch goes on without the entry.
+                if let Dram::Filling(filling) = self.index.entry(entry).dram() {
+                    self.frames.get_mut(filling).set_entry(None);
+                }
+                self.index.entry_mut(entry).raise_priority(priority);
+                entry
+            }
+            None => self.insert_entry(key, shape, priority),
+        };
+        self.reserved_bytes -= slot_bytes;
+        self.counters.committed_blocks += 1;
+        self.counters.committed_bytes += self.shapes.get(shape).layout.block_bytes();
+        self.index.entry_mut(entry).set_dram(Dram::Resident(frame));
+        self.frames.get_mut(frame).set_entry(Some(entry));
+        self.resident_blocks += 1;
+        self.replica_changed(entry, Tier::Dram, Change::Added);
+        self.save_or_lose(frame, key, ticket);
+    }
+
+    /// A readable block that is on no device: it is saved, or nothing will ever save it.
+    fn save_or_lose(&mut self, frame: FrameIndex, key: BlockKey, ticket: SlabId) {
+        if self.devices.can_hold(self.frame_slot(frame).bytes) {
+            return self.save_later(frame, ticket);
+        }
+        self.set_frame_state(frame, FrameState::Clean);
+        self.count_item(ticket, key, ItemEnd::Lost);
+    }
+
+    /// An item whose end is known at commit.
+    fn count_item(&mut self, ticket: SlabId, key: BlockKey, end: ItemEnd) {
+        let waiting = self.tickets.get_mut(ticket).expect("it waits for this call");
+        match end {
+            ItemEnd::Durable => waiting.durable += 1,
+            ItemEnd::Lost => waiting.lost.push(key),
+        }
+    }
+}

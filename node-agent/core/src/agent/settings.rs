@@ -1,0 +1,49 @@
+//! What an operator may set of the core.
+
+use std::time::Duration;
+
+use reprise_policy::eviction::EvictionKind;
+
+/// Settings of an agent core. Times are spans, sizes bytes.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// A committed block is on its way to NVMe at the latest after this.
+    pub writeback_delay: Duration,
+    /// So many bytes of unsaved blocks are flushed without waiting for the delay; also the size of a batch.
+    pub writeback_bytes: u64,
+    /// Deadline of loads that name none, and of every fetch from a peer at the least.
+    pub load_deadline_default: Duration,
+    /// The directory has so long to answer.
+    pub lookup_timeout: Duration,
+    /// Bytes of one device read for loads that name none.
+    pub read_bytes_default: u64,
+    /// Share of the pool, in thousandths, that is kept free ahead of need.
+    pub pool_free_permille: u16,
+    /// Share of the arena, in thousandths, that reservations and unsaved blocks may take: the rest stays for
+    /// loads while the device is slower than the engines.
+    pub arena_unsaved_permille: u16,
+    /// What is told to a session that finds the arena full.
+    pub retry_after: Duration,
+    /// Order of eviction, in DRAM and on NVMe.
+    pub eviction: EvictionKind,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            // One sync per 50 ms costs nothing; 64 MiB are 20 ms of a 3.6 GB/s device.
+            writeback_delay: Duration::from_millis(50),
+            writeback_bytes: 64 << 20,
+            load_deadline_default: Duration::from_secs(5),
+            lookup_timeout: Duration::from_millis(500),
+            // A quarter of a 2 MiB block: 8 layers of Llama-3-8B, near a device's full bandwidth.
+            read_bytes_default: 512 << 10,
+            // 3 % of 30 TB is 15 minutes of writing at 1 GB/s; of a 1 GiB test pool 15 blocks of 2 MiB.
+            pool_free_permille: 30,
+            arena_unsaved_permille: 750,
+            // 2 MiB blocks free at 3.6 GB/s come every 0.6 ms.
+            retry_after: Duration::from_millis(2),
+            eviction: EvictionKind::default(),
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Pairs of tenant and layout, as 16-bit numbers.
+//!
+//! A block is visible to a session exactly when their shapes are equal: one comparison covers "another tenant's
+//! block" and "a block of another layout". A shape lives while sessions, blocks or frames have it; when the table
+//! is full, one that nobody has makes room.
+
+use reprise_policy::{Layout, TenantId};
+
+use super::arena::{Arena, ClassId};
+use super::limits::SHAPES_MAX;
+
+/// Number of a shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ShapeId(pub(super) u16);
+
+/// A tenant's layout.
+#[derive(Clone, Debug)]
+pub(super) struct Shape {
+    pub(super) tenant: TenantId,
+    pub(super) layout: Layout,
+    /// Where its slots come from.
+    pub(super) class: ClassId,
+    /// Bytes of one slot.
+    pub(super) slot_bytes: u64,
+    uses: u64,
+}
+
+/// The table; see the module.
+#[derive(Debug, Default)]
+pub(super) struct Shapes {
+    shapes: Vec<Shape>,
+}
+
+impl Shapes {
+    /// The number of a tenant's layout; `None` when there are too many.
+    pub(super) fn intern(&mut self, tenant: TenantId, layout: Layout, arena: &mut Arena) -> Option<ShapeId> {
+        let known = self.shapes.iter().position(|shape| shape.tenant == tenant && shape.layout == layout);
+        if let Some(known) = known {
+            return Some(ShapeId(known as u16));
+        }
+        let slot_bytes = layout.slot_bytes();
+        if self.shapes.len() < SHAPES_MAX {
+            let class = arena.join_class(tenant, slot_bytes);
+            self.shapes.push(Shape { tenant, layout, class, slot_bytes, uses: 0 });
+            return Some(ShapeId((self.shapes.len() - 1) as u16));
+        }
+        let vacant = self.shapes.iter().position(|shape| shape.uses == 0)?;
+        arena.leave_class(self.shapes[vacant].class);
+        let class = arena.join_class(tenant, slot_bytes);
+        self.shapes[vacant] = Shape { tenant, layout, class, slot_bytes, uses: 0 };
+        Some(ShapeId(vacant as u16))
+    }
+
+    pub(super) fn get(&self, id: ShapeId) -> &Shape {
+        &self.shapes[usize::from(id.0)]
+    }
+
+    /// A session, block or frame has the shape from now on.
+    pub(super) fn hold(&mut self, id: ShapeId) {
+        self.shapes[usize::from(id.0)].uses += 1;
+    }
+
+    /// It has it no longer.
+    pub(super) fn release(&mut self, id: ShapeId) {
+        let uses = &mut self.shapes[usize::from(id.0)].uses;
+        *uses = uses.checked_sub(1).expect("every release follows a hold");
+    }
+
+    /// Who has each shape, for the audit.
+    pub(super) fn uses(&self) -> impl Iterator<Item = u64> {
+        self.shapes.iter().map(|shape| shape.uses)
+    }
+}
+
+const _: () = assert!(SHAPES_MAX <= u16::MAX as usize, "shape numbers are 16 bits");

@@ -1,0 +1,134 @@
+//! Values with ids that are never handed out twice.
+//!
+//! An id is a slot number and the slot's generation: an id that comes late (a fill that has ended, a load that
+//! was released) finds nothing instead of somebody else's value. All operations are O(1).
+//!
+//! Deliberately absent: shrinking. A slab keeps the memory of its largest population, which the limits of its
+//! owner bound.
+
+/// Id of a value in a [`Slab`]: generation in the upper half, slot number in the lower. Never zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct SlabId(pub(super) u64);
+
+/// The values; see the module.
+#[derive(Debug)]
+pub(super) struct Slab<T> {
+    slots: Vec<Slot<T>>,
+    free: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Slot<T> {
+    generation: u32,
+    value: Option<T>,
+}
+
+impl SlabId {
+    /// The slot number, for compact references to values that are known to live.
+    pub(super) fn slot(self) -> u32 {
+        (self.0 & u64::from(u32::MAX)) as u32
+    }
+
+    fn new(generation: u32, slot: u32) -> SlabId {
+        SlabId(u64::from(generation) << 32 | u64::from(slot))
+    }
+}
+
+impl<T> Slab<T> {
+    /// An empty slab.
+    pub(super) fn new() -> Slab<T> {
+        Slab { slots: Vec::new(), free: Vec::new() }
+    }
+
+    /// Values in the slab.
+    pub(super) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Puts a value in.
+    pub(super) fn insert(&mut self, value: T) -> SlabId {
+        if let Some(slot) = self.free.pop() {
+            let place = &mut self.slots[slot as usize];
+            place.value = Some(value);
+            return SlabId::new(place.generation, slot);
+        }
+        let slot = u32::try_from(self.slots.len()).expect("populations are limited far below 2^32");
+        self.slots.push(Slot { generation: 1, value: Some(value) });
+        SlabId::new(1, slot)
+    }
+
+    /// Takes a value out; its id is dead from then on.
+    pub(super) fn remove(&mut self, id: SlabId) -> Option<T> {
+        let place = self.slots.get_mut(id.slot() as usize)?;
+        if SlabId::new(place.generation, id.slot()) != id {
+            return None;
+        }
+        let value = place.value.take()?;
+        place.generation = place.generation.wrapping_add(1).max(1);
+        self.free.push(id.slot());
+        Some(value)
+    }
+
+    /// The value of an id.
+    pub(super) fn get(&self, id: SlabId) -> Option<&T> {
+        let place = self.slots.get(id.slot() as usize)?;
+        place.value.as_ref().filter(|_| SlabId::new(place.generation, id.slot()) == id)
+    }
+
+    /// The value of an id.
+    pub(super) fn get_mut(&mut self, id: SlabId) -> Option<&mut T> {
+        let place = self.slots.get_mut(id.slot() as usize)?;
+        let generation = place.generation;
+        place.value.as_mut().filter(|_| SlabId::new(generation, id.slot()) == id)
+    }
+
+    /// The id of the value in a slot.
+    pub(super) fn id_at(&self, slot: u32) -> Option<SlabId> {
+        let place = self.slots.get(slot as usize)?;
+        place.value.as_ref().map(|_| SlabId::new(place.generation, slot))
+    }
+
+    /// The value in a slot.
+    pub(super) fn at(&self, slot: u32) -> Option<&T> {
+        self.slots.get(slot as usize)?.value.as_ref()
+    }
+
+    /// The value in a slot.
+    pub(super) fn at_mut(&mut self, slot: u32) -> Option<&mut T> {
+        self.slots.get_mut(slot as usize)?.value.as_mut()
+    }
+
+    /// All values with their ids, in order of slots.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (SlabId, &T)> {
+        self.slots.iter().enumerate().filter_map(|(slot, place)| {
+            let id = SlabId::new(place.generation, slot as u32);
+            place.value.as_ref().map(|value| (id, value))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_finds_its_value_until_it_is_removed_and_never_another() {
+        let mut slab = Slab::new();
+        let first = slab.insert("first");
+        assert_eq!(slab.get(first), Some(&"first"));
+        assert_eq!(slab.remove(first), Some("first"));
+        let second = slab.insert("second");
+        assert_eq!(second.slot(), first.slot());
+        assert_eq!(slab.get(first), None);
+        assert_eq!(slab.remove(first), None);
+        assert_eq!(slab.get_mut(second), Some(&mut "second"));
+        assert_eq!(slab.id_at(second.slot()), Some(second));
+        assert_eq!(slab.len(), 1);
+    }
+
+    #[test]
+    fn ids_are_never_zero() {
+        let mut slab = Slab::new();
+        assert_ne!(slab.insert(()), SlabId(0));
+    }
+}

@@ -1,0 +1,313 @@
+//! Write-back: from commit to durable.
+//!
+//! Unsaved blocks wait in a queue in order of commit. It is flushed when the oldest has waited for the delay, when
+//! enough bytes wait, or when somebody found the arena full. A flush gives batches to devices (the emptiest
+//! first), which the pools turn into writes and syncs. A block whose write fails is tried elsewhere a few times.
+//!
+//! An agent without a usable device saves nothing: its tickets end as lost at once, and its blocks are clean, that
+//! is, cached until the room is needed.
+//!
+//! Invariants: a frame is `Unsaved` exactly while it has a record here; a record is in the queue or in one batch.
+
+use std::collections::VecDeque;
+
+use reprise_policy::{ContentId, Tick};
+
+use super::AgentCore;
+use super::devices::Room;
+use super::frames::{FrameIndex, FrameState};
+use super::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
+use super::slab::{Slab, SlabId};
+use super::tickets::{ItemEnd, TicketList};
+use crate::effect::DeviceId;
+use crate::pool::{BatchId, BlockWrite, StoredBlock};
+
+/// State of the write-back; see the module.
+#[derive(Debug)]
+pub(super) struct WriteBack {
+    pub(super) unsaved: Slab<UnsavedBlock>,
+    queue: VecDeque<SlabId>,
+    queued_bytes: u64,
+    unsaved_bytes: u64,
+    batches: Vec<Batch>,
+    batches_started: u64,
+    pace: Pace,
+}
+
+/// A block that is not durable yet.
+#[derive(Debug)]
+pub(super) struct UnsavedBlock {
+    pub(super) frame: FrameIndex,
+    pub(super) tickets: TicketList,
+    since: Tick,
+    attempts: u8,
+    state: SaveState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SaveState {
+    Queued,
+    Writing(BatchId),
+}
+
+/// What the queue waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// Company, or the delay.
+    Patient,
+    /// Nothing: somebody needs the room.
+    Urged,
+    /// Devices that are busy or full: the end of something under way, which is an event.
+    Stalled,
+}
+
+/// Blocks being written by one device.
+#[derive(Debug)]
+struct Batch {
+    id: BatchId,
+    device: DeviceId,
+    blocks: Vec<SlabId>,
+}
+
+impl WriteBack {
+    /// Nothing to write.
+    pub(super) fn new() -> WriteBack {
+        WriteBack {
+            unsaved: Slab::new(),
+            queue: VecDeque::new(),
+            queued_bytes: 0,
+            unsaved_bytes: 0,
+            batches: Vec::new(),
+            batches_started: 0,
+            pace: Pace::Patient,
+        }
+    }
+
+    /// Slot bytes of blocks that are not durable yet.
+    pub(super) fn unsaved_bytes(&self) -> u64 {
+        self.unsaved_bytes
+    }
+
+    /// Every record is in the queue or in one batch, and the bytes that wait are counted.
+    pub(super) fn audit(&self) -> Result<(), String> {
+        let queued = self.queue.iter().map(|id| (*id, SaveState::Queued));
+        let writing = self
+            .batches
+            .iter()
+            .flat_map(|batch| batch.blocks.iter().map(|id| (*id, SaveState::Writing(batch.id))));
+        let mut places: Vec<(SlabId, SaveState)> = queued.chain(writing).collect();
+        let listed = places.len();
+        places.sort_by_key(|(id, _)| *id);
+        places.dedup_by_key(|(id, _)| *id);
+        let right = |(id, state): &(SlabId, SaveState)| {
+            self.unsaved.get(*id).is_some_and(|block| block.state == *state)
+        };
+        if listed != self.unsaved.len() || places.len() != listed || !places.iter().all(right) {
+            return Err(format!("{} unsaved blocks, {listed} queued or being written", self.unsaved.len()));
+        }
+        Ok(())
+    }
+
+    /// Since when the oldest queued block waits.
+    fn oldest(&self) -> Option<Tick> {
+        self.queue.front().and_then(|id| self.unsaved.get(*id)).map(|block| block.since)
+    }
+}
+
+impl AgentCore {
+    /// Somebody found the arena full: saved blocks could be dropped, so save them now.
+    pub(super) fn urge_writeback(&mut self) {
+        if !self.writeback.queue.is_empty() {
+            self.writeback.pace = Pace::Urged;
+        }
+    }
+
+    /// A readable, findable frame needs saving; `ticket` waits for it. Without a usable device it never will be.
+    pub(super) fn save_later(&mut self, frame: FrameIndex, ticket: SlabId) {
+        let mut tickets = TicketList::default();
+        tickets.push(ticket);
+        if let Some(waiting) = self.tickets.get_mut(ticket) {
+            waiting.waiting += 1;
+        }
+        let state = SaveState::Queued;
+        let record = UnsavedBlock { frame, tickets, since: self.now, attempts: 0, state };
+        let id = self.writeback.unsaved.insert(record);
+        let bytes = self.frame_slot(frame).bytes;
+        self.writeback.unsaved_bytes += bytes;
+        self.writeback.queued_bytes += bytes;
+        self.writeback.queue.push_back(id);
+        self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
+    }
+
+    /// The instant at which the oldest queued block must be on its way; none while devices are busy or full.
+    pub(super) fn writeback_deadline(&self) -> Option<Tick> {
+        let oldest = self.writeback.oldest()?;
+        (self.writeback.pace == Pace::Patient).then(|| oldest.after(self.settings.writeback_delay))
+    }
+
+    /// Starts as many batches as are due and possible.
+    pub(super) fn write_back(&mut self) {
+        if !self.writeback_due() {
+            return;
+        }
+        let share = self.batch_bytes();
+        let mut full = Vec::new();
+        while !self.writeback.queue.is_empty() {
+            if let Some(device) = self.devices.emptiest(&full) {
+                if !self.start_batch(device, share) {
+                    full.push(device);
+                }
+                continue;
+            }
+            let all_full = full.len() == self.devices.usable();
+            if !all_full || (self.first_can_be_held() && self.make_pool_room() == Room::Coming) {
+                break;
+            }
+            self.give_up_first();
+            full.clear();
+        }
+        self.writeback.pace = if self.writeback.queue.is_empty() { Pace::Patient } else { Pace::Stalled };
+    }
+
+    /// A pool reports a batch.
+    pub(super) fn batch_done(&mut self, id: BatchId, stored: &[StoredBlock]) {
+        let Some(at) = self.writeback.batches.iter().position(|batch| batch.id == id) else { return };
+        let batch = self.writeback.batches.swap_remove(at);
+        if self.devices.is_usable(batch.device) {
+            for block in stored {
+                self.block_stored(batch.device, block);
+            }
+        }
+        for record in batch.blocks {
+            let writing = |block: &UnsavedBlock| block.state == SaveState::Writing(id);
+            if self.writeback.unsaved.get(record).is_some_and(writing) {
+                self.write_failed(record, batch.device);
+            }
+        }
+    }
+
+    /// Whether a flush is due. Without a usable device everything is due, to come to its end.
+    fn writeback_due(&self) -> bool {
+        let Some(oldest) = self.writeback.oldest() else { return false };
+        self.writeback.pace != Pace::Patient
+            || self.writeback.queued_bytes >= self.settings.writeback_bytes
+            || oldest.after(self.settings.writeback_delay) <= self.now
+            || self.devices.usable() == 0
+    }
+
+    /// Bytes of one batch: all devices get a share of the queue, but none a larger batch than the setting.
+    fn batch_bytes(&self) -> u64 {
+        let devices = self.devices.usable().max(1) as u64;
+        self.writeback.queued_bytes.div_ceil(devices).min(self.settings.writeback_bytes)
+    }
+
+    /// Gives a device the first blocks of the queue, at least one; `false` when it has no slot for the first.
+    fn start_batch(&mut self, device: DeviceId, bytes_max: u64) -> bool {
+        let id = BatchId(self.writeback.batches_started + 1);
+        let mut writes = Vec::new();
+        let mut blocks = Vec::new();
+        let mut bytes = 0;
+        while let Some(record) = self.writeback.queue.front().copied() {
+            let frame = self.writeback.unsaved.get(record).expect("queued records live").frame;
+            let slot_bytes = self.frame_slot(frame).bytes;
+            let fits = writes.is_empty() || bytes + slot_bytes <= bytes_max;
+            if !fits || writes.len() == BATCH_BLOCKS_MAX {
+                break;
+            }
+            let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
+            self.writeback.queue.pop_front();
+            self.writeback.queued_bytes -= slot_bytes;
+            let block = self.writeback.unsaved.get_mut(record).expect("queued records live");
+            block.state = SaveState::Writing(id);
+            bytes += slot_bytes;
+            blocks.push(record);
+            writes.push(self.block_write(frame, page));
+        }
+        if writes.is_empty() {
+            return false;
+        }
+        self.writeback.batches_started += 1;
+        self.writeback.batches.push(Batch { id, device, blocks });
+        self.counters.writeback_batches += 1;
+        let ops = self.devices.write_batch(device, id, writes);
+        self.emit_ops(device, ops);
+        true
+    }
+
+    fn block_write(&self, frame: FrameIndex, page: crate::pool::PageNumber) -> BlockWrite {
+        let state = self.frames.get(frame);
+        let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
+        BlockWrite {
+            key: entry.key(),
+            layout: self.shapes.get(state.shape).layout,
+            content: ContentId::UNKNOWN,
+            priority: entry.class(),
+            checksums: state.checksums.clone(),
+            slot: self.arena.slot(state.place),
+            page,
+        }
+    }
+
+    /// A block of a batch is durable.
+    fn block_stored(&mut self, device: DeviceId, block: &StoredBlock) {
+        let found = self.index.find(&block.key).and_then(|entry| match self.index.entry(entry).dram() {
+            super::index::Dram::Resident(frame) => Some((entry, frame)),
+            _ => None,
+        });
+        let Some((entry, frame)) = found else { return self.devices.free(device, block.page) };
+        let FrameState::Unsaved(slot) = self.frames.get(frame).state else {
+            return self.devices.free(device, block.page);
+        };
+        let bytes = self.shapes.get(self.frames.get(frame).shape).layout.block_bytes();
+        self.counters.stored_blocks_total += 1;
+        self.counters.stored_bytes_total += bytes;
+        self.keep_stored(entry, device, block);
+        let record = self.writeback.unsaved.id_at(slot).expect("an unsaved frame has a record");
+        self.end_unsaved(record, ItemEnd::Durable);
+    }
+
+    /// A block's write failed. Tries another slot, or gives up; a lost device is not the block's fault.
+    fn write_failed(&mut self, record: SlabId, device: DeviceId) {
+        self.counters.write_failures += 1;
+        let fault = self.devices.is_usable(device);
+        let block = self.writeback.unsaved.get_mut(record).expect("the caller has looked");
+        block.attempts += u8::from(fault);
+        if block.attempts >= WRITE_ATTEMPTS_MAX {
+            self.end_unsaved(record, ItemEnd::Lost);
+        } else {
+            self.requeue(record);
+        }
+    }
+
+    fn requeue(&mut self, record: SlabId) {
+        let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
+        block.state = SaveState::Queued;
+        let bytes = self.arena.slot(self.frames.get(block.frame).place).bytes;
+        self.writeback.queued_bytes += bytes;
+        self.writeback.queue.push_front(record);
+    }
+
+    /// Whether any usable device could ever have a slot for the first block of the queue.
+    fn first_can_be_held(&self) -> bool {
+        let first = self.writeback.queue.front().and_then(|id| self.writeback.unsaved.get(*id));
+        first.is_some_and(|block| self.devices.can_hold(self.frame_slot(block.frame).bytes))
+    }
+
+    /// Nothing that is under way or could be evicted will ever make room for the first block of the queue.
+    fn give_up_first(&mut self) {
+        let Some(record) = self.writeback.queue.pop_front() else { return };
+        let frame = self.writeback.unsaved.get(record).expect("queued records live").frame;
+        self.writeback.queued_bytes -= self.frame_slot(frame).bytes;
+        self.end_unsaved(record, ItemEnd::Lost);
+    }
+
+    /// A block is durable or never will be: either way its frame is clean.
+    fn end_unsaved(&mut self, record: SlabId, end: ItemEnd) {
+        let Some(ended) = self.writeback.unsaved.remove(record) else { return };
+        self.writeback.unsaved_bytes -= self.frame_slot(ended.frame).bytes;
+        let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
+        let key = self.index.entry(entry).key();
+        self.set_frame_state(ended.frame, FrameState::Clean);
+        self.end_items(&ended.tickets, key, end);
+    }
+}
