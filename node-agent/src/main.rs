@@ -1,3 +1,118 @@
-//! placeholder
+//! `reprise-agent`: the node agent of Reprise.
+//!
+//! Standard output carries one line when the agent is ready (JSON: ports and socket), standard error the log. Exit
+//! codes: 0 after SIGTERM or SIGINT, 1 configuration, 2 pool device, 3 memory, sockets or ports, 70 a bug.
+//!
+//! A panic on any thread ends the process: recovery from the journal takes a second, and half an agent would be
+//! worse than none.
 
-fn main() {}
+mod admin;
+mod config;
+mod core_loop;
+mod device;
+mod directory;
+mod error;
+mod executor;
+mod metrics;
+mod peer;
+mod runtime;
+mod session;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
+
+use config::{Config, LogFormat, LogSettings};
+use error::{AgentError, ErrorKind};
+use runtime::Runtime;
+
+/// Keeps the KV cache of this node's inference engines in DRAM and on NVMe, and shares it with its peers.
+#[derive(Debug, Parser)]
+#[command(name = "reprise-agent", version, about)]
+struct Arguments {
+    /// Configuration file (TOML); without one, all defaults.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the default configuration, with comments, and exit.
+    #[arg(long)]
+    print_default_config: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if arguments.print_default_config {
+        return print(&Config::default_text());
+    }
+    match run(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The log may not be set up yet; this line is for whoever started the agent.
+            let _ = writeln!(std::io::stderr(), "reprise-agent: {}", error.chain());
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<(), AgentError> {
+    let config = match &arguments.config {
+        Some(path) => Config::read(path)?,
+        None => Config::default(),
+    };
+    let settings = config.validate()?;
+    start_log(&settings.log)?;
+    abort_on_panic();
+    let failed = |what: &'static str| move |error| AgentError::new(ErrorKind::Resource, what).because(error);
+    let signals = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(failed("cannot wait for signals"))?;
+    signals.block_on(async {
+        // Registered before anything is started, so that no signal finds the agent half made.
+        let mut terminate = signal(SignalKind::terminate()).map_err(failed("cannot wait for SIGTERM"))?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(failed("cannot wait for SIGINT"))?;
+        let runtime = Runtime::start(settings)?;
+        let ready = serde_json::to_string(runtime.ready()).map_err(|error| {
+            AgentError::new(ErrorKind::Internal, "cannot encode the ready line").because(error)
+        })?;
+        print(&format!("{ready}\n"));
+        tracing::info!(version = env!("CARGO_PKG_VERSION"), "ready");
+        tokio::select! {
+            _ = terminate.recv() => tracing::info!("SIGTERM: stopping"),
+            _ = interrupt.recv() => tracing::info!("SIGINT: stopping"),
+        }
+        runtime.stop();
+        tracing::info!("stopped");
+        Ok(())
+    })
+}
+
+/// Writes to standard output; somebody who closed it does not want to know.
+fn print(text: &str) -> ExitCode {
+    let mut output = std::io::stdout().lock();
+    match output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn start_log(settings: &LogSettings) -> Result<(), AgentError> {
+    let filter = tracing_subscriber::EnvFilter::new(&settings.level);
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let started = match settings.format {
+        LogFormat::Text => builder.with_ansi(false).try_init(),
+        LogFormat::Json => builder.json().try_init(),
+    };
+    started.map_err(|error| AgentError::new(ErrorKind::Internal, "cannot start the log").because(error))
+}
+
+fn abort_on_panic() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        tracing::error!(%panic, "a bug; please report it");
+        default(panic);
+        std::process::abort();
+    }));
+}

@@ -1,0 +1,191 @@
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`.
+//!
+//! One thread with a runtime of its own, so that a slow scraper costs the data path nothing. Health is not a constant:
+//! `/healthz` asks the core's thread and fails when it does not answer within [`CORE_PATIENCE`]. Not authenticated,
+//! and therefore on loopback unless configured otherwise; nothing here changes anything.
+
+mod status;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use crossbeam_channel::bounded;
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+
+use crate::config::Settings;
+use crate::core_loop::{CoreView, Inbox, Input};
+use crate::device::DeviceInfo;
+use crate::directory::DirectoryClient;
+use crate::error::{AgentError, ErrorKind};
+use crate::metrics::{CORE, Metrics, PEER, describe};
+use crate::peer::Peers;
+
+/// The core answers within microseconds, or it is stuck.
+const CORE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Content type of the OpenMetrics text format.
+const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What the pages are about.
+pub(crate) struct AdminContext {
+    pub(crate) inbox: Inbox,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) directory: Arc<DirectoryClient>,
+    pub(crate) peers: Option<Peers>,
+    pub(crate) devices: Vec<DeviceInfo>,
+    pub(crate) arena: ArenaInfo,
+    pub(crate) settings: Settings,
+    /// Set when the agent serves, cleared when it stops.
+    pub(crate) ready: AtomicBool,
+}
+
+/// What there is to know about the arena.
+#[derive(Clone, Debug)]
+pub(crate) struct ArenaInfo {
+    pub(crate) bytes: u64,
+    pub(crate) regions: usize,
+    pub(crate) page_kind: String,
+}
+
+/// The running server.
+pub(crate) struct AdminServer {
+    address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A port that is taken but not served yet: its number is announced before everything is ready.
+pub(crate) struct AdminPort {
+    listener: std::net::TcpListener,
+    address: SocketAddr,
+}
+
+impl AdminPort {
+    /// Takes the port.
+    ///
+    /// # Errors
+    /// `ErrorKind::Resource`: somebody else has it, or the address is not this machine's.
+    pub(crate) fn bind(address: SocketAddr) -> Result<AdminPort, AgentError> {
+        let bound = std::net::TcpListener::bind(address).and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok(AdminPort { listener, address })
+        });
+        bound.map_err(|error| {
+            let context =
+                format!("cannot listen on admin.listen = '{address}'; choose another port, or 0 for any");
+            AgentError::new(ErrorKind::Resource, context).because(error)
+        })
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until stopped.
+    ///
+    /// # Errors
+    /// `ErrorKind::Resource`: no thread or runtime is to be had.
+    pub(crate) fn serve(self, context: Arc<AdminContext>) -> Result<AdminServer, AgentError> {
+        let failed =
+            |error| AgentError::new(ErrorKind::Resource, "cannot start the admin server").because(error);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let (stop, stopped) = oneshot::channel();
+        let AdminPort { listener, address } = self;
+        let router = Router::new()
+            .route("/metrics", get(metrics))
+            .route("/healthz", get(healthz))
+            .route("/readyz", get(readyz))
+            .route("/status", get(status_page))
+            .with_state(context);
+        let body = move || {
+            let served = runtime.block_on(async {
+                let listener = TcpListener::from_std(listener)?;
+                tokio::select! {
+                    served = axum::serve(listener, router) => served,
+                    // Open connections end with the runtime: the agent is about to exit.
+                    _ = stopped => Ok(()),
+                }
+            });
+            if let Err(error) = served {
+                tracing::error!(%error, "the admin server has ended");
+            }
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(body).map_err(failed)?;
+        Ok(AdminServer { address, stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl AdminServer {
+    /// Where it listens.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Ends the server.
+    pub(crate) fn stop(mut self) {
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Asks the core's thread how things are; `None` when it does not answer.
+async fn view(context: &AdminContext) -> Option<CoreView> {
+    let (answer, answered) = bounded(1);
+    context.inbox.try_send(Input::Inspect(answer)).ok()?;
+    // The core's thread answers by a channel that also threads can wait for; waiting is moved off the runtime's thread.
+    let waited = tokio::task::spawn_blocking(move || answered.recv_timeout(CORE_PATIENCE).ok());
+    waited.await.ok().flatten()
+}
+
+fn unavailable(text: &'static str) -> Response {
+    (StatusCode::SERVICE_UNAVAILABLE, text).into_response()
+}
+
+async fn metrics(State(context): State<Arc<AdminContext>>) -> Response {
+    let Some(view) = view(&context).await else { return unavailable("the core does not answer\n") };
+    let mut numbers = describe("", CORE, view.counters.fields());
+    if let Some(peers) = &context.peers {
+        numbers.extend(describe("peer_", PEER, peers.stats().fields()));
+    }
+    numbers.extend(status::directory_numbers(&context.directory.status()));
+    match context.metrics.render(numbers, view.inbox_waiting) {
+        Ok(text) => ([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "metrics cannot be encoded\n").into_response(),
+    }
+}
+
+async fn healthz(State(context): State<Arc<AdminContext>>) -> Response {
+    match view(&context).await {
+        Some(_) => "ok\n".into_response(),
+        None => unavailable("the core does not answer\n"),
+    }
+}
+
+async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
+    if context.ready.load(Ordering::Acquire) { "ready\n".into_response() } else { unavailable("not ready\n") }
+}
+
+async fn status_page(State(context): State<Arc<AdminContext>>) -> Response {
+    let Some(view) = view(&context).await else { return unavailable("the core does not answer\n") };
+    let status = status::Status::new(&context, &view);
+    match serde_json::to_string_pretty(&status) {
+        Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "status cannot be encoded\n").into_response(),
+    }
+}

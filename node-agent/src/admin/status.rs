@@ -1,0 +1,205 @@
+//! `/status`: everything about this agent in one JSON object, for people and for the command line.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
+use reprise_policy::{ByteSize, Interval};
+use serde::Serialize;
+
+use super::AdminContext;
+use crate::core_loop::CoreView;
+use crate::device::DeviceInfo;
+use crate::directory::DirectoryStatus;
+use crate::metrics::{Kind, Number};
+
+/// The page. Sizes are bytes, times microseconds, unless they carry a unit.
+#[derive(Serialize)]
+pub(super) struct Status {
+    node: Node,
+    ready: bool,
+    arena: Arena,
+    writeback: Writeback,
+    devices: Vec<Device>,
+    sessions: Vec<Session>,
+    peers: Option<Peers>,
+    controlplane: ControlPlane,
+    /// Inputs waiting for the core.
+    inbox_waiting: usize,
+    counters: BTreeMap<&'static str, u64>,
+}
+
+#[derive(Serialize)]
+struct Node {
+    name: String,
+    failure_domain: String,
+    version: &'static str,
+    pid: u32,
+    socket: String,
+}
+
+#[derive(Serialize)]
+struct Arena {
+    bytes: u64,
+    regions: usize,
+    page_kind: String,
+}
+
+#[derive(Serialize)]
+struct Writeback {
+    delay: Interval,
+    bytes: ByteSize,
+}
+
+#[derive(Serialize)]
+struct Device {
+    path: String,
+    bytes: u64,
+    io_engine: String,
+    direct: bool,
+    queue_waiting: usize,
+    recovery_us: u64,
+    recovery_records: u64,
+    recovered_blocks: u64,
+    formatted: bool,
+}
+
+#[derive(Serialize)]
+struct Session {
+    session: u64,
+    client: String,
+    pid: i32,
+    uid: u32,
+    requests_in_flight: usize,
+}
+
+#[derive(Serialize)]
+struct Peers {
+    totals: BTreeMap<&'static str, u64>,
+    nodes: Vec<PeerNode>,
+}
+
+#[derive(Serialize)]
+struct PeerNode {
+    node: u16,
+    name: String,
+    address: String,
+    alive: bool,
+}
+
+#[derive(Serialize)]
+struct ControlPlane {
+    stand_alone: bool,
+    connected: bool,
+    node: Option<u16>,
+    epoch: Option<u64>,
+    changes_queued: u64,
+    changes_announced: u64,
+    lookups_answered: u64,
+    lookups_failed: u64,
+}
+
+impl Status {
+    pub(super) fn new(context: &AdminContext, view: &CoreView) -> Status {
+        let settings = &context.settings;
+        Status {
+            node: Node {
+                name: settings.node.name.clone(),
+                failure_domain: settings.node.failure_domain.clone(),
+                version: env!("CARGO_PKG_VERSION"),
+                pid: std::process::id(),
+                socket: settings.session.socket.display().to_string(),
+            },
+            ready: context.ready.load(Ordering::Acquire),
+            arena: Arena {
+                bytes: context.arena.bytes,
+                regions: context.arena.regions,
+                page_kind: context.arena.page_kind.clone(),
+            },
+            writeback: Writeback {
+                delay: Interval(settings.writeback_delay),
+                bytes: ByteSize(settings.writeback_bytes),
+            },
+            devices: context.devices.iter().zip(&view.device_queues).map(device).collect(),
+            sessions: view.sessions.iter().map(session).collect(),
+            peers: peers(context),
+            controlplane: control_plane(&context.directory.status()),
+            inbox_waiting: view.inbox_waiting,
+            counters: view.counters.fields().collect(),
+        }
+    }
+}
+
+fn device((info, waiting): (&DeviceInfo, &usize)) -> Device {
+    Device {
+        path: info.path.display().to_string(),
+        bytes: info.bytes,
+        io_engine: info.engine.to_string(),
+        direct: info.caching == reprise_io::Caching::Direct,
+        queue_waiting: *waiting,
+        recovery_us: u64::try_from(info.recovery.took.as_micros()).unwrap_or(u64::MAX),
+        recovery_records: info.recovery.records,
+        recovered_blocks: info.recovery.blocks,
+        formatted: info.recovery.formatted,
+    }
+}
+
+fn session(view: &crate::executor::SessionView) -> Session {
+    Session {
+        session: view.id.0,
+        client: view.peer.client_name.clone(),
+        pid: view.peer.pid,
+        uid: view.peer.uid,
+        requests_in_flight: view.in_flight,
+    }
+}
+
+fn peers(context: &AdminContext) -> Option<Peers> {
+    let totals = context.peers.as_ref()?.stats().fields().collect();
+    let node = |node: crate::directory::PeerNode| PeerNode {
+        node: node.node.0,
+        name: node.name,
+        address: node.peer_address,
+        alive: node.alive,
+    };
+    Some(Peers { totals, nodes: context.directory.nodes().into_iter().map(node).collect() })
+}
+
+fn control_plane(status: &DirectoryStatus) -> ControlPlane {
+    ControlPlane {
+        stand_alone: status.stand_alone,
+        connected: status.connected,
+        node: status.registered.map(|(node, _)| node.0),
+        epoch: status.registered.map(|(_, epoch)| epoch.0),
+        changes_queued: status.changes_queued,
+        changes_announced: status.changes_announced,
+        lookups_answered: status.lookups_answered,
+        lookups_failed: status.lookups_failed,
+    }
+}
+
+/// The directory client's numbers as metrics.
+pub(super) fn directory_numbers(status: &DirectoryStatus) -> Vec<Number> {
+    let number =
+        |name: &str, kind, help, value| Number { name: format!("directory_{name}"), help, kind, value };
+    vec![
+        number("connected", Kind::Gauge, "1 while the control plane answers", u64::from(status.connected)),
+        number("changes_queued", Kind::Gauge, "Changes waiting to be announced", status.changes_queued),
+        number(
+            "changes_announced",
+            Kind::Counter,
+            "Changes that the directory has applied",
+            status.changes_announced,
+        ),
+        number(
+            "changes_superseded",
+            Kind::Counter,
+            "Changes that an inventory replaced",
+            status.changes_superseded,
+        ),
+        number("inventories_wanted", Kind::Counter, "Inventories asked for", status.inventories_wanted),
+        number("registrations", Kind::Counter, "Registrations made", status.registrations),
+        number("lookups_answered", Kind::Counter, "Lookups answered", status.lookups_answered),
+        number("lookups_failed", Kind::Counter, "Lookups failed", status.lookups_failed),
+        number("beats_failed", Kind::Counter, "Heartbeats without an answer", status.beats_failed),
+    ]
+}

@@ -1,0 +1,425 @@
+//! Checked settings: what the rest of the agent is built from.
+//!
+//! Everything here satisfies the limits below, so nobody checks again. The checks need no more of the machine than
+//! its host name; whether memory, devices and ports are there is found out when they are taken.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
+use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
+use serde::Deserialize;
+
+use super::{
+    ArenaSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection, LogSection, NodeSection,
+    PeersSection, PoolSection, SessionSection,
+};
+use crate::error::{AgentError, ErrorKind};
+
+/// Node names travel in handshakes, log lines and metric labels.
+const NAME_BYTES_MAX: usize = 63;
+
+/// `sun_path` holds 108 bytes with its final zero; the socket is created under a name that is 4 bytes longer.
+const SOCKET_PATH_BYTES_MAX: usize = 103;
+
+/// Users that may be listed.
+const ALLOW_UIDS_MAX: usize = 64;
+
+/// Unit of regions and segments: the page that memory comes in when all is well.
+const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// Devices of one node: a full NVMe backplane has 24.
+const DEVICES_MAX: usize = 32;
+
+/// Below this a size is a mistake of the unit; what a pool really needs depends on its segments and is checked there.
+const DEVICE_BYTES_MIN: u64 = 1 << 20;
+
+/// Page numbers have 32 bits: 16 TiB.
+const DEVICE_BYTES_MAX: u64 = 1 << 44;
+
+/// Largest segment; see [`super::defaults`] for why segments are small.
+const SEGMENT_BYTES_MAX: u64 = 1 << 30;
+
+/// Checked settings of an agent.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) node: NodeSettings,
+    pub(crate) session: SessionSettings,
+    pub(crate) arena: ArenaSettings,
+    pub(crate) pool: PoolSettings,
+    pub(crate) writeback_delay: Duration,
+    pub(crate) writeback_bytes: u64,
+    pub(crate) load_deadline: Duration,
+    pub(crate) read_bytes: u64,
+    pub(crate) lookup_timeout: Duration,
+    /// `None`: no peers.
+    pub(crate) peers: Option<PeerSettings>,
+    /// `None`: stand-alone.
+    pub(crate) controlplane: Option<ControlPlaneSettings>,
+    pub(crate) admin: SocketAddr,
+    pub(crate) log: LogSettings,
+}
+
+/// Who this node is.
+#[derive(Clone, Debug)]
+pub(crate) struct NodeSettings {
+    pub(crate) name: String,
+    pub(crate) failure_domain: String,
+}
+
+/// Where engines connect, and who may.
+#[derive(Clone, Debug)]
+pub(crate) struct SessionSettings {
+    pub(crate) socket: PathBuf,
+    pub(crate) mode: u32,
+    /// `None`: the agent's own user and root.
+    pub(crate) allow_uids: Option<Vec<u32>>,
+}
+
+/// Memory for blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct ArenaSettings {
+    pub(crate) bytes: u64,
+    pub(crate) region_bytes: u64,
+    pub(crate) huge_pages: HugePages,
+}
+
+/// Disk space for blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct PoolSettings {
+    pub(crate) segment_bytes: u64,
+    pub(crate) queue_depth: u32,
+    pub(crate) io_engine: IoEngineChoice,
+    pub(crate) devices: Vec<DeviceSettings>,
+}
+
+/// One file or block device.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceSettings {
+    pub(crate) path: PathBuf,
+    /// Size of a file; limit within a block device, where `None` means all of it.
+    pub(crate) bytes: Option<u64>,
+}
+
+/// The transport between agents.
+#[derive(Clone, Debug)]
+pub(crate) struct PeerSettings {
+    pub(crate) listen: SocketAddr,
+    /// What other nodes are told, when it is not the address listened on.
+    pub(crate) advertise: Option<String>,
+    pub(crate) credit_bytes: u64,
+    pub(crate) stall_timeout: Duration,
+}
+
+/// The directory of the cluster.
+#[derive(Clone, Debug)]
+pub(crate) struct ControlPlaneSettings {
+    /// `http://host:port`.
+    pub(crate) endpoint: String,
+}
+
+/// What is logged, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct LogSettings {
+    pub(crate) format: LogFormat,
+    pub(crate) level: String,
+}
+
+/// Form of log lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum LogFormat {
+    /// For people.
+    Text,
+    /// One object per line.
+    Json,
+}
+
+impl Config {
+    /// Checks everything that can be checked without taking memory, devices or ports.
+    ///
+    /// # Errors
+    /// `ErrorKind::Config` naming the field, its value and what is allowed.
+    pub(crate) fn validate(&self) -> Result<Settings, AgentError> {
+        let LimitsSection { load_deadline, read_bytes } = &self.limits;
+        let second = Duration::from_secs(1);
+        within("writeback.delay", self.writeback.delay.0, Duration::from_millis(1)..=10 * second)?;
+        within("limits.load_deadline", load_deadline.0, Duration::from_millis(1)..=600 * second)?;
+        within(
+            "controlplane.lookup_timeout",
+            self.controlplane.lookup_timeout.0,
+            Duration::from_millis(1)..=60 * second,
+        )?;
+        size("writeback.bytes", self.writeback.bytes.0, (1 << 20, 4 << 30, 1))?;
+        size("limits.read_bytes", read_bytes.0, (PAGE_BYTES, BLOCK_BYTES_MAX, PAGE_BYTES))?;
+        Ok(Settings {
+            node: self.node.validate()?,
+            session: self.session.validate()?,
+            arena: self.arena.validate()?,
+            pool: self.pool.validate()?,
+            writeback_delay: self.writeback.delay.0,
+            writeback_bytes: self.writeback.bytes.0,
+            load_deadline: load_deadline.0,
+            read_bytes: read_bytes.0,
+            lookup_timeout: self.controlplane.lookup_timeout.0,
+            peers: self.peers.validate()?,
+            controlplane: control_plane(&self.controlplane.address)?,
+            admin: address("admin.listen", &self.admin.listen)?,
+            log: self.log.validate()?,
+        })
+    }
+}
+
+impl NodeSection {
+    fn validate(&self) -> Result<NodeSettings, AgentError> {
+        let name = if self.name.is_empty() { host_name()? } else { self.name.clone() };
+        label("node.name", &name)?;
+        if !self.failure_domain.is_empty() {
+            label("node.failure_domain", &self.failure_domain)?;
+        }
+        Ok(NodeSettings { name, failure_domain: self.failure_domain.clone() })
+    }
+}
+
+impl SessionSection {
+    fn validate(&self) -> Result<SessionSettings, AgentError> {
+        let mode = u32::from_str_radix(&self.mode, 8)
+            .ok()
+            .filter(|mode| *mode <= 0o777 && mode & 0o600 == 0o600)
+            .ok_or_else(|| {
+                refuse("session.mode", &self.mode, "octal mode bits, 0600 to 0777, with 6 or 7 for the owner")
+            })?;
+        let path = self.socket.as_os_str();
+        if path.is_empty() || path.len() > SOCKET_PATH_BYTES_MAX || self.socket.file_name().is_none() {
+            let allowed = format!("a path of 1 to {SOCKET_PATH_BYTES_MAX} bytes (the limit of unix sockets)");
+            return Err(refuse("session.socket", &self.socket.display().to_string(), &allowed));
+        }
+        if self.allow_uids.len() > ALLOW_UIDS_MAX {
+            let found = format!("{} users", self.allow_uids.len());
+            return Err(refuse("session.allow_uids", &found, &format!("at most {ALLOW_UIDS_MAX}")));
+        }
+        let allow_uids = (!self.allow_uids.is_empty()).then(|| self.allow_uids.clone());
+        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids })
+    }
+}
+
+impl ArenaSection {
+    fn validate(&self) -> Result<ArenaSettings, AgentError> {
+        let (bytes, region_bytes) = (self.bytes.0, self.region_bytes.0);
+        size("arena.region_bytes", region_bytes, (HUGE_PAGE_BYTES, REGION_BYTES_MAX, HUGE_PAGE_BYTES))?;
+        size("arena.bytes", bytes, (region_bytes, 1 << 46, HUGE_PAGE_BYTES))?;
+        let regions = bytes.div_ceil(region_bytes);
+        if regions > REGIONS_MAX as u64 {
+            let found = format!("{regions} regions");
+            return Err(refuse(
+                "arena.region_bytes",
+                &found,
+                &format!("at most {REGIONS_MAX}: use larger regions"),
+            ));
+        }
+        Ok(ArenaSettings { bytes, region_bytes, huge_pages: self.huge_pages })
+    }
+}
+
+impl PoolSection {
+    fn validate(&self) -> Result<PoolSettings, AgentError> {
+        size(
+            "pool.segment_bytes",
+            self.segment_bytes.0,
+            (HUGE_PAGE_BYTES, SEGMENT_BYTES_MAX, HUGE_PAGE_BYTES),
+        )?;
+        if !(1..=1024).contains(&self.queue_depth) {
+            return Err(refuse("pool.queue_depth", &self.queue_depth.to_string(), "1 to 1024"));
+        }
+        if self.devices.len() > DEVICES_MAX {
+            let found = format!("{} devices", self.devices.len());
+            return Err(refuse("pool.devices", &found, &format!("at most {DEVICES_MAX}")));
+        }
+        let mut devices: Vec<DeviceSettings> = Vec::with_capacity(self.devices.len());
+        for section in &self.devices {
+            let device = section.validate()?;
+            if devices.iter().any(|other| other.path == device.path) {
+                return Err(refuse(
+                    "pool.devices.path",
+                    &device.path.display().to_string(),
+                    "each device once",
+                ));
+            }
+            devices.push(device);
+        }
+        let PoolSection { queue_depth, io_engine, .. } = *self;
+        Ok(PoolSettings { segment_bytes: self.segment_bytes.0, queue_depth, io_engine, devices })
+    }
+}
+
+impl DeviceSection {
+    fn validate(&self) -> Result<DeviceSettings, AgentError> {
+        if self.path.as_os_str().is_empty() {
+            return Err(refuse("pool.devices.path", "", "the path of a file or block device"));
+        }
+        let bytes = (self.bytes.0 != 0).then_some(self.bytes.0);
+        if let Some(bytes) = bytes {
+            size("pool.devices.bytes", bytes, (DEVICE_BYTES_MIN, DEVICE_BYTES_MAX, PAGE_BYTES))?;
+        }
+        Ok(DeviceSettings { path: self.path.clone(), bytes })
+    }
+}
+
+impl PeersSection {
+    fn validate(&self) -> Result<Option<PeerSettings>, AgentError> {
+        size("peers.credit_bytes", self.credit_bytes.0, (1 << 20, 16 << 30, 1))?;
+        within(
+            "peers.stall_timeout",
+            self.stall_timeout.0,
+            Duration::from_millis(50)..=Duration::from_secs(60),
+        )?;
+        if self.listen.is_empty() {
+            return Ok(None);
+        }
+        let listen = address("peers.listen", &self.listen)?;
+        if !self.advertise.is_empty() {
+            host_and_port("peers.advertise", &self.advertise)?;
+        } else if listen.ip().is_unspecified() {
+            let allowed =
+                "the host:port that other nodes reach this one at, because peers.listen is a wildcard";
+            return Err(refuse("peers.advertise", "", allowed));
+        }
+        Ok(Some(PeerSettings {
+            listen,
+            advertise: (!self.advertise.is_empty()).then(|| self.advertise.clone()),
+            credit_bytes: self.credit_bytes.0,
+            stall_timeout: self.stall_timeout.0,
+        }))
+    }
+}
+
+impl LogSection {
+    fn validate(&self) -> Result<LogSettings, AgentError> {
+        self.level.parse::<tracing_subscriber::EnvFilter>().map_err(|error| {
+            refuse("log.level", &self.level, "a level (error, warn, info, debug, trace) or a tracing filter")
+                .because(error)
+        })?;
+        Ok(LogSettings { format: self.format, level: self.level.clone() })
+    }
+}
+
+/// The control plane's endpoint, when there is one.
+fn control_plane(address: &str) -> Result<Option<ControlPlaneSettings>, AgentError> {
+    if address.is_empty() {
+        return Ok(None);
+    }
+    let bare = address.strip_prefix("http://").unwrap_or(address);
+    host_and_port("controlplane.address", bare)?;
+    Ok(Some(ControlPlaneSettings { endpoint: format!("http://{bare}") }))
+}
+
+/// The one form of a refusal.
+fn refuse(field: &str, found: &str, allowed: &str) -> AgentError {
+    AgentError::new(ErrorKind::Config, format!("{field} = '{found}' is not allowed; it must be {allowed}"))
+}
+
+/// `limits`: least, most, unit; in bytes.
+fn size(field: &str, found: u64, limits: (u64, u64, u64)) -> Result<(), AgentError> {
+    let (least, most, unit) = limits;
+    if (least..=most).contains(&found) && found.is_multiple_of(unit) {
+        return Ok(());
+    }
+    let [found, least, most, unit_text] =
+        [found, least, most, unit].map(|bytes| reprise_policy::ByteSize(bytes).to_string());
+    let multiple = if unit > 1 { format!(", a multiple of {unit_text}") } else { String::new() };
+    Err(refuse(field, &found, &format!("{least} to {most}{multiple}")))
+}
+
+fn within(
+    field: &str,
+    found: Duration,
+    allowed: std::ops::RangeInclusive<Duration>,
+) -> Result<(), AgentError> {
+    if allowed.contains(&found) {
+        return Ok(());
+    }
+    Err(refuse(field, &format!("{found:?}"), &format!("{:?} to {:?}", allowed.start(), allowed.end())))
+}
+
+/// Names appear as metric labels and in paths of dashboards.
+fn label(field: &str, text: &str) -> Result<(), AgentError> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if !text.is_empty() && text.len() <= NAME_BYTES_MAX && text.chars().all(fits) {
+        return Ok(());
+    }
+    Err(refuse(field, text, &format!("1 to {NAME_BYTES_MAX} letters, digits, '-', '_' or '.'")))
+}
+
+fn address(field: &str, text: &str) -> Result<SocketAddr, AgentError> {
+    let allowed = "an address to listen on, for example 127.0.0.1:7410 or [::]:7410";
+    let mut found = text.to_socket_addrs().map_err(|error| refuse(field, text, allowed).because(error))?;
+    found.next().ok_or_else(|| refuse(field, text, allowed))
+}
+
+/// Resolved when it is used: the other side may start later than this one.
+fn host_and_port(field: &str, text: &str) -> Result<(), AgentError> {
+    let fits = text.rsplit_once(':').is_some_and(|(host, port)| {
+        let is_ipv6 = host.starts_with('[') && host.ends_with(']');
+        let is_name = !host.is_empty() && !host.contains(['/', ':']);
+        (is_ipv6 || is_name) && port.parse::<u16>().is_ok_and(|port| port > 0)
+    });
+    if fits { Ok(()) } else { Err(refuse(field, text, "host:port")) }
+}
+
+/// Linux keeps the host name in a file, so reading it needs no call into C.
+fn host_name() -> Result<String, AgentError> {
+    let path = Path::new("/proc/sys/kernel/hostname");
+    let name = std::fs::read_to_string(path).map_err(|error| {
+        refuse("node.name", "", "set, because the host name cannot be read").because(error)
+    })?;
+    Ok(name.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> String {
+        Config::parse(text).expect("parses").validate().expect_err("refused").chain()
+    }
+
+    #[test]
+    fn a_refusal_names_the_field_the_value_and_what_is_allowed() {
+        for (text, words) in [
+            (
+                "[arena]\nbytes = \"1GiB\"\nregion_bytes = \"3MiB\"",
+                ["arena.region_bytes", "3MiB", "multiple of 2MiB"],
+            ),
+            ("[arena]\nbytes = \"1001MiB\"", ["arena.bytes", "1001MiB", "multiple of 2MiB"]),
+            ("[session]\nmode = \"0999\"", ["session.mode", "0999", "octal"]),
+            ("[session]\nmode = \"0070\"", ["session.mode", "0070", "owner"]),
+            ("[pool]\nqueue_depth = 0", ["pool.queue_depth", "0", "1024"]),
+            ("[[pool.devices]]\npath = \"/x\"\nbytes = \"5000\"", ["pool.devices.bytes", "5000", "1MiB"]),
+            ("[writeback]\ndelay = \"1m\"", ["writeback.delay", "60s", "10s"]),
+            ("[peers]\nlisten = \"0.0.0.0:0\"", ["peers.advertise", "", "wildcard"]),
+            (
+                "[controlplane]\naddress = \"https://x:1\"",
+                ["controlplane.address", "https://x:1", "host:port"],
+            ),
+            ("[admin]\nlisten = \"nowhere\"", ["admin.listen", "nowhere", "127.0.0.1"]),
+            ("[node]\nname = \"a b\"", ["node.name", "a b", "letters"]),
+            ("[log]\nlevel = \"a=b=c\"", ["log.level", "a=b=c", "tracing filter"]),
+        ] {
+            let error = refused(text);
+            assert!(words.iter().all(|word| error.contains(word)), "{text:?} gave: {error}");
+        }
+    }
+
+    #[test]
+    fn one_device_twice_is_refused() {
+        let device = "[[pool.devices]]\npath = \"/x\"\nbytes = \"64MiB\"\n";
+        assert!(refused(&format!("{device}{device}")).contains("each device once"));
+    }
+
+    #[test]
+    fn a_socket_path_beyond_the_limit_of_unix_sockets_is_refused() {
+        let long = "x".repeat(120);
+        assert!(refused(&format!("[session]\nsocket = \"/tmp/{long}\"")).contains("103 bytes"));
+    }
+}

@@ -1,0 +1,260 @@
+//! The thread that runs the core: take an input, apply it, execute the effects.
+//!
+//! Everything that happens to an agent comes through one bounded channel, so decisions are made one at a time and
+//! without locks. Whoever sends may wait for room; this thread waits for nothing but the channel and the core's
+//! next deadline. Executing an effect is a try-send or a system call that cannot block ([`crate::executor`]).
+
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use reprise_agent_core::agent::AgentCore;
+use reprise_agent_core::agent::Counters;
+use reprise_agent_core::effect::{Effect, FillId};
+use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
+use reprise_buffers::ProgressWriter;
+use reprise_policy::{SessionId, Tick};
+
+use crate::executor::{Executor, SessionView};
+use crate::session::Session;
+
+/// Inputs that wait for the core. An input takes 1 to 100 µs, so the last of 4,096 waits for 0.4 s at the worst;
+/// beyond that, senders wait.
+const INBOX_MAX: usize = 4096;
+
+/// Inputs taken before the core's deadlines are looked at again.
+const INPUTS_PER_TURN: usize = 64;
+
+/// The agent's monotonic time; copies agree.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clock {
+    start: Instant,
+}
+
+/// The way into the core.
+#[derive(Clone)]
+pub(crate) struct Inbox(Sender<Input>);
+
+/// The core has stopped: nothing is taken any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stopped;
+
+/// Something for the core's thread.
+pub(crate) enum Input {
+    /// For the core as it is.
+    Event(Event),
+    /// What a device verified since it last said something.
+    Fills(Vec<(FillId, FillUpdate)>),
+    /// A request, with the instant at which it had been received.
+    Request(Request),
+    /// A session that was greeted.
+    Opened(Box<Opened>),
+    /// Wants to know how things are.
+    Inspect(Sender<CoreView>),
+    /// Wants to be told when no block is waiting to be written.
+    AwaitDurable(Sender<()>),
+    /// The end.
+    Stop,
+}
+
+/// A request of a session.
+pub(crate) struct Request {
+    pub(crate) session: SessionId,
+    pub(crate) request: RequestId,
+    pub(crate) body: reprise_agent_core::event::Request,
+    pub(crate) received: Instant,
+}
+
+/// A session that was greeted.
+pub(crate) struct Opened {
+    pub(crate) opened: SessionOpened,
+    pub(crate) session: std::sync::Arc<Session>,
+    pub(crate) progress: ProgressWriter,
+}
+
+/// How things are, at one moment.
+pub(crate) struct CoreView {
+    pub(crate) counters: Counters,
+    pub(crate) sessions: Vec<SessionView>,
+    pub(crate) device_queues: Vec<usize>,
+    pub(crate) inbox_waiting: usize,
+}
+
+/// The thread's state.
+pub(crate) struct CoreLoop {
+    core: AgentCore,
+    clock: Clock,
+    inbox: Receiver<Input>,
+    executor: Executor,
+    /// Reused between inputs.
+    effects: Vec<Effect>,
+    await_durable: Option<Sender<()>>,
+}
+
+/// Whether the loop goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flow {
+    On,
+    Stop,
+}
+
+impl Clock {
+    /// Starts now.
+    pub(crate) fn start() -> Clock {
+        Clock { start: Instant::now() }
+    }
+
+    /// Microseconds since the start.
+    pub(crate) fn now(&self) -> Tick {
+        Tick(u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    /// The instant of a tick; far ahead for one that no `Instant` reaches.
+    fn instant(&self, tick: Tick) -> Instant {
+        const FAR: Duration = Duration::from_secs(365 * 86_400);
+        self.start + Duration::from_micros(tick.0).min(FAR)
+    }
+}
+
+impl Inbox {
+    /// A channel into the core, and the core's end of it.
+    pub(crate) fn new() -> (Inbox, Receiver<Input>) {
+        let (sender, receiver) = bounded(INBOX_MAX);
+        (Inbox(sender), receiver)
+    }
+
+    /// Sends; waits for room.
+    ///
+    /// # Errors
+    /// The core has stopped.
+    pub(crate) fn send(&self, input: Input) -> Result<(), Stopped> {
+        self.0.send(input).map_err(|_| Stopped)
+    }
+
+    /// Sends if there is room.
+    ///
+    /// # Errors
+    /// The core has stopped, or is too busy to be asked how it is.
+    pub(crate) fn try_send(&self, input: Input) -> Result<(), Stopped> {
+        self.0.try_send(input).map_err(|_| Stopped)
+    }
+}
+
+impl CoreLoop {
+    /// `effects` are what the core wanted when it was made.
+    pub(crate) fn new(
+        (core, effects): (AgentCore, Vec<Effect>),
+        clock: Clock,
+        inbox: Receiver<Input>,
+        executor: Executor,
+    ) -> CoreLoop {
+        CoreLoop { core, clock, inbox, executor, effects, await_durable: None }
+    }
+
+    /// Runs until told to stop; gives the executor back, whose devices are to be stopped.
+    pub(crate) fn run(mut self) -> Executor {
+        self.execute();
+        loop {
+            if self.turn() == Flow::Stop {
+                self.executor.close_sessions();
+                return self.executor;
+            }
+        }
+    }
+
+    /// Waits for an input or a deadline, then takes what is there.
+    fn turn(&mut self) -> Flow {
+        let mut next = match self.core.next_deadline() {
+            Some(deadline) => match self.inbox.recv_deadline(self.clock.instant(deadline)) {
+                Ok(input) => Some(input),
+                Err(RecvTimeoutError::Timeout) => None,
+                Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
+            },
+            None => match self.inbox.recv() {
+                Ok(input) => Some(input),
+                Err(_) => return Flow::Stop,
+            },
+        };
+        let mut taken = 0;
+        while let Some(input) = next {
+            if self.take(input) == Flow::Stop {
+                return Flow::Stop;
+            }
+            taken += 1;
+            next = if taken < INPUTS_PER_TURN { self.inbox.try_recv().ok() } else { None };
+        }
+        let now = self.clock.now();
+        if self.core.next_deadline().is_some_and(|deadline| deadline <= now) {
+            self.apply(Event::Tick);
+        }
+        self.tell_if_durable();
+        Flow::On
+    }
+
+    fn take(&mut self, input: Input) -> Flow {
+        match input {
+            Input::Event(event) => {
+                if let Event::SessionClosed { session } = &event {
+                    self.executor.session_closed(*session);
+                }
+                self.apply(event);
+            }
+            Input::Fills(updates) => {
+                for (fill, update) in updates {
+                    self.apply(Event::Fill { fill, update });
+                }
+            }
+            Input::Request(Request { session, request, body, received }) => {
+                self.executor.request_received(session, request, &body, received);
+                self.apply(Event::Request { session, request, body });
+            }
+            Input::Opened(opened) => {
+                let Opened { opened, session, progress } = *opened;
+                self.executor.session_opened(session, progress);
+                self.apply(Event::SessionOpened(opened));
+            }
+            Input::Inspect(answer) => {
+                // Whoever asked may have lost patience.
+                let _ = answer.try_send(self.view());
+            }
+            Input::AwaitDurable(answer) => self.await_durable = Some(answer),
+            Input::Stop => return Flow::Stop,
+        }
+        Flow::On
+    }
+
+    /// Applies one event, and what its effects bring back at once.
+    fn apply(&mut self, event: Event) {
+        self.apply_one(event);
+        while let Some(event) = self.executor.take_feedback() {
+            self.apply_one(event);
+        }
+    }
+
+    fn apply_one(&mut self, event: Event) {
+        self.executor.observe(&event);
+        self.core.apply(self.clock.now(), event, &mut self.effects);
+        self.execute();
+    }
+
+    fn execute(&mut self) {
+        for effect in self.effects.drain(..) {
+            self.executor.execute(effect);
+        }
+    }
+
+    fn tell_if_durable(&mut self) {
+        let nothing_waits = self.core.counters().unsaved_blocks == 0 || !self.executor.has_devices();
+        if nothing_waits && let Some(answer) = self.await_durable.take() {
+            let _ = answer.try_send(());
+        }
+    }
+
+    fn view(&self) -> CoreView {
+        CoreView {
+            counters: self.core.counters().clone(),
+            sessions: self.executor.session_views(),
+            device_queues: self.executor.device_queues(),
+            inbox_waiting: self.inbox.len(),
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! The devices of this node's pool: opened, recovered or formatted at start, then one thread each.
+//!
+//! The thread that opens a device keeps it: it reads the journal, waits for the verdict of the others (one pool has
+//! one identity), formats if the device is fresh, and becomes the device's worker. Devices open in parallel.
+//!
+//! A device that cannot be opened at start is an error for the operator. One that is lost later costs its capacity
+//! and nothing else.
+
+mod health;
+mod identity;
+mod open;
+mod pieces;
+mod reads;
+mod worker;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
+use reprise_agent_core::effect::{DeviceId, ReadBatch};
+use reprise_agent_core::pool::{DeviceOp, DevicePool, PoolParams, StoredBlock};
+use reprise_buffers::Arena;
+use reprise_io::{Caching, EngineKind, Waker};
+
+use crate::config::{DeviceSettings, PoolSettings};
+use crate::core_loop::{Clock, Inbox};
+use crate::error::{AgentError, ErrorKind};
+use crate::metrics::Metrics;
+use worker::{Surroundings, Worker};
+
+/// Commands that a device may have waiting. What the core has under way at the most: a batch of reads for each of 64
+/// loads of 256 sessions (16,384) and of 1,024 serves, and the operations of its write batches (a few × 1,024).
+const COMMANDS_MAX: usize = 32_768;
+
+/// Something for a device to do.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// A pool operation; answered with `Event::DeviceDone`.
+    Op(DeviceOp),
+    /// Blocks to read; answered with fill updates.
+    Read(ReadBatch),
+    /// End.
+    Stop,
+}
+
+/// A running device.
+pub(crate) struct Device {
+    commands: Sender<Command>,
+    waker: Waker,
+    thread: Option<JoinHandle<()>>,
+    info: DeviceInfo,
+}
+
+/// What there is to know about a device.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceInfo {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
+    pub(crate) engine: EngineKind,
+    pub(crate) caching: Caching,
+    pub(crate) recovery: RecoveryInfo,
+}
+
+/// What opening a device took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RecoveryInfo {
+    /// Time to read the journal.
+    pub(crate) took: Duration,
+    /// Journal records read.
+    pub(crate) records: u64,
+    /// Blocks found.
+    pub(crate) blocks: u64,
+    /// The device was fresh.
+    pub(crate) formatted: bool,
+}
+
+/// What devices need of the agent.
+pub(crate) struct DeviceContext {
+    pub(crate) inbox: Inbox,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) clock: Clock,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+/// A device with what the core needs to know of it.
+pub(crate) struct OpenedDevice {
+    pub(crate) device: Device,
+    pub(crate) pool: DevicePool,
+    pub(crate) stored: Vec<StoredBlock>,
+}
+
+/// What an opening thread reports first.
+enum Found {
+    /// A pool.
+    Pool(Box<Recovered>),
+    /// Nothing: to be formatted with this size.
+    Blank { device_bytes: u64 },
+}
+
+/// A pool that was read.
+struct Recovered {
+    pool: DevicePool,
+    stored: Vec<StoredBlock>,
+    recovery: RecoveryInfo,
+}
+
+/// What an opening thread is told when all have reported.
+enum Verdict {
+    Keep,
+    Format(PoolParams),
+}
+
+/// A device while it is being opened.
+struct Opening {
+    path: PathBuf,
+    found: Receiver<Result<Found, AgentError>>,
+    verdict: Sender<Verdict>,
+    opened: Receiver<Result<(Option<Recovered>, Facts), AgentError>>,
+    commands: Sender<Command>,
+    thread: JoinHandle<()>,
+}
+
+/// What the worker's side knows about the open device.
+struct Facts {
+    bytes: u64,
+    engine: EngineKind,
+    caching: Caching,
+    waker: Waker,
+}
+
+/// Opens all devices, in configuration order.
+///
+/// # Errors
+/// The first device that cannot be used, with what to do about it.
+pub(crate) fn open_all(
+    settings: &PoolSettings,
+    context: &DeviceContext,
+) -> Result<Vec<OpenedDevice>, AgentError> {
+    let mut openings = Vec::with_capacity(settings.devices.len());
+    for (index, device) in settings.devices.iter().enumerate() {
+        let index = u8::try_from(index).expect("the configuration allows 32 devices");
+        openings.push(begin(DeviceId(index), device, settings, context)?);
+    }
+    let found = openings
+        .iter()
+        .map(|opening| answer(&opening.found, &opening.path))
+        .collect::<Result<Vec<_>, _>>()?;
+    let verdicts = identity::decide(&openings, &found, settings.segment_bytes)?;
+    let mut opened = Vec::with_capacity(openings.len());
+    for ((opening, found), verdict) in openings.into_iter().zip(found).zip(verdicts) {
+        // The thread is waiting for this; if it ended, `finish` gets its error.
+        let _ = opening.verdict.send(verdict);
+        opened.push(finish(opening, found)?);
+    }
+    Ok(opened)
+}
+
+impl Device {
+    /// Hands a command to the device; never blocks.
+    ///
+    /// # Errors
+    /// Gives the command back when the device's queue is full or its thread has ended.
+    pub(crate) fn submit(&self, command: Command) -> Result<(), Command> {
+        match self.commands.try_send(command) {
+            Ok(()) => {
+                self.waker.wake();
+                Ok(())
+            }
+            Err(TrySendError::Full(command) | TrySendError::Disconnected(command)) => Err(command),
+        }
+    }
+
+    /// What there is to know about it.
+    pub(crate) fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Commands that its thread has not taken yet.
+    pub(crate) fn waiting(&self) -> usize {
+        self.commands.len()
+    }
+
+    /// Ends the thread when its operations under way have ended.
+    pub(crate) fn stop(mut self) {
+        // A full queue: the disconnection below ends the thread just as well.
+        let _ = self.submit(Command::Stop);
+        let thread = self.thread.take();
+        let (closed, _) = bounded(0);
+        drop(std::mem::replace(&mut self.commands, closed));
+        self.waker.wake();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Starts the thread of one device.
+fn begin(
+    id: DeviceId,
+    device: &DeviceSettings,
+    settings: &PoolSettings,
+    context: &DeviceContext,
+) -> Result<Opening, AgentError> {
+    let (found_sender, found) = bounded(1);
+    let (verdict, verdict_receiver) = bounded(1);
+    let (opened_sender, opened) = bounded(1);
+    let (commands, command_receiver) = bounded(COMMANDS_MAX);
+    let around = Surroundings {
+        device: id,
+        path: device.path.display().to_string(),
+        commands: command_receiver,
+        inbox: context.inbox.clone(),
+        arena: context.arena.clone(),
+        clock: context.clock,
+        metrics: context.metrics.device(id),
+    };
+    let recipe = open::Recipe::new(device, settings, &context.arena);
+    let body = move || {
+        let (mut open, found) = match open::open(&recipe) {
+            Ok(open) => open,
+            Err(error) => return drop(found_sender.send(Err(error))),
+        };
+        if found_sender.send(Ok(found)).is_err() {
+            return;
+        }
+        // The starter gives up by dropping its end.
+        let Ok(verdict) = verdict_receiver.recv() else { return };
+        let result = open.settle(&verdict).map(|recovered| (recovered, open.facts()));
+        let failed = result.is_err();
+        if opened_sender.send(result).is_ok() && !failed {
+            Worker::new(around, open.into_engine()).run();
+        }
+    };
+    let thread = std::thread::Builder::new()
+        .name(format!("device-{}", id.0))
+        .spawn(body)
+        .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+    Ok(Opening { path: device.path.clone(), found, verdict, opened, commands, thread })
+}
+
+fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
+    let (settled, facts) = answer(&opening.opened, &opening.path)?;
+    // A pool that was there comes with the first report, a fresh one with the second.
+    let recovered = match found {
+        Found::Pool(recovered) => *recovered,
+        Found::Blank { .. } => settled.ok_or_else(|| {
+            AgentError::new(
+                ErrorKind::Internal,
+                format!("device '{}' was not formatted", opening.path.display()),
+            )
+        })?,
+    };
+    let Recovered { pool, stored, recovery } = recovered;
+    let Facts { bytes, engine, caching, waker } = facts;
+    let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery };
+    tracing::info!(
+        path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
+        took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "device opened"
+    );
+    let device = Device { commands: opening.commands, waker, thread: Some(opening.thread), info };
+    Ok(OpenedDevice { device, pool, stored })
+}
+
+/// What a thread has to say; a thread that ends without a word has panicked.
+fn answer<T>(from: &Receiver<Result<T, AgentError>>, path: &std::path::Path) -> Result<T, AgentError> {
+    from.recv().unwrap_or_else(|_| {
+        Err(AgentError::new(ErrorKind::Internal, format!("the thread of device '{}' ended", path.display())))
+    })
+}

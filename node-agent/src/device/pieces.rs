@@ -1,0 +1,133 @@
+//! How a block is cut into device reads.
+//!
+//! ```text
+//!  slot on the device   | header |  o0  o1  o2 | o3  o4  o5 | o6  o7  pad |
+//!  pieces               |<------- piece 0 ---->|<- piece 1 ->|<- piece 2 ->|
+//! ```
+//!
+//! A piece is the largest run of whole objects within `read_bytes` that ends on a page boundary, at least one such
+//! run; the last piece also covers the padding. The header page is read with piece 0: it lies right before.
+//! Pure arithmetic; offsets here are bytes of the payload.
+
+use std::ops::Range;
+
+use reprise_policy::Layout;
+use reprise_policy::layout::PAGE_BYTES;
+
+/// The pieces of a block of one layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PieceMap {
+    layout: Layout,
+    objects_per_piece: u32,
+}
+
+impl PieceMap {
+    /// Pieces of at most `read_bytes`, where the layout allows it.
+    pub(super) fn new(layout: Layout, read_bytes: u64) -> PieceMap {
+        let objects = layout.objects();
+        // The least number of objects that fills whole pages; a power of two, at most PAGE_BYTES.
+        let shift = layout.object_bytes().trailing_zeros().min(PAGE_BYTES.trailing_zeros());
+        let unit = u32::try_from(PAGE_BYTES >> shift).expect("at most 4096");
+        let fitting = u32::try_from(read_bytes / layout.object_bytes()).unwrap_or(u32::MAX);
+        let objects_per_piece = (fitting / unit * unit).max(unit).min(objects);
+        PieceMap { layout, objects_per_piece }
+    }
+
+    /// Pieces of a block, at least one.
+    pub(super) fn count(&self) -> u32 {
+        self.layout.objects().div_ceil(self.objects_per_piece)
+    }
+
+    /// Objects of a piece.
+    pub(super) fn objects(&self, piece: u32) -> Range<u32> {
+        let first = piece * self.objects_per_piece;
+        first..(first + self.objects_per_piece).min(self.layout.objects())
+    }
+
+    /// Bytes of a piece within the payload.
+    pub(super) fn bytes(&self, piece: u32) -> Range<u64> {
+        let objects = self.objects(piece);
+        let start = self.object_offset(objects.start);
+        let end = if objects.end == self.layout.objects() {
+            self.layout.slot_bytes()
+        } else {
+            self.object_offset(objects.end)
+        };
+        start..end
+    }
+
+    /// Where an object begins within the payload.
+    pub(super) fn object_offset(&self, object: u32) -> u64 {
+        u64::from(object) * self.layout.object_bytes()
+    }
+
+    /// Whole layers in the first `pieces` pieces.
+    pub(super) fn layers(&self, pieces: u32) -> u32 {
+        let objects = (pieces.saturating_mul(self.objects_per_piece)).min(self.layout.objects());
+        objects / self.layout.parts()
+    }
+
+    /// The geometry.
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use reprise_policy::{Dtype, LayoutSpec, Parts};
+
+    use super::*;
+
+    fn layout(layers: u16, parts: Parts, elements: (u16, u16, u16)) -> Layout {
+        let (kv_heads, head_dim, tokens_per_block) = elements;
+        let spec = LayoutSpec {
+            layers,
+            parts,
+            kv_heads,
+            head_dim,
+            dtype: Dtype::Bf16,
+            tokens_per_block,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        spec.validate().expect("a valid layout")
+    }
+
+    #[test]
+    fn llama_blocks_are_read_in_four_pieces_of_512_kib() {
+        let map = PieceMap::new(layout(32, Parts::KeyValue, (8, 128, 16)), 512 << 10);
+        assert_eq!((map.count(), map.objects(1), map.bytes(3)), (4, 16..32, (1536 << 10)..(2048 << 10)));
+        assert_eq!((map.layers(1), map.layers(4)), (8, 32));
+    }
+
+    #[test]
+    fn objects_of_half_pages_are_read_in_pairs_and_the_tail_with_its_padding() {
+        // 61 objects of 18,432 bytes (4.5 pages): an even number of them per piece, one left for the last.
+        let map = PieceMap::new(layout(61, Parts::Latent, (1, 576, 16)), 100 << 10);
+        assert_eq!((map.objects(0), map.count()), (0..4, 16));
+        assert_eq!(map.bytes(15), (60 * 18_432)..1_126_400);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_cover_every_byte_of_the_slot_once_in_whole_pages(
+            layers in 1u16..100, latent: bool, kv_heads in 1u16..5, head_dim in 1u16..600, tokens in 1u16..33,
+            read_bytes in 1u64..(8 << 20),
+        ) {
+            let parts = if latent { Parts::Latent } else { Parts::KeyValue };
+            let layout = layout(layers, parts, (kv_heads, head_dim, tokens));
+            let map = PieceMap::new(layout, read_bytes);
+            let (mut bytes, mut objects) = (0, 0);
+            for piece in 0..map.count() {
+                prop_assert_eq!((map.bytes(piece).start, map.objects(piece).start), (bytes, objects));
+                (bytes, objects) = (map.bytes(piece).end, map.objects(piece).end);
+                prop_assert!(bytes.is_multiple_of(PAGE_BYTES) && !map.objects(piece).is_empty());
+                prop_assert_eq!(map.layers(piece + 1), objects / layout.parts());
+            }
+            prop_assert_eq!((bytes, objects), (layout.slot_bytes(), layout.objects()));
+            prop_assert_eq!(map.layers(map.count()), layout.layers());
+        }
+    }
+}

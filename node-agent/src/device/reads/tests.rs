@@ -1,0 +1,253 @@
+//! Blocks read from a device that is a vector: every order of completion, every kind of damage.
+
+use proptest::prelude::*;
+use reprise_agent_core::effect::{ArenaSlot, RegionId};
+use reprise_agent_core::pool::PageNumber;
+use reprise_agent_core::pool::header::{HeaderFields, encode_header};
+use reprise_buffers::{ArenaConfig, HugePolicy, crc32c};
+use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
+
+use super::*;
+
+const BLOCKS: usize = 3;
+
+/// 8 layers of 2 × 2 KiB: two objects fill a page.
+fn layout() -> Layout {
+    let spec = LayoutSpec {
+        layers: 8,
+        parts: Parts::KeyValue,
+        kv_heads: 1,
+        head_dim: 64,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: 0,
+        tp_size: 1,
+    };
+    spec.validate().expect("a valid layout")
+}
+
+/// A device image with [`BLOCKS`] blocks, and a place in an arena for each.
+struct World {
+    arena: Arena,
+    image: Vec<u8>,
+    batch: ReadBatch,
+    reads: Reads,
+    index: BatchIndex,
+    pages: PageBufferPool,
+}
+
+fn payload(block: usize) -> Vec<u8> {
+    (0..layout().slot_bytes()).map(|at| (at as usize * 31 + block * 7) as u8).collect()
+}
+
+impl World {
+    /// `damage` may change the image before it is read.
+    fn new(read_bytes: u64, damage: impl FnOnce(&mut [u8])) -> World {
+        let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
+        let arena = Arena::new(&config).expect("2 MiB");
+        let (layout, slot_bytes) = (layout(), layout().slot_bytes());
+        let mut image = vec![0; BLOCKS * (PAGE_BYTES + slot_bytes) as usize];
+        let mut blocks = Vec::new();
+        for block in 0..BLOCKS {
+            let bytes = payload(block);
+            let checksums: Vec<u32> = bytes.chunks(layout.object_bytes() as usize).map(crc32c).collect();
+            let start = block * (PAGE_BYTES + slot_bytes) as usize;
+            let page = PageNumber((start as u64 / PAGE_BYTES) as u32);
+            let (key, generation) = (BlockKey([block as u8; 16]), Generation(block as u32 + 5));
+            let fields = HeaderFields {
+                pool_uuid: [9; 16],
+                page,
+                key,
+                content: ContentId::UNKNOWN,
+                layout,
+                generation,
+                checksums: &checksums,
+            };
+            let (header, header_crc) = encode_header(&fields);
+            image[start..start + header.len()].copy_from_slice(&header);
+            image[start + header.len()..][..bytes.len()].copy_from_slice(&bytes);
+            let slot =
+                ArenaSlot { region: RegionId(0), offset: block as u64 * slot_bytes, bytes: slot_bytes };
+            blocks.push(BlockRead { fill: FillId(block as u64), key, page, generation, header_crc, slot });
+        }
+        damage(&mut image);
+        let batch = ReadBatch { blocks, layout, read_bytes };
+        let mut reads = Reads::default();
+        let index = reads.add(&arena, &batch).expect("good slots");
+        World { arena, image, batch, reads, index, pages: PageBufferPool::new(4) }
+    }
+
+    /// All reads there are, in the order in which they would be submitted.
+    fn submit_all(&mut self) -> Vec<Box<PieceRead>> {
+        std::iter::from_fn(|| match self.reads.next(self.index, &self.pages) {
+            Next::Read(read) => Some(read),
+            Next::Exhausted => None,
+        })
+        .collect()
+    }
+
+    /// Fills a read's memory from the image and reports it.
+    fn complete(&mut self, read: PieceRead, result: Result<(), FillError>) {
+        let mut at = read.offset as usize;
+        for span in &read.into {
+            span.copy_in(&self.image[at..at + span.len()]).expect("writable");
+            at += span.len();
+        }
+        drop(read.into);
+        self.reads.finish(read.piece, result, read.header.as_ref());
+    }
+
+    fn updates(&mut self) -> Vec<(FillId, FillUpdate)> {
+        let mut updates = Vec::new();
+        self.reads.take_updates(&mut updates);
+        updates
+    }
+
+    fn loaded(&self, block: usize) -> Vec<u8> {
+        let slot = self.batch.blocks[block].slot;
+        let mut bytes = vec![0; slot.bytes as usize];
+        self.arena.span(0, slot.offset, slot.bytes).expect("in the arena").copy_out(&mut bytes);
+        bytes
+    }
+}
+
+fn layers_of(update: &FillUpdate) -> Result<u32, FillError> {
+    match update {
+        FillUpdate::Layers { layers, .. } => Ok(*layers),
+        FillUpdate::Failed(error) => Err(*error),
+    }
+}
+
+#[test]
+fn pieces_are_asked_for_layer_by_layer_across_the_blocks() {
+    let mut world = World::new(8 << 10, |_| {});
+    let order: Vec<(usize, u32)> =
+        world.submit_all().iter().map(|read| (read.piece.block, read.piece.piece)).collect();
+    let expected: Vec<(usize, u32)> =
+        (0..4).flat_map(|piece| (0..BLOCKS).map(move |block| (block, piece))).collect();
+    assert_eq!(order, expected);
+}
+
+#[test]
+fn a_block_whose_header_comes_last_is_verified_then_and_reported_once() {
+    let mut world = World::new(8 << 10, |_| {});
+    let mut reads: Vec<PieceRead> = world.submit_all().into_iter().map(|read| *read).collect();
+    reads.retain(|read| read.piece.block == 0);
+    for read in reads.into_iter().rev() {
+        assert!(world.updates().is_empty(), "nothing is known before the header");
+        world.complete(read, Ok(()));
+    }
+    let updates = world.updates();
+    let [(FillId(0), FillUpdate::Layers { layers: 8, checksums: Some(checksums), tier: Tier::Nvme })] =
+        &updates[..]
+    else {
+        panic!("one update with everything was expected: {updates:?}");
+    };
+    assert_eq!(checksums.len(), 16);
+    assert_eq!(world.loaded(0), payload(0));
+}
+
+#[test]
+fn nothing_is_said_about_a_failed_block_while_the_device_still_writes_to_it() {
+    let mut world = World::new(4 << 10, |_| {});
+    let mut reads = world.submit_all().into_iter().map(|read| *read).filter(|read| read.piece.block == 1);
+    let first = reads.next().expect("pieces");
+    let mut others: Vec<PieceRead> = reads.collect();
+    world.complete(first, Err(FillError::Device));
+    let last = others.pop().expect("pieces");
+    for read in others {
+        world.complete(read, Ok(()));
+        assert!(world.updates().is_empty());
+    }
+    world.complete(last, Ok(()));
+    let updates = world.updates();
+    assert_eq!(updates.len(), 1);
+    assert_eq!((updates[0].0, layers_of(&updates[0].1)), (FillId(1), Err(FillError::Device)));
+}
+
+#[test]
+fn a_failed_block_is_not_read_any_further() {
+    let mut world = World::new(4 << 10, |_| {});
+    let Next::Read(first) = world.reads.next(world.index, &world.pages) else { panic!("a read") };
+    assert_eq!(first.piece.block, 0);
+    world.complete(*first, Err(FillError::Device));
+    assert_eq!(layers_of(&world.updates()[0].1), Err(FillError::Device));
+    assert!(world.submit_all().iter().all(|read| read.piece.block != 0));
+}
+
+#[test]
+fn a_lost_device_fails_every_block_that_is_not_over() {
+    let mut world = World::new(4 << 10, |_| {});
+    for read in world.submit_all() {
+        if read.piece.block == 2 {
+            world.complete(*read, Ok(()));
+        }
+    }
+    assert_eq!(layers_of(&world.updates()[0].1), Ok(8));
+    world.reads.fail_all();
+    let failed: Vec<FillId> = world.updates().iter().map(|(fill, _)| *fill).collect();
+    assert_eq!(failed, [FillId(0), FillId(1)]);
+    assert!(!world.reads.is_open(world.index));
+}
+
+#[test]
+fn a_slot_outside_the_arena_or_too_small_is_refused() {
+    let world = World::new(4 << 10, |_| {});
+    for slot in [
+        ArenaSlot { region: RegionId(1), offset: 0, bytes: layout().slot_bytes() },
+        ArenaSlot { region: RegionId(0), offset: 2 << 20, bytes: layout().slot_bytes() },
+        ArenaSlot { region: RegionId(0), offset: 0, bytes: layout().slot_bytes() - 4096 },
+    ] {
+        let mut batch = world.batch.clone();
+        batch.blocks[1].slot = slot;
+        assert!(Reads::default().add(&world.arena, &batch).is_err());
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_flipped_bit_fails_its_block_and_no_other_in_any_order_of_completion(
+        order in Just((0..64usize).collect::<Vec<_>>()).prop_shuffle(),
+        read_bytes in prop_oneof![Just(1u64), Just(4 << 10), Just(12 << 10), Just(1 << 20)],
+        flip in prop::option::of((0..BLOCKS, 0..(4096 + 32_768usize), 0..8u32)),
+        polls in prop::collection::vec(any::<bool>(), 64),
+    ) {
+        let stride = (PAGE_BYTES + layout().slot_bytes()) as usize;
+        let mut world = World::new(read_bytes, |image| {
+            if let Some((block, byte, bit)) = flip {
+                image[block * stride + byte % stride] ^= 1 << bit;
+            }
+        });
+        let mut reads: Vec<Option<Box<PieceRead>>> = world.submit_all().into_iter().map(Some).collect();
+        let mut last = [None; BLOCKS];
+        let mut check = |updates: Vec<(FillId, FillUpdate)>| {
+            for (FillId(block), update) in updates {
+                let last: &mut Option<Result<u32, FillError>> = &mut last[block as usize];
+                assert!(!matches!(last, Some(Ok(8) | Err(_))), "an update after the last one");
+                let first = last.is_none();
+                if let FillUpdate::Layers { checksums, layers, .. } = &update {
+                    assert_eq!(checksums.is_some(), first);
+                    assert!(last.is_none_or(|last| last.is_ok_and(|last| last < *layers)));
+                }
+                *last = Some(layers_of(&update));
+            }
+        };
+        for at in order {
+            if let Some(read) = reads.get_mut(at).and_then(Option::take) {
+                world.complete(*read, Ok(()));
+                if polls[at] {
+                    check(world.updates());
+                }
+            }
+        }
+        check(world.updates());
+        for block in 0..BLOCKS {
+            let damaged = flip.is_some_and(|(flipped, ..)| flipped == block);
+            prop_assert_eq!(last[block], Some(if damaged { Err(FillError::Corrupt) } else { Ok(8) }));
+            if !damaged {
+                prop_assert_eq!(world.loaded(block), payload(block));
+            }
+        }
+        prop_assert!(!world.reads.is_open(world.index));
+    }
+}

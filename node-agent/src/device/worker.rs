@@ -1,0 +1,381 @@
+//! The thread of one device: owns its I/O engine, keeps the device busy, verifies what it reads.
+//!
+//! ```text
+//!   core ── commands ──► queue (reads before writes) ──► engine ──► completed ──► verify ──► Fills, DeviceDone ──► core
+//! ```
+//!
+//! One turn of the loop takes commands, submits up to the limits, reaps without waiting while completions are still
+//! unprocessed, and processes *one* completion. So the device gets its next work before a piece is verified: 512 KiB take
+//! 26 µs at 20 GB/s of CRC32C, while 16 or more pieces are under way.
+//!
+//! Limits: as many operations as the engine takes, and [`IN_FLIGHT_BYTES_MAX`], but always [`IN_FLIGHT_OPS_MIN`].
+//! A batch stands in the queue once and goes to its end after each piece, so batches take turns.
+//!
+//! A device that is lost loses capacity only: the engine is dropped (which ends its operations), everything under way
+//! fails, and whatever still comes is answered with an error.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, TryRecvError};
+use reprise_agent_core::effect::{DeviceId, FillId, ReadBatch};
+use reprise_agent_core::event::{Event, FillError, FillUpdate};
+use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
+use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
+use reprise_io::{
+    Completion, IoEngine, IoError, Op, OpClass, QueueSettings, ReadFirstQueue, Submission, Token, Wait,
+};
+use reprise_policy::layout::PAGE_BYTES;
+
+use super::health::Health;
+use super::reads::{BatchIndex, Next, PieceName, Reads};
+use super::{COMMANDS_MAX, Command};
+use crate::core_loop::{Clock, Inbox, Input};
+use crate::metrics::DeviceMetrics;
+
+/// Bytes under way: 9 ms of a device of 3.6 GB/s, so that a new load waits no longer than that for its first piece.
+const IN_FLIGHT_BYTES_MAX: u64 = 32 << 20;
+
+/// Operations that are always allowed under way, however large: enough to hide verification and latency.
+const IN_FLIGHT_OPS_MIN: usize = 16;
+
+/// How long a write may stand behind reads; small beside the write-back delay that it adds to.
+const WRITE_DELAY_MAX: Duration = Duration::from_millis(20);
+
+/// A wait ends at the latest after this; it usually ends with a completion or a command.
+const IDLE_WAIT: Duration = Duration::from_secs(1);
+
+/// Completions processed before updates are handed to the core although more are waiting.
+const UPDATES_AFTER: u32 = 8;
+
+/// Header pages kept for reuse: one for each operation of the deepest engine.
+const PAGES_KEPT: usize = 1024;
+
+/// What a worker has around it, with or without a device.
+pub(super) struct Surroundings {
+    pub(super) device: DeviceId,
+    pub(super) path: String,
+    pub(super) commands: Receiver<Command>,
+    pub(super) inbox: Inbox,
+    pub(super) arena: Arc<Arena>,
+    pub(super) clock: Clock,
+    pub(super) metrics: DeviceMetrics,
+}
+
+/// The thread's state while the device works.
+pub(super) struct Worker {
+    around: Surroundings,
+    engine: Box<dyn IoEngine>,
+    queue: ReadFirstQueue<Work>,
+    reads: Reads,
+    in_flight: Vec<Option<InFlight>>,
+    free_tokens: Vec<usize>,
+    in_flight_bytes: u64,
+    completed: VecDeque<(InFlight, Result<(), IoError>)>,
+    reaped: Vec<Completion>,
+    updates: Vec<(FillId, FillUpdate)>,
+    unsaid: u32,
+    pages: PageBufferPool,
+    health: Health,
+}
+
+/// Something to do, in the queue.
+enum Work {
+    /// The next piece of a batch.
+    Piece(BatchIndex),
+    Write {
+        token: OpToken,
+        offset: u64,
+        from: Vec<Span>,
+        pages: PageBuffer,
+    },
+    Sync {
+        token: OpToken,
+    },
+}
+
+/// What an operation of the engine is for.
+struct InFlight {
+    purpose: Purpose,
+    bytes: u64,
+    started: Instant,
+}
+
+enum Purpose {
+    Piece { piece: PieceName, header: Option<PageBuffer> },
+    Write { token: OpToken, pages: PageBuffer },
+    Sync { token: OpToken },
+}
+
+/// Whether the thread goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Commands {
+    Open,
+    /// Stopped, or the core is gone.
+    Ended,
+}
+
+/// Answers for a device that is gone.
+struct LostDevice {
+    around: Surroundings,
+    updates: Vec<(FillId, FillUpdate)>,
+}
+
+impl Surroundings {
+    fn report(&self, token: OpToken, result: Result<(), DeviceError>) {
+        // The core may have stopped; then nobody wants to know.
+        let _ = self.inbox.send(Input::Event(Event::DeviceDone { device: self.device, token, result }));
+    }
+
+    fn send(&self, updates: &mut Vec<(FillId, FillUpdate)>) {
+        if !updates.is_empty() {
+            // As above.
+            let _ = self.inbox.send(Input::Fills(std::mem::take(updates)));
+        }
+    }
+}
+
+impl Worker {
+    pub(super) fn new(around: Surroundings, engine: Box<dyn IoEngine>) -> Worker {
+        let capacity = engine.capacity();
+        Worker {
+            queue: ReadFirstQueue::new(QueueSettings { capacity: COMMANDS_MAX, delay_max: WRITE_DELAY_MAX }),
+            reads: Reads::default(),
+            in_flight: (0..capacity).map(|_| None).collect(),
+            free_tokens: (0..capacity).rev().collect(),
+            in_flight_bytes: 0,
+            completed: VecDeque::with_capacity(capacity),
+            reaped: Vec::with_capacity(capacity),
+            updates: Vec::new(),
+            unsaid: 0,
+            pages: PageBufferPool::new(PAGES_KEPT.min(capacity)),
+            health: Health::default(),
+            around,
+            engine,
+        }
+    }
+
+    /// Runs until told to stop, then ends what is under way; queued work is dropped with the agent.
+    pub(super) fn run(mut self) {
+        loop {
+            if self.take_commands() == Commands::Ended {
+                return;
+            }
+            self.submit();
+            let wait = if self.completed.is_empty() { Wait::Until(IDLE_WAIT) } else { Wait::No };
+            if let Err(error) = self.reap(wait) {
+                return self.lose(&error.to_string()).run();
+            }
+            if let Some((done, result)) = self.completed.pop_front()
+                && let Err(reason) = self.finish(done, result)
+            {
+                return self.lose(&reason).run();
+            }
+            if self.completed.is_empty() || self.unsaid >= UPDATES_AFTER {
+                self.send_updates();
+            }
+        }
+    }
+
+    fn take_commands(&mut self) -> Commands {
+        loop {
+            match self.around.commands.try_recv() {
+                Ok(Command::Op(op)) => self.queue_op(op),
+                Ok(Command::Read(batch)) => self.queue_batch(&batch),
+                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return Commands::Ended,
+                Err(TryRecvError::Empty) => return Commands::Open,
+            }
+        }
+    }
+
+    fn queue_batch(&mut self, batch: &ReadBatch) {
+        let queued = match self.reads.add(&self.around.arena, batch) {
+            Ok(index) => self.queue.push(self.around.clock.now(), OpClass::Read, Work::Piece(index)).is_ok(),
+            Err(_) => false,
+        };
+        if !queued {
+            tracing::error!(path = %self.around.path, blocks = batch.blocks.len(), "a batch of reads cannot be taken");
+            let failed = |fill| (fill, FillUpdate::Failed(FillError::Device));
+            self.updates.extend(batch.blocks.iter().map(|block| failed(block.fill)));
+        }
+    }
+
+    fn queue_op(&mut self, op: DeviceOp) {
+        let token = op.token;
+        let (class, work) = match op.kind {
+            DeviceOpKind::Sync => (OpClass::Sync, Work::Sync { token }),
+            DeviceOpKind::WritePages { offset, bytes } => match PageBuffer::new(bytes.len()) {
+                Ok(mut pages) => {
+                    pages.copy_from_slice(&bytes);
+                    let from = vec![pages.span()];
+                    (OpClass::Write, Work::Write { token, offset, from, pages })
+                }
+                Err(error) => return self.refuse_op(token, &error.to_string()),
+            },
+            DeviceOpKind::WriteBlock { offset, header, slot } => {
+                match self.around.arena.span(slot.region.0, slot.offset, slot.bytes) {
+                    Ok(payload) if header.len() as u64 == PAGE_BYTES => {
+                        let mut pages = self.pages.take();
+                        pages.copy_from_slice(&header);
+                        let from = vec![pages.span(), payload];
+                        (OpClass::Write, Work::Write { token, offset, from, pages })
+                    }
+                    _ => return self.refuse_op(token, "slot or header of a wrong size"),
+                }
+            }
+        };
+        if self.queue.push(self.around.clock.now(), class, work).is_err() {
+            self.refuse_op(token, "the device's queue is full");
+        }
+    }
+
+    /// Only a mistake of the core gets here.
+    fn refuse_op(&self, token: OpToken, reason: &str) {
+        tracing::error!(path = %self.around.path, reason, "a device operation cannot be taken");
+        self.around.report(token, Err(DeviceError::Media));
+    }
+
+    fn may_submit(&self) -> bool {
+        let ops = self.in_flight.len() - self.free_tokens.len();
+        !self.free_tokens.is_empty()
+            && (ops < IN_FLIGHT_OPS_MIN || self.in_flight_bytes < IN_FLIGHT_BYTES_MAX)
+    }
+
+    fn submit(&mut self) {
+        while self.may_submit() {
+            let now = self.around.clock.now();
+            let Some(work) = self.queue.pop(now) else { break };
+            let (purpose, op) = match work {
+                Work::Sync { token } => (Purpose::Sync { token }, Op::Sync),
+                Work::Write { token, offset, from, pages } => {
+                    (Purpose::Write { token, pages }, Op::Write { offset, from })
+                }
+                Work::Piece(index) => match self.reads.next(index, &self.pages) {
+                    Next::Exhausted => continue,
+                    Next::Read(read) => {
+                        // There was room a moment ago: the batch's own place.
+                        let again = self.queue.push(now, OpClass::Read, Work::Piece(index));
+                        debug_assert!(again.is_ok(), "a batch gets its place back");
+                        let op = Op::Read { offset: read.offset, into: read.into };
+                        (Purpose::Piece { piece: read.piece, header: read.header }, op)
+                    }
+                },
+            };
+            self.start(purpose, op);
+        }
+        self.around.metrics.queue(self.queue.len(), self.in_flight.len() - self.free_tokens.len());
+    }
+
+    fn start(&mut self, purpose: Purpose, op: Op) {
+        let token = self.free_tokens.pop().expect("may_submit saw a free token");
+        let bytes = op.bytes();
+        self.in_flight_bytes += bytes;
+        self.in_flight[token] = Some(InFlight { purpose, bytes, started: Instant::now() });
+        let submission = Submission { token: Token(token as u64), op };
+        self.engine.submit(submission).expect("the engine takes as many operations as there are tokens");
+    }
+
+    fn reap(&mut self, wait: Wait) -> Result<(), IoError> {
+        // The buffer is moved out and in, so that completions can be matched while it is drained.
+        let mut reaped = std::mem::take(&mut self.reaped);
+        let outcome = self.engine.reap(wait, &mut reaped);
+        for completion in reaped.drain(..) {
+            let token = usize::try_from(completion.token.0).expect("tokens are indices");
+            let done = self.in_flight[token].take().expect("each operation completes once");
+            self.free_tokens.push(token);
+            self.in_flight_bytes -= done.bytes;
+            // Spans go here, so that header pages can be looked at.
+            drop(completion.op);
+            self.completed.push_back((done, completion.result));
+        }
+        self.reaped = reaped;
+        outcome
+    }
+
+    /// Reports one operation; `Err` when the device is lost, with the reason.
+    fn finish(&mut self, done: InFlight, result: Result<(), IoError>) -> Result<(), String> {
+        let latency = done.started.elapsed();
+        let error = match &result {
+            Ok(()) => None,
+            Err(error) => Some(self.health.judge(error, &self.around.path)),
+        };
+        match done.purpose {
+            Purpose::Piece { piece, header } => {
+                self.around.metrics.read(done.bytes, latency);
+                let outcome = if error.is_none() { Ok(()) } else { Err(FillError::Device) };
+                self.reads.finish(piece, outcome, header.as_ref());
+                self.unsaid += 1;
+                if let Some(header) = header {
+                    self.pages.give(header);
+                }
+            }
+            Purpose::Write { token, pages } => {
+                self.around.metrics.write(done.bytes, latency);
+                self.pages.give(pages);
+                self.around.report(token, error.map_or(Ok(()), Err));
+            }
+            Purpose::Sync { token } => {
+                self.around.metrics.sync(latency);
+                // A sync that failed leaves nothing certain: fsync(2), and the reports of 2018 about it.
+                self.around.report(token, if error.is_none() { Ok(()) } else { Err(DeviceError::Lost) });
+            }
+        }
+        match error {
+            Some(DeviceError::Lost) => Err(result.err().map_or_else(String::new, |error| error.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    fn send_updates(&mut self) {
+        self.unsaid = 0;
+        self.reads.take_updates(&mut self.updates);
+        self.around.send(&mut self.updates);
+    }
+
+    /// Everything under way and in the queue fails.
+    fn lose(self, reason: &str) -> LostDevice {
+        let Worker { around, engine, mut queue, mut reads, mut in_flight, completed, mut updates, .. } = self;
+        tracing::error!(path = %around.path, reason, "device lost; the agent goes on without it, restart it when the device is back");
+        around.metrics.lost();
+        // Ends the operations in flight: no slot is touched after its block is reported.
+        drop(engine);
+        let under_way = in_flight.iter_mut().filter_map(Option::take);
+        for done in completed.into_iter().map(|(done, _)| done).chain(under_way) {
+            match done.purpose {
+                Purpose::Write { token, .. } | Purpose::Sync { token } => {
+                    around.report(token, Err(DeviceError::Lost))
+                }
+                Purpose::Piece { .. } => {}
+            }
+        }
+        while let Some(work) = queue.pop(around.clock.now()) {
+            match work {
+                Work::Write { token, .. } | Work::Sync { token } => {
+                    around.report(token, Err(DeviceError::Lost))
+                }
+                Work::Piece(_) => {}
+            }
+        }
+        reads.fail_all();
+        reads.take_updates(&mut updates);
+        around.send(&mut updates);
+        LostDevice { around, updates }
+    }
+}
+
+impl LostDevice {
+    fn run(mut self) {
+        while let Ok(command) = self.around.commands.recv() {
+            match command {
+                Command::Op(op) => self.around.report(op.token, Err(DeviceError::Lost)),
+                Command::Read(batch) => {
+                    let failed = |fill| (fill, FillUpdate::Failed(FillError::Device));
+                    self.updates.extend(batch.blocks.iter().map(|block| failed(block.fill)));
+                    self.around.send(&mut self.updates);
+                }
+                Command::Stop => return,
+            }
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Executes the core's effects. Nothing here blocks:
+//!
+//! | effect | how | when that fails |
+//! |---|---|---|
+//! | replies, notices | straight to the socket, else the session's queue | the session is closed |
+//! | progress | stores to shared memory, futex wake | cannot |
+//! | device operations, reads | bounded queue, larger than what the core has under way | reported as device errors |
+//! | look-ups, announcements | the directory client's queues | it reports or re-announces |
+//! | fetches, serves | the transport's queues | the fill is reported as lost |
+//!
+//! What fails at once comes back as an event ([`Executor::take_feedback`]), never as a call into the core.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use reprise_agent_core::effect::{
+    DeviceId, Effect, FillId, LoadId, PeerFetch, ProgressEntry, ProgressUpdate, Reply, Report,
+};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Request, RequestId};
+use reprise_agent_core::pool::DeviceError;
+use reprise_buffers::ProgressWriter;
+use reprise_policy::SessionId;
+
+use crate::device::{Command, Device};
+use crate::directory::DirectoryClient;
+use crate::metrics::{Metrics, Phase};
+use crate::peer::Peers;
+use crate::session::{Peer, Session};
+
+/// What effects act on.
+pub(crate) struct Executor {
+    parts: ExecutorParts,
+    sessions: HashMap<SessionId, Connected>,
+    feedback: VecDeque<Event>,
+    /// Blocks being fetched: since when, and how many layers they have. As many as the core has fills under way.
+    fetches: HashMap<FillId, Fetching>,
+}
+
+/// What an executor is made of.
+pub(crate) struct ExecutorParts {
+    pub(crate) devices: Vec<Device>,
+    pub(crate) directory: Arc<DirectoryClient>,
+    /// Whether there is a control plane to ask.
+    pub(crate) clustered: Clustered,
+    pub(crate) peers: Option<Peers>,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+/// Whether this agent is part of a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Clustered {
+    Yes,
+    StandAlone,
+}
+
+/// A session, for people.
+#[derive(Clone, Debug)]
+pub(crate) struct SessionView {
+    pub(crate) id: SessionId,
+    pub(crate) peer: Peer,
+    pub(crate) in_flight: usize,
+}
+
+/// A session and what is being measured of it.
+struct Connected {
+    session: Arc<Session>,
+    progress: ProgressWriter,
+    /// Requests without an answer; bounded by the session's own limit.
+    asked: HashMap<RequestId, (Phase, Instant)>,
+    /// Loads whose blocks are not all there, by progress entry.
+    loading: HashMap<ProgressEntry, Instant>,
+    /// When the request that is being applied had been received.
+    current: Option<Instant>,
+}
+
+struct Fetching {
+    since: Instant,
+    layers: u32,
+}
+
+impl Executor {
+    pub(crate) fn new(parts: ExecutorParts) -> Executor {
+        Executor { parts, sessions: HashMap::new(), feedback: VecDeque::new(), fetches: HashMap::new() }
+    }
+
+    /// An event that an effect has brought at once.
+    pub(crate) fn take_feedback(&mut self) -> Option<Event> {
+        self.feedback.pop_front()
+    }
+
+    pub(crate) fn session_opened(&mut self, session: Arc<Session>, progress: ProgressWriter) {
+        let (asked, loading) = (HashMap::new(), HashMap::new());
+        self.sessions.insert(session.id(), Connected { session, progress, asked, loading, current: None });
+    }
+
+    pub(crate) fn session_closed(&mut self, session: SessionId) {
+        self.sessions.remove(&session);
+    }
+
+    /// Ends all sessions.
+    pub(crate) fn close_sessions(&mut self) {
+        for (_, connected) in self.sessions.drain() {
+            connected.session.close();
+        }
+    }
+
+    /// Notes when a request came, for the latency of its answer.
+    pub(crate) fn request_received(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        body: &Request,
+        at: Instant,
+    ) {
+        let phase = match body {
+            Request::Match { .. } => Phase::Match,
+            Request::Reserve { .. } => Phase::Reserve,
+            Request::Commit { .. } => Phase::Commit,
+            Request::Load(_) => Phase::LoadFirstLayer,
+            Request::Abort { .. } | Request::Release { .. } | Request::Trim | Request::Stats => Phase::Other,
+        };
+        if let Some(connected) = self.sessions.get_mut(&session) {
+            connected.asked.insert(request, (phase, at));
+            connected.current = Some(at);
+        }
+    }
+
+    /// Looks at events on their way into the core, for what they say about latencies.
+    pub(crate) fn observe(&mut self, event: &Event) {
+        if let Event::Fill { fill, update } = event
+            && !self.fetches.is_empty()
+        {
+            let over = match update {
+                FillUpdate::Failed(_) => true,
+                FillUpdate::Layers { layers, .. } => {
+                    self.fetches.get(fill).is_some_and(|fetching| *layers >= fetching.layers)
+                }
+            };
+            if over && let Some(fetching) = self.fetches.remove(fill) {
+                self.parts.metrics.phase(Phase::PeerFetch, fetching.since.elapsed());
+            }
+        }
+    }
+
+    pub(crate) fn has_devices(&self) -> bool {
+        !self.parts.devices.is_empty()
+    }
+
+    pub(crate) fn session_views(&self) -> Vec<SessionView> {
+        let view = |connected: &Connected| SessionView {
+            id: connected.session.id(),
+            peer: connected.session.peer().clone(),
+            in_flight: connected.session.in_flight(),
+        };
+        let mut views: Vec<SessionView> = self.sessions.values().map(view).collect();
+        views.sort_unstable_by_key(|view| view.id);
+        views
+    }
+
+    /// Commands waiting at each device.
+    pub(crate) fn device_queues(&self) -> Vec<usize> {
+        self.parts.devices.iter().map(Device::waiting).collect()
+    }
+
+    /// The devices, to be stopped.
+    pub(crate) fn into_devices(self) -> Vec<Device> {
+        self.parts.devices
+    }
+
+    /// Does one thing.
+    pub(crate) fn execute(&mut self, effect: Effect) {
+        match effect {
+            Effect::Reply { session, request, reply } => self.reply(session, request, reply),
+            Effect::Durable { session, ticket, durable, lost } => {
+                if let Some(connected) = self.sessions.get(&session) {
+                    connected.session.durable(ticket, durable, &lost);
+                }
+            }
+            Effect::Progress { session, entry, update } => self.progress(session, entry, &update),
+            Effect::Device { device, op } => {
+                let token = op.token;
+                if self.command(device, Command::Op(op)).is_err() {
+                    self.feedback.push_back(Event::DeviceDone {
+                        device,
+                        token,
+                        result: Err(DeviceError::Lost),
+                    });
+                }
+            }
+            Effect::ReadBlocks { device, batch } => {
+                if let Err(Command::Read(batch)) = self.command(device, Command::Read(batch)) {
+                    let fills = batch.blocks.iter().map(|block| block.fill);
+                    self.feedback.extend(fills.map(|fill| failed(fill, FillError::Device)));
+                }
+            }
+            Effect::Lookup { lookup, keys, timeout } => match self.parts.clustered {
+                Clustered::Yes => self.parts.directory.lookup(lookup, keys, timeout),
+                Clustered::StandAlone => self.feedback.push_back(Event::LookupFailed { lookup }),
+            },
+            Effect::Announce { changes } => self.parts.directory.announce(changes),
+            Effect::AnnounceAll { replicas } => self.parts.directory.announce_all(replicas),
+            Effect::PeerFetch(fetch) => self.fetch(&fetch),
+            Effect::ServeHeader { serve, block, tier, checksums } => {
+                self.with_peers(|peers| peers.serve_header(serve, block, tier, &checksums));
+            }
+            Effect::ServeObjects(objects) => self.with_peers(|peers| peers.serve_objects(&objects)),
+            Effect::ServeAbsent { serve, block } => self.with_peers(|peers| peers.serve_absent(serve, block)),
+            Effect::Report(report) => log(&report),
+        }
+    }
+
+    fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
+        let Some(connected) = self.sessions.get_mut(&session) else { return };
+        connected.session.reply(request, reply);
+        if let Some((phase, since)) = connected.asked.remove(&request) {
+            self.parts.metrics.phase(phase, since.elapsed());
+        }
+    }
+
+    fn progress(&mut self, session: SessionId, entry: ProgressEntry, update: &ProgressUpdate) {
+        let Some(connected) = self.sessions.get_mut(&session) else { return };
+        let page = &connected.progress;
+        match update {
+            ProgressUpdate::Begin { load: LoadId(load) } => {
+                page.begin(entry.0, *load);
+                let since = connected.current.unwrap_or_else(Instant::now);
+                connected.loading.insert(entry, since);
+            }
+            ProgressUpdate::Layers { layers } => page.set_layers(entry.0, *layers),
+            ProgressUpdate::BlockFailed { block } => page.fail_block(entry.0, *block as usize),
+            ProgressUpdate::Done => {
+                page.done(entry.0);
+                if let Some(since) = connected.loading.remove(&entry) {
+                    self.parts.metrics.phase(Phase::LoadTotal, since.elapsed());
+                }
+            }
+        }
+    }
+
+    fn command(&self, device: DeviceId, command: Command) -> Result<(), Command> {
+        match self.parts.devices.get(usize::from(device.0)) {
+            Some(device) => device.submit(command),
+            None => Err(command),
+        }
+    }
+
+    fn fetch(&mut self, fetch: &PeerFetch) {
+        let address = self.parts.directory.peer_address(fetch.node);
+        let asked = match (&self.parts.peers, address) {
+            (Some(peers), Some(address)) => peers.fetch(&address, fetch),
+            (None, _) => Err("this agent has no peer transport".to_owned()),
+            (_, None) => Err("the control plane has not named its address".to_owned()),
+        };
+        match asked {
+            Ok(()) => {
+                let (since, layers) = (Instant::now(), fetch.layout.layers());
+                self.fetches
+                    .extend(fetch.blocks.iter().map(|block| (block.fill, Fetching { since, layers })));
+            }
+            Err(reason) => {
+                tracing::warn!(
+                    node = fetch.node.0,
+                    blocks = fetch.blocks.len(),
+                    reason,
+                    "cannot ask a peer for blocks"
+                );
+                self.feedback
+                    .extend(fetch.blocks.iter().map(|block| failed(block.fill, FillError::PeerLost)));
+            }
+        }
+    }
+
+    /// Only a peer's request leads to serving, and it came through the transport.
+    fn with_peers(&self, serve: impl FnOnce(&Peers)) {
+        if let Some(peers) = &self.parts.peers {
+            serve(peers);
+        }
+    }
+}
+
+fn failed(fill: FillId, error: FillError) -> Event {
+    Event::Fill { fill, update: FillUpdate::Failed(error) }
+}
+
+fn log(report: &Report) {
+    match report {
+        Report::CorruptBlock { device, page, key } => {
+            tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped and its place is not used again");
+        }
+        Report::DeviceLost { device, reason } => {
+            tracing::error!(device = device.0, reason, "device given up; its blocks are gone from the cache");
+        }
+    }
+}

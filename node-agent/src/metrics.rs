@@ -1,0 +1,362 @@
+//! Every metric of the agent: name, help, unit, labels.
+//!
+//! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are bounded:
+//! `phase` and `state` by their enums, `device` by the 32 devices of a configuration. What the core counts is listed in
+//! [`CORE`], one line per counter (a test compares), and read from the core at each scrape.
+//!
+//! Latencies are taken where an effect meets its event (executor, device worker), not in handlers.
+
+mod tables;
+
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabelSet, EncodeLabelValue, EncodeMetric, LabelValueEncoder,
+};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+use reprise_agent_core::effect::DeviceId;
+
+use crate::device::DeviceInfo;
+pub(crate) use tables::{CORE, PEER};
+
+/// 10 µs to 10 s in steps of 1.78 (four a decade).
+const LATENCY_BUCKETS: (f64, f64, u16) = (10e-6, 1.778_279, 25);
+
+/// What a latency is the latency of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Phase {
+    /// Received to answered.
+    Match,
+    /// Received to answered.
+    Reserve,
+    /// Received to readable on the node.
+    Commit,
+    /// Received to every block placed and its first layer verified.
+    LoadFirstLayer,
+    /// Received to every layer of every block verified.
+    LoadTotal,
+    /// Asked to the last layer of a block verified.
+    PeerFetch,
+    /// Other calls.
+    Other,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PhaseLabels {
+    phase: Phase,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DeviceLabels {
+    device: u8,
+}
+
+/// How a number is exported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+}
+
+/// A number that somebody else counts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Described {
+    /// Its name there, and here.
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) help: &'static str,
+}
+
+/// All metrics.
+pub(crate) struct Metrics {
+    registry: Registry,
+    phases: Family<PhaseLabels, Histogram, fn() -> Histogram>,
+    devices: DeviceFamilies,
+    inbox_waiting: Gauge,
+    snapshot: std::sync::Arc<Snapshot>,
+}
+
+#[derive(Clone)]
+struct DeviceFamilies {
+    read_seconds: Family<DeviceLabels, Histogram, fn() -> Histogram>,
+    write_seconds: Family<DeviceLabels, Histogram, fn() -> Histogram>,
+    sync_seconds: Family<DeviceLabels, Histogram, fn() -> Histogram>,
+    read_bytes: Family<DeviceLabels, Counter>,
+    written_bytes: Family<DeviceLabels, Counter>,
+    queued: Family<DeviceLabels, Gauge>,
+    in_flight: Family<DeviceLabels, Gauge>,
+    lost: Family<DeviceLabels, Gauge>,
+    recovery_seconds: Family<DeviceLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
+    recovery_records: Family<DeviceLabels, Gauge>,
+}
+
+/// The metrics of one device, for its worker: no look-up per operation.
+#[derive(Clone)]
+pub(crate) struct DeviceMetrics {
+    read_seconds: Histogram,
+    write_seconds: Histogram,
+    sync_seconds: Histogram,
+    read_bytes: Counter,
+    written_bytes: Counter,
+    queued: Gauge,
+    in_flight: Gauge,
+    lost: Gauge,
+}
+
+/// Numbers that others own, as of the last scrape.
+#[derive(Debug, Default)]
+struct Snapshot {
+    numbers: Mutex<Vec<Number>>,
+}
+
+/// A number of somebody else.
+#[derive(Clone, Debug)]
+pub(crate) struct Number {
+    pub(crate) name: String,
+    pub(crate) help: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) value: u64,
+}
+
+/// Pairs values with their descriptions; a value that is not described is left out (tests see to it that none is).
+pub(crate) fn describe(
+    prefix: &str,
+    table: &[Described],
+    values: impl Iterator<Item = (&'static str, u64)>,
+) -> Vec<Number> {
+    let number = |(name, value): (&str, u64)| {
+        let Described { kind, help, .. } = *table.iter().find(|described| described.name == name)?;
+        Some(Number { name: format!("{prefix}{name}"), help, kind, value })
+    };
+    values.filter_map(number).collect()
+}
+
+impl EncodeLabelValue for Phase {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let name = match self {
+            Phase::Match => "match",
+            Phase::Reserve => "reserve",
+            Phase::Commit => "commit",
+            Phase::LoadFirstLayer => "load_first_layer",
+            Phase::LoadTotal => "load_total",
+            Phase::PeerFetch => "peer_fetch",
+            Phase::Other => "other",
+        };
+        name.encode(encoder)
+    }
+}
+
+fn latency() -> Histogram {
+    let (start, factor, length) = LATENCY_BUCKETS;
+    Histogram::new(exponential_buckets(start, factor, length))
+}
+
+impl Metrics {
+    /// `page_kind` as the arena measured it.
+    pub(crate) fn new(node: &str, page_kind: &str) -> Metrics {
+        let mut registry = Registry::with_prefix("reprise_agent");
+        let info = vec![
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("node", node.to_owned()),
+            ("arena_pages", page_kind.to_owned()),
+        ];
+        registry.register("build", "Version, node name and page kind of the arena", Info::new(info));
+        let phases: Family<PhaseLabels, Histogram, fn() -> Histogram> = Family::new_with_constructor(latency);
+        registry.register("phase_seconds", "Latency by phase, from receipt", phases.clone());
+        let inbox_waiting = Gauge::default();
+        registry.register("inbox_waiting", "Inputs waiting for the core", inbox_waiting.clone());
+        let devices = DeviceFamilies::register(&mut registry);
+        let snapshot = std::sync::Arc::new(Snapshot::default());
+        registry.register_collector(Box::new(snapshot.clone()));
+        Metrics { registry, phases, devices, inbox_waiting, snapshot }
+    }
+
+    /// Notes a latency.
+    pub(crate) fn phase(&self, phase: Phase, latency: Duration) {
+        self.phases.get_or_create(&PhaseLabels { phase }).observe(latency.as_secs_f64());
+    }
+
+    /// The metrics of one device.
+    pub(crate) fn device(&self, device: DeviceId) -> DeviceMetrics {
+        let labels = DeviceLabels { device: device.0 };
+        let DeviceFamilies { read_seconds, write_seconds, sync_seconds, read_bytes, written_bytes, .. } =
+            &self.devices;
+        DeviceMetrics {
+            read_seconds: read_seconds.get_or_create(&labels).clone(),
+            write_seconds: write_seconds.get_or_create(&labels).clone(),
+            sync_seconds: sync_seconds.get_or_create(&labels).clone(),
+            read_bytes: read_bytes.get_or_create(&labels).clone(),
+            written_bytes: written_bytes.get_or_create(&labels).clone(),
+            queued: self.devices.queued.get_or_create(&labels).clone(),
+            in_flight: self.devices.in_flight.get_or_create(&labels).clone(),
+            lost: self.devices.lost.get_or_create(&labels).clone(),
+        }
+    }
+
+    /// Notes what opening a device took.
+    pub(crate) fn device_opened(&self, device: DeviceId, info: &DeviceInfo) {
+        let labels = DeviceLabels { device: device.0 };
+        self.devices.recovery_seconds.get_or_create(&labels).set(info.recovery.took.as_secs_f64());
+        let records = i64::try_from(info.recovery.records).unwrap_or(i64::MAX);
+        self.devices.recovery_records.get_or_create(&labels).set(records);
+    }
+
+    /// Everything in the text format. `numbers` are those of the core, the transport and the directory client, now.
+    pub(crate) fn render(
+        &self,
+        numbers: Vec<Number>,
+        inbox_waiting: usize,
+    ) -> Result<String, std::fmt::Error> {
+        self.inbox_waiting.set(i64::try_from(inbox_waiting).unwrap_or(i64::MAX));
+        *self.snapshot.numbers.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}
+
+impl DeviceFamilies {
+    fn register(registry: &mut Registry) -> DeviceFamilies {
+        let histogram = || Family::new_with_constructor(latency as fn() -> Histogram);
+        let families = DeviceFamilies {
+            read_seconds: histogram(),
+            write_seconds: histogram(),
+            sync_seconds: histogram(),
+            read_bytes: Family::default(),
+            written_bytes: Family::default(),
+            queued: Family::default(),
+            in_flight: Family::default(),
+            lost: Family::default(),
+            recovery_seconds: Family::default(),
+            recovery_records: Family::default(),
+        };
+        let all = families.clone();
+        registry.register("device_read_seconds", "One read, from submission to completion", all.read_seconds);
+        registry.register(
+            "device_write_seconds",
+            "One write, from submission to completion",
+            all.write_seconds,
+        );
+        registry.register("device_sync_seconds", "One sync of data or journal", all.sync_seconds);
+        registry.register("device_read_bytes", "Bytes read, headers included", all.read_bytes);
+        registry.register(
+            "device_written_bytes",
+            "Bytes written, headers and journal included",
+            all.written_bytes,
+        );
+        registry.register("device_queued", "Batches and writes waiting for the device", all.queued);
+        registry.register("device_in_flight", "Operations under way at the device", all.in_flight);
+        registry.register("device_lost", "1 when the device is lost", all.lost);
+        registry.register("device_recovery_seconds", "Time to open the pool at start", all.recovery_seconds);
+        registry.register("device_recovery_records", "Journal records read at start", all.recovery_records);
+        families
+    }
+}
+
+impl DeviceMetrics {
+    pub(crate) fn read(&self, bytes: u64, latency: Duration) {
+        self.read_bytes.inc_by(bytes);
+        self.read_seconds.observe(latency.as_secs_f64());
+    }
+
+    pub(crate) fn write(&self, bytes: u64, latency: Duration) {
+        self.written_bytes.inc_by(bytes);
+        self.write_seconds.observe(latency.as_secs_f64());
+    }
+
+    pub(crate) fn sync(&self, latency: Duration) {
+        self.sync_seconds.observe(latency.as_secs_f64());
+    }
+
+    pub(crate) fn queue(&self, queued: usize, in_flight: usize) {
+        self.queued.set(i64::try_from(queued).unwrap_or(i64::MAX));
+        self.in_flight.set(i64::try_from(in_flight).unwrap_or(i64::MAX));
+    }
+
+    pub(crate) fn lost(&self) {
+        self.lost.set(1);
+    }
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+        for Number { name, help, kind, value } in numbers.iter() {
+            match kind {
+                Kind::Counter => {
+                    // The encoder appends `_total` to counters itself.
+                    let name = name.strip_suffix("_total").unwrap_or(name);
+                    let metric = ConstCounter::new(*value);
+                    let encoder = encoder.encode_descriptor(
+                        name,
+                        help,
+                        None,
+                        prometheus_client::metrics::MetricType::Counter,
+                    )?;
+                    metric.encode(encoder)?;
+                }
+                Kind::Gauge => {
+                    let metric = ConstGauge::new(i64::try_from(*value).unwrap_or(i64::MAX));
+                    let encoder = encoder.encode_descriptor(
+                        name,
+                        help,
+                        None,
+                        prometheus_client::metrics::MetricType::Gauge,
+                    )?;
+                    metric.encode(encoder)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_agent_core::agent::Counters;
+
+    use super::*;
+
+    #[test]
+    fn every_counter_of_the_core_is_described_once_and_in_order() {
+        let described: Vec<&str> = CORE.iter().map(|metric| metric.name).collect();
+        let counted: Vec<&str> = Counters::default().fields().map(|(name, _)| name).collect();
+        assert_eq!(described, counted);
+    }
+
+    #[test]
+    fn every_total_of_the_transport_is_described_once_and_in_order() {
+        let described: Vec<&str> = PEER.iter().map(|metric| metric.name).collect();
+        let stats = reprise_transport::TransportStats::default();
+        let counted: Vec<&str> = stats.fields().map(|(name, _)| name).collect();
+        assert_eq!(described, counted);
+    }
+
+    #[test]
+    fn a_scrape_has_names_help_and_values() {
+        let metrics = Metrics::new("n1", "4 KiB");
+        metrics.phase(Phase::Match, Duration::from_micros(120));
+        metrics.device(DeviceId(0)).read(4096, Duration::from_millis(1));
+        let number = Number { name: "loads".to_owned(), help: "Loads", kind: Kind::Counter, value: 7 };
+        let text = metrics.render(vec![number], 3).expect("renders");
+        for line in [
+            "reprise_agent_loads_total 7",
+            "reprise_agent_phase_seconds_count{phase=\"match\"} 1",
+            "reprise_agent_device_read_bytes_total{device=\"0\"} 4096",
+            "reprise_agent_inbox_waiting 3",
+            "# HELP reprise_agent_device_lost",
+        ] {
+            assert!(text.contains(line), "no '{line}' in:\n{text}");
+        }
+    }
+}

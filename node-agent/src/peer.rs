@@ -1,0 +1,109 @@
+//! Glue between the core and the transport: slots to spans, transport events to core events.
+//!
+//! Deliberately absent: retries and the choice of a peer (the core's).
+
+use std::sync::Arc;
+
+use reprise_agent_core::effect::{ArenaSlot, FillId, PeerFetch, ServeId, ServeObjects};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerRequest};
+use reprise_buffers::{Arena, BufferError, Span};
+use reprise_policy::Tier;
+use reprise_transport::{
+    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, ServeLast, ServedObjects, Transport,
+    TransportEvent, TransportStats,
+};
+
+use crate::core_loop::{Inbox, Input};
+
+/// The transport, as the core's effects see it.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    transport: Arc<dyn Transport>,
+    arena: Arc<Arena>,
+}
+
+/// Passes the transport's events on to the core. It waits for room in the inbox, which stalls that connection only.
+pub(crate) fn sink(inbox: Inbox) -> EventSink {
+    Arc::new(move |event| {
+        // A stopped core wants nothing any more.
+        let _ = inbox.send(Input::Event(convert(event)));
+    })
+}
+
+fn convert(event: TransportEvent) -> Event {
+    match event {
+        TransportEvent::Layers { fill, layers, checksums, tier } => {
+            Event::Fill { fill: FillId(fill), update: FillUpdate::Layers { layers, checksums, tier } }
+        }
+        TransportEvent::Failed { fill, failure } => {
+            let error = match failure {
+                FetchFailure::Corrupt => FillError::Corrupt,
+                FetchFailure::Absent => FillError::Absent,
+                FetchFailure::PeerLost => FillError::PeerLost,
+            };
+            Event::Fill { fill: FillId(fill), update: FillUpdate::Failed(error) }
+        }
+        TransportEvent::Request(IncomingRequest { serve, keys, layout, deadline }) => {
+            Event::PeerRequest(PeerRequest { serve: ServeId(serve), keys, layout, deadline })
+        }
+        TransportEvent::ServeDone { serve, block } => Event::ServeDone { serve: ServeId(serve), block },
+        TransportEvent::ServeAborted { serve } => Event::ServeAborted { serve: ServeId(serve) },
+    }
+}
+
+impl Peers {
+    pub(crate) fn new(transport: Arc<dyn Transport>, arena: Arc<Arena>) -> Peers {
+        Peers { transport, arena }
+    }
+
+    /// Asks a peer; never blocks.
+    ///
+    /// # Errors
+    /// Why nothing was asked and no event will come.
+    pub(crate) fn fetch(&self, address: &str, fetch: &PeerFetch) -> Result<(), String> {
+        let block = |block: &reprise_agent_core::effect::PeerBlock| {
+            let into = self.span(block.slot, 0, block.slot.bytes)?;
+            Ok(FetchBlock { fill: block.fill.0, key: block.key, into })
+        };
+        let blocks: Result<Vec<FetchBlock>, BufferError> = fetch.blocks.iter().map(block).collect();
+        let blocks = blocks.map_err(|error| error.to_string())?;
+        let request =
+            FetchRequest { fetch: fetch.fetch.0, layout: fetch.layout, deadline: fetch.deadline, blocks };
+        self.transport.fetch(address, request).map_err(|error| error.to_string())
+    }
+
+    pub(crate) fn serve_header(&self, serve: ServeId, block: u32, tier: Tier, checksums: &[u32]) {
+        self.transport.serve_header(serve.0, block, tier, checksums);
+    }
+
+    pub(crate) fn serve_objects(&self, objects: &ServeObjects) {
+        let ServeObjects { serve, block, slot, offset, bytes, last } = *objects;
+        match self.span(slot, offset, bytes) {
+            Ok(from) => {
+                let last = if last { ServeLast::Last } else { ServeLast::More };
+                self.transport.serve_objects(ServedObjects { serve: serve.0, block, from, offset, last });
+            }
+            Err(error) => {
+                tracing::error!(%error, "the core serves what is not in the arena");
+                self.transport.serve_absent(serve.0, block);
+            }
+        }
+    }
+
+    pub(crate) fn serve_absent(&self, serve: ServeId, block: u32) {
+        self.transport.serve_absent(serve.0, block);
+    }
+
+    pub(crate) fn stats(&self) -> TransportStats {
+        self.transport.stats()
+    }
+
+    pub(crate) fn shutdown(&self) {
+        self.transport.shutdown();
+    }
+
+    /// Part of a slot.
+    fn span(&self, slot: ArenaSlot, offset: u64, bytes: u64) -> Result<Span, BufferError> {
+        self.arena.span(slot.region.0, slot.offset.saturating_add(offset), bytes)
+    }
+}

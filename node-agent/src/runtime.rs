@@ -1,0 +1,285 @@
+//! Puts an agent together, and takes it apart again.
+//!
+//! Start: memory, devices (their journals), core, ports, directory client, the core's thread, sessions; ready. Each
+//! step needs the ones before; a step that fails ends the process with what to do about it.
+//!
+//! Stop: no new sessions, no new requests, blocks that are not durable yet are given [`FLUSH_PATIENCE`], then
+//! the core ends, then what it used. `kill -9` instead of all this loses nothing that was announced as durable.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::bounded;
+use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
+use reprise_agent_core::effect::{DeviceId, RegionId};
+use reprise_agent_core::event::Event;
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_transport::{TcpSettings, TcpTransport};
+use serde::Serialize;
+
+use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
+use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
+use crate::core_loop::{Clock, CoreLoop, Inbox, Input};
+use crate::device::{self, DeviceContext, DeviceInfo};
+use crate::directory::{
+    CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, LOOKUPS_MAX,
+    Registration,
+};
+use crate::error::{AgentError, ErrorKind};
+use crate::executor::{Clustered, Executor, ExecutorParts};
+use crate::metrics::Metrics;
+use crate::peer::{self, Peers};
+use crate::session::{SessionContext, SessionServer, SessionServerSettings};
+
+/// How long a stopping agent writes back: two batches of 64 MiB to the slowest disk worth having (50 MB/s).
+const FLUSH_PATIENCE: Duration = Duration::from_secs(5);
+
+/// One attempt to connect to the control plane.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// One call to the control plane other than a look-up.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A running agent.
+pub(crate) struct Runtime {
+    inbox: Inbox,
+    sessions: SessionServer,
+    session_context: Arc<SessionContext>,
+    core: JoinHandle<Executor>,
+    directory: Arc<DirectoryClient>,
+    peers: Option<Peers>,
+    admin: AdminServer,
+    admin_context: Arc<AdminContext>,
+    ready: Ready,
+}
+
+/// The line that says that an agent is ready, and where.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Ready {
+    ready: bool,
+    admin: String,
+    socket: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<String>,
+}
+
+/// The transport, and how others reach it.
+struct PeerPort {
+    peers: Peers,
+    listening: String,
+    advertised: String,
+}
+
+impl Runtime {
+    /// Starts an agent; it serves when this returns.
+    ///
+    /// # Errors
+    /// What is missing, of which kind, and what to do.
+    pub(crate) fn start(settings: Settings) -> Result<Runtime, AgentError> {
+        let clock = Clock::start();
+        let (inbox, inputs) = Inbox::new();
+        let arena = Arc::new(take_memory(&settings.arena)?);
+        let metrics = Arc::new(Metrics::new(&settings.node.name, &arena.page_kind().to_string()));
+        let context =
+            DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
+        let opened = device::open_all(&settings.pool, &context)?;
+        let mut devices = Vec::with_capacity(opened.len());
+        let mut pools = Vec::with_capacity(opened.len());
+        for (index, opened) in (0u8..).zip(opened) {
+            metrics.device_opened(DeviceId(index), opened.device.info());
+            devices.push(opened.device);
+            pools.push((opened.pool, opened.stored));
+        }
+        let infos: Vec<DeviceInfo> = devices.iter().map(|device| device.info().clone()).collect();
+        let regions: Vec<(RegionId, u64)> =
+            arena.regions().iter().map(|region| (RegionId(region.id()), region.bytes())).collect();
+        let core = AgentCore::new(core_settings(&settings), pools, &regions);
+        let admin = AdminPort::bind(settings.admin)?;
+        let port = settings
+            .peers
+            .as_ref()
+            .map(|peers| listen_for_peers(&settings, peers, &inbox, &arena))
+            .transpose()?;
+        let directory = Arc::new(start_directory(&settings, &infos, &admin, port.as_ref(), &inbox)?);
+        let clustered = if settings.controlplane.is_some() { Clustered::Yes } else { Clustered::StandAlone };
+        let peers = port.as_ref().map(|port| port.peers.clone());
+        let parts = ExecutorParts {
+            devices,
+            directory: directory.clone(),
+            clustered,
+            peers: peers.clone(),
+            metrics: metrics.clone(),
+        };
+        let core_loop = CoreLoop::new(core, clock, inputs, Executor::new(parts));
+        let core = std::thread::Builder::new()
+            .name("core".to_owned())
+            .spawn(move || core_loop.run())
+            .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+        let session_context = Arc::new(SessionContext {
+            inbox: inbox.clone(),
+            arena: arena.clone(),
+            node: settings.node.name.clone(),
+            draining: AtomicBool::new(false),
+        });
+        let server =
+            SessionServerSettings { session: settings.session.clone(), context: session_context.clone() };
+        let sessions = SessionServer::start(server)?;
+        let admin_context = Arc::new(AdminContext {
+            inbox: inbox.clone(),
+            metrics,
+            directory: directory.clone(),
+            peers: peers.clone(),
+            devices: infos,
+            arena: ArenaInfo {
+                bytes: settings.arena.bytes,
+                regions: arena.regions().len(),
+                page_kind: arena.page_kind().to_string(),
+            },
+            ready: AtomicBool::new(true),
+            settings,
+        });
+        let admin = admin.serve(admin_context.clone())?;
+        let ready = Ready {
+            ready: true,
+            admin: admin.address().to_string(),
+            socket: admin_context.settings.session.socket.clone(),
+            peer: port.map(|port| port.listening),
+        };
+        Ok(Runtime { inbox, sessions, session_context, core, directory, peers, admin, admin_context, ready })
+    }
+
+    /// Where it serves.
+    pub(crate) fn ready(&self) -> &Ready {
+        &self.ready
+    }
+
+    /// Stops within a bound; see the module.
+    pub(crate) fn stop(mut self) {
+        self.admin_context.ready.store(false, Ordering::Release);
+        self.session_context.draining.store(true, Ordering::Release);
+        self.sessions.stop_accepting();
+        let (durable, is_durable) = bounded(1);
+        // The core runs until it is told to stop, which happens below.
+        let _ = self.inbox.send(Input::AwaitDurable(durable));
+        if is_durable.recv_timeout(FLUSH_PATIENCE).is_err() {
+            tracing::warn!(
+                "some blocks could not be made durable within {FLUSH_PATIENCE:?}; they are lost, as none was announced"
+            );
+        }
+        let _ = self.inbox.send(Input::Stop);
+        // A panic of the core has ended the process already.
+        let executor = self.core.join();
+        if let Some(peers) = &self.peers {
+            peers.shutdown();
+        }
+        self.directory.shutdown();
+        if let Ok(executor) = executor {
+            for device in executor.into_devices() {
+                device.stop();
+            }
+        }
+        self.admin.stop();
+    }
+}
+
+fn take_memory(settings: &ArenaSettings) -> Result<Arena, AgentError> {
+    let huge = match settings.huge_pages {
+        HugePages::Prefer => HugePolicy::Prefer,
+        HugePages::Never => HugePolicy::Never,
+    };
+    let config = ArenaConfig { bytes: settings.bytes, region_bytes: settings.region_bytes, huge };
+    let arena = Arena::new(&config).map_err(|error| {
+        AgentError::new(ErrorKind::Resource, "cannot take the memory of arena.bytes").because(error)
+    })?;
+    tracing::info!(bytes = settings.bytes, regions = arena.regions().len(), pages = %arena.page_kind(), "arena ready");
+    Ok(arena)
+}
+
+fn core_settings(settings: &Settings) -> CoreSettings {
+    CoreSettings {
+        writeback_delay: settings.writeback_delay,
+        writeback_bytes: settings.writeback_bytes,
+        load_deadline_default: settings.load_deadline,
+        lookup_timeout: settings.lookup_timeout,
+        read_bytes_default: settings.read_bytes,
+        ..CoreSettings::default()
+    }
+}
+
+fn listen_for_peers(
+    settings: &Settings,
+    peers: &PeerSettings,
+    inbox: &Inbox,
+    arena: &Arc<Arena>,
+) -> Result<PeerPort, AgentError> {
+    let tcp = TcpSettings {
+        credit_bytes: peers.credit_bytes,
+        stall_timeout: peers.stall_timeout,
+        ..TcpSettings::new(peers.listen, settings.node.name.clone())
+    };
+    let transport = TcpTransport::bind(tcp, peer::sink(inbox.clone())).map_err(|error| {
+        let context =
+            format!("cannot listen on peers.listen = '{}'; choose another port, or 0 for any", peers.listen);
+        AgentError::new(ErrorKind::Resource, context).because(error)
+    })?;
+    let listening = transport.local_address().to_string();
+    let advertised = peers.advertise.clone().unwrap_or_else(|| listening.clone());
+    Ok(PeerPort { peers: Peers::new(Arc::new(transport), arena.clone()), listening, advertised })
+}
+
+fn start_directory(
+    settings: &Settings,
+    devices: &[DeviceInfo],
+    admin: &AdminPort,
+    port: Option<&PeerPort>,
+    inbox: &Inbox,
+) -> Result<DirectoryClient, AgentError> {
+    let registration = Registration {
+        name: settings.node.name.clone(),
+        peer_address: port.map(|port| port.advertised.clone()).unwrap_or_default(),
+        admin_address: admin.address().to_string(),
+        dram_bytes: settings.arena.bytes,
+        nvme_bytes: devices.iter().map(|device| device.bytes).sum(),
+        failure_domain: settings.node.failure_domain.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let directory = DirectorySettings {
+        endpoint: settings.controlplane.as_ref().map(|plane| plane.endpoint.clone()).unwrap_or_default(),
+        registration,
+        connect_timeout: CONNECT_TIMEOUT,
+        call_timeout: CALL_TIMEOUT,
+        changes_queued_max: CHANGES_QUEUED_MAX,
+        lookups_max: LOOKUPS_MAX,
+    };
+    DirectoryClient::start(directory, directory_sink(inbox.clone())).map_err(|error| {
+        AgentError::new(ErrorKind::Resource, "cannot start the client of the control plane").because(error)
+    })
+}
+
+/// Passes the directory's events on to the core, and says what an operator cares about.
+fn directory_sink(inbox: Inbox) -> DirectorySink {
+    Arc::new(move |event| {
+        let event = match event {
+            DirectoryEvent::InventoryWanted => Event::InventoryWanted,
+            DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
+            DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
+            DirectoryEvent::Registered { node, epoch } => {
+                tracing::info!(node = node.0, epoch = epoch.0, "registered with the control plane");
+                return;
+            }
+            DirectoryEvent::Connected => {
+                tracing::info!("the control plane answers");
+                return;
+            }
+            DirectoryEvent::Disconnected => {
+                tracing::warn!("the control plane is gone; local hits go on, and this agent keeps trying");
+                return;
+            }
+        };
+        // A stopped core wants nothing any more.
+        let _ = inbox.send(Input::Event(event));
+    })
+}

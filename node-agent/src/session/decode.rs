@@ -1,0 +1,189 @@
+//! From messages of the session protocol to requests of the core.
+//!
+//! Whatever a client sends ends in a request, in a refusal with words, or in the end of the session; never in a
+//! panic. Lists are bounded by `KEYS_PER_CALL_MAX`, messages by `FRAME_BYTES_MAX`.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use prost::Message;
+use reprise_agent_core::effect::{LeaseId, LoadId};
+use reprise_agent_core::event::{CommitItem, LoadRequest, Priority, Request, RequestId, Scope};
+use reprise_policy::BlockKey;
+use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
+
+/// A load that waits longer than this is a leak, not a load.
+const LOAD_DEADLINE_MAX: Duration = Duration::from_secs(600);
+
+/// A readable message.
+#[derive(Debug)]
+pub(super) enum Decoded {
+    /// To be answered by the core.
+    Request { id: RequestId, body: Request },
+    /// Wrong, but its sender can be told so.
+    Refused { id: u64, message: String },
+}
+
+/// Decodes one message.
+///
+/// # Errors
+/// Text for a client whose messages cannot be told apart any more: the session must end.
+pub(super) fn request(frame: Bytes) -> Result<Decoded, String> {
+    let message =
+        local::Request::decode(frame).map_err(|error| format!("not a request of this protocol: {error}"))?;
+    let id = message.id;
+    if id == 0 {
+        return Err("request id 0 is reserved for notices".to_owned());
+    }
+    let Some(body) = message.body else {
+        let message = "this agent does not know the request; is the client newer than the agent?".to_owned();
+        return Ok(Decoded::Refused { id, message });
+    };
+    Ok(match convert(body) {
+        Ok(body) => Decoded::Request { id: RequestId(id), body },
+        Err(message) => Decoded::Refused { id, message },
+    })
+}
+
+fn convert(body: local::request::Body) -> Result<Request, String> {
+    use local::request::Body;
+    match body {
+        Body::Hello(_) => Err("hello is the first message of a session, once".to_owned()),
+        Body::Reserve(local::Reserve { count }) => {
+            count_within("reserve: count", count as usize)?;
+            Ok(Request::Reserve { count })
+        }
+        Body::Commit(commit) => convert_commit(commit),
+        Body::Abort(local::Abort { leases }) => {
+            count_within("abort: leases", leases.len())?;
+            Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })
+        }
+        Body::Match(local::Match { keys, local_only }) => {
+            Ok(Request::Match { keys: unpack("match: keys", &keys)?, scope: scope(local_only) })
+        }
+        Body::Load(load) => convert_load(&load),
+        Body::Release(local::Release { load }) => Ok(Request::Release { load: LoadId(load) }),
+        Body::Stats(local::Stats {}) => Ok(Request::Stats),
+        Body::Trim(local::Trim {}) => Ok(Request::Trim),
+    }
+}
+
+fn convert_commit(commit: local::Commit) -> Result<Request, String> {
+    count_within("commit: items", commit.items.len())?;
+    let priority = match commit.priority {
+        0 => Priority::Normal,
+        1 => Priority::High,
+        2 => Priority::Low,
+        other => return Err(format!("commit: priority {other} is not 0 (normal), 1 (high) or 2 (low)")),
+    };
+    let items = commit.items.into_iter().map(convert_item).collect();
+    Ok(Request::Commit { items, priority })
+}
+
+/// An item with a wrong key or checksums still reaches the core, which gives its lease back.
+fn convert_item(item: local::CommitItem) -> CommitItem {
+    let key = <[u8; BlockKey::SIZE]>::try_from(item.key.as_ref()).ok().map(BlockKey);
+    let (words, rest) = item.checksums.as_chunks::<4>();
+    let checksums = match rest {
+        [] => words.iter().map(|word| u32::from_le_bytes(*word)).collect(),
+        _ => Box::default(),
+    };
+    CommitItem { lease: LeaseId(item.lease), key, checksums }
+}
+
+/// A deadline or read size of 0 is passed on: the core has the defaults.
+fn convert_load(load: &local::Load) -> Result<Request, String> {
+    let keys = unpack("load: keys", &load.keys)?;
+    let deadline = Duration::from_micros(load.deadline_us);
+    if deadline > LOAD_DEADLINE_MAX {
+        return Err(format!("load: a deadline of {deadline:?} exceeds the limit of {LOAD_DEADLINE_MAX:?}"));
+    }
+    Ok(Request::Load(LoadRequest {
+        keys,
+        deadline,
+        read_bytes: load.read_bytes,
+        scope: scope(load.local_only),
+    }))
+}
+
+fn scope(local_only: bool) -> Scope {
+    if local_only { Scope::Local } else { Scope::Cluster }
+}
+
+fn unpack(what: &str, packed: &[u8]) -> Result<Vec<BlockKey>, String> {
+    let keys = BlockKey::unpack(packed)
+        .ok_or_else(|| format!("{what}: {} bytes are not a run of 16-byte keys", packed.len()))?;
+    count_within(what, keys.len())?;
+    Ok(keys)
+}
+
+fn count_within(what: &str, count: usize) -> Result<(), String> {
+    if (1..=KEYS_PER_CALL_MAX).contains(&count) {
+        return Ok(());
+    }
+    Err(format!("{what}: {count} is not within 1 to {KEYS_PER_CALL_MAX}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use local::request::Body;
+
+    use super::*;
+
+    fn decode(id: u64, body: Body) -> Decoded {
+        let message = local::Request { id, body: Some(body) };
+        request(Bytes::from(message.encode_to_vec())).expect("readable")
+    }
+
+    fn refusal(body: Body) -> String {
+        match decode(7, body) {
+            Decoded::Refused { id: 7, message } => message,
+            other => panic!("expected a refusal, got {other:?}"),
+        }
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit_are_refused_with_words() {
+        let keys = |bytes: usize| Bytes::from(vec![0; bytes]);
+        let lookup = |bytes| Body::Match(local::Match { keys: keys(bytes), local_only: false });
+        assert!(refusal(lookup(17)).contains("16-byte keys"));
+        assert!(refusal(lookup(0)).contains("1 to 8192"));
+        assert!(refusal(lookup(8193 * 16)).contains("8193"));
+        assert!(refusal(Body::Reserve(local::Reserve { count: 0 })).contains("reserve"));
+        assert!(refusal(Body::Reserve(local::Reserve { count: u32::MAX })).contains("reserve"));
+        let load = local::Load { keys: keys(16), deadline_us: u64::MAX, read_bytes: 0, local_only: false };
+        assert!(refusal(Body::Load(load)).contains("deadline"));
+        assert!(refusal(Body::Hello(local::Hello::default())).contains("first message"));
+        let commit = local::Commit { items: vec![local::CommitItem::default()], priority: 9 };
+        assert!(refusal(Body::Commit(commit)).contains("priority"));
+    }
+
+    #[test]
+    fn a_commit_item_with_a_bad_key_or_checksums_still_names_its_lease() {
+        let item = local::CommitItem {
+            lease: 3,
+            key: Bytes::from_static(b"short"),
+            checksums: Bytes::from_static(b"abc"),
+        };
+        let decoded = decode(1, Body::Commit(local::Commit { items: vec![item], priority: 0 }));
+        let Decoded::Request { body: Request::Commit { items, priority: Priority::Normal }, .. } = decoded
+        else {
+            panic!("expected a commit, got {decoded:?}");
+        };
+        assert_eq!((items[0].lease, items[0].key, items[0].checksums.len()), (LeaseId(3), None, 0));
+    }
+
+    #[test]
+    fn a_message_that_is_none_and_the_id_of_notices_end_the_session() {
+        assert!(request(Bytes::from_static(&[0xff; 9])).expect_err("garbage").contains("not a request"));
+        let zero = local::Request { id: 0, body: Some(Body::Stats(local::Stats {})) };
+        assert!(request(Bytes::from(zero.encode_to_vec())).expect_err("id 0").contains("id 0"));
+    }
+
+    #[test]
+    fn a_request_from_the_future_is_refused_and_the_session_goes_on() {
+        let message = local::Request { id: 5, body: None };
+        let decoded = request(Bytes::from(message.encode_to_vec())).expect("readable");
+        assert!(matches!(decoded, Decoded::Refused { id: 5, message } if message.contains("newer")));
+    }
+}

@@ -1,0 +1,190 @@
+//! From answers of the core to frames of the session protocol.
+//!
+//! A load reply of 8,192 blocks carries 2 MiB of checksums: they are laid out once in one buffer that all blocks
+//! of the message share, so encoding costs two copies and no allocation per block.
+
+use bytes::Bytes;
+use reprise_agent_core::effect::{
+    Access, ArenaSlot, CommitStatus, LoadedBlock, LossReason, RegionId, Reply, Source, Ticket,
+};
+use reprise_agent_core::event::RequestId;
+use reprise_buffers::Arena;
+use reprise_policy::BlockKey;
+use reprise_proto::local::{self, response::Body};
+
+use super::frame::{Descriptor, Frame};
+
+/// The answer to a request. `arena` has the regions that it names.
+pub(super) fn reply(arena: &Arena, request: RequestId, reply: Reply) -> Frame {
+    let mut granted = Grants { arena, descriptors: Vec::new() };
+    let body = convert(&mut granted, reply);
+    Frame::new(&local::Response { id: request.0, body: Some(body) }, granted.descriptors)
+}
+
+/// A refusal that does not come from the core.
+pub(super) fn failure(id: u64, kind: local::FailureKind, message: &str) -> Frame {
+    let body = failure_body(kind, message.to_owned());
+    Frame::new(&local::Response { id, body: Some(body) }, Vec::new())
+}
+
+/// The answer to a greeting, with the progress page.
+pub(super) fn welcome(id: u64, welcome: local::Welcome, page: Descriptor) -> Frame {
+    Frame::new(&local::Response { id, body: Some(Body::Welcome(welcome)) }, vec![page])
+}
+
+/// The notice that the blocks of a commit have come to their end.
+pub(super) fn durable(ticket: Ticket, durable: u32, lost: &[BlockKey]) -> Frame {
+    let notice = local::Durable { ticket: ticket.0, durable, lost_keys: BlockKey::pack(lost).into() };
+    Frame::new(&local::Response { id: 0, body: Some(Body::Durable(notice)) }, Vec::new())
+}
+
+/// Collects the descriptors of the regions that a message names, in its order.
+struct Grants<'a> {
+    arena: &'a Arena,
+    descriptors: Vec<Descriptor>,
+}
+
+impl Grants<'_> {
+    fn grant(&mut self, regions: Vec<(RegionId, Access)>) -> Vec<local::RegionGrant> {
+        regions.into_iter().map(|(id, access)| self.grant_one(id, access)).collect()
+    }
+
+    fn grant_one(&mut self, id: RegionId, access: Access) -> local::RegionGrant {
+        let region = &self.arena.regions()[usize::from(id.0)];
+        self.descriptors.push(Descriptor::Region(region.clone(), access));
+        local::RegionGrant {
+            region: u32::from(id.0),
+            bytes: region.bytes(),
+            writable: matches!(access, Access::ReadWrite),
+        }
+    }
+}
+
+fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
+    match reply {
+        Reply::BadRequest(message) => failure_body(local::FailureKind::BadRequest, message),
+        Reply::Busy { message, retry_after } => {
+            let text = format!("{message}; try again in {} ms", retry_after.as_millis().max(1));
+            failure_body(local::FailureKind::Busy, text)
+        }
+        Reply::Reserved { regions, leases, retry_after } => Body::Reserved(local::Reserved {
+            regions: grants.grant(regions),
+            leases: leases
+                .into_iter()
+                .map(|(lease, slot)| local::Lease { lease: lease.0, place: Some(place(slot)) })
+                .collect(),
+            retry_after_us: u64::try_from(retry_after.as_micros()).unwrap_or(u64::MAX),
+        }),
+        Reply::Committed { ticket, statuses } => Body::Committed(local::Committed {
+            ticket: ticket.0,
+            statuses: statuses.into_iter().map(|status| commit_status(status) as i32).collect(),
+        }),
+        Reply::Aborted => Body::Aborted(local::Aborted {}),
+        Reply::Matched { sources } => {
+            let sources: Vec<u8> = sources.into_iter().map(|source| source as u8).collect();
+            Body::Matched(local::Matched { sources: sources.into() })
+        }
+        Reply::Loaded { load, entry, regions, blocks } => Body::Loaded(local::Loaded {
+            load: load.0,
+            progress_entry: u32::from(entry.0),
+            regions: grants.grant(regions),
+            blocks: loaded_blocks(&blocks),
+        }),
+        Reply::Released => Body::Released(local::Released {}),
+        Reply::Trimmed { blocks } => Body::Trimmed(local::Trimmed { blocks }),
+        Reply::Stats(stats) => Body::Stats(local::StatsReply {
+            stats: stats
+                .into_iter()
+                .map(|(name, value)| local::Stat { name: name.to_owned(), value })
+                .collect(),
+        }),
+    }
+}
+
+fn failure_body(kind: local::FailureKind, message: String) -> Body {
+    Body::Failure(local::Failure { kind: kind as i32, message })
+}
+
+fn place(slot: ArenaSlot) -> local::Place {
+    local::Place { region: u32::from(slot.region.0), offset: slot.offset }
+}
+
+fn loaded_blocks(blocks: &[LoadedBlock]) -> Vec<local::LoadedBlock> {
+    let checksums = shared_checksums(blocks);
+    let mut at = 0;
+    blocks
+        .iter()
+        .map(|block| match block {
+            LoadedBlock::Ok { source, slot, checksums: own } => {
+                let from = at;
+                at += own.len() * 4;
+                local::LoadedBlock {
+                    status: local::BlockStatus::BlockOk as i32,
+                    source: *source as u32,
+                    place: Some(place(*slot)),
+                    checksums: checksums.slice(from..at),
+                }
+            }
+            LoadedBlock::Lost(reason) => {
+                local::LoadedBlock { status: block_status(*reason) as i32, ..local::LoadedBlock::default() }
+            }
+        })
+        .collect()
+}
+
+/// The checksums of all blocks, one behind the other, little endian.
+fn shared_checksums(blocks: &[LoadedBlock]) -> Bytes {
+    let of = |block: &LoadedBlock| match block {
+        LoadedBlock::Ok { checksums, .. } => checksums.len(),
+        LoadedBlock::Lost(_) => 0,
+    };
+    let mut packed = Vec::with_capacity(blocks.iter().map(of).sum::<usize>() * 4);
+    for block in blocks {
+        if let LoadedBlock::Ok { checksums, .. } = block {
+            packed.extend(checksums.iter().flat_map(|checksum| checksum.to_le_bytes()));
+        }
+    }
+    Bytes::from(packed)
+}
+
+fn block_status(reason: LossReason) -> local::BlockStatus {
+    match reason {
+        LossReason::Miss => local::BlockStatus::BlockMiss,
+        LossReason::Failed => local::BlockStatus::BlockFailed,
+        LossReason::NoSpace => local::BlockStatus::BlockNoSpace,
+        LossReason::Deadline => local::BlockStatus::BlockDeadline,
+    }
+}
+
+fn commit_status(status: CommitStatus) -> local::CommitStatus {
+    match status {
+        CommitStatus::Committed => local::CommitStatus::Committed,
+        CommitStatus::Duplicate => local::CommitStatus::Duplicate,
+        CommitStatus::NoLease => local::CommitStatus::NoLease,
+        CommitStatus::BadItem => local::CommitStatus::BadItem,
+    }
+}
+
+// The wire numbers sources as the core does; a match sends the core's numbers as they are.
+const _: () = assert!(Source::OwnDram as u8 == 1 && Source::OwnNvme as u8 == 2);
+const _: () = assert!(Source::PeerDram as u8 == 3 && Source::PeerNvme as u8 == 4);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ok(offset: u64, checksums: &[u32]) -> LoadedBlock {
+        let slot = ArenaSlot { region: RegionId(2), offset, bytes: 4096 };
+        LoadedBlock::Ok { source: Source::OwnNvme, slot, checksums: checksums.into() }
+    }
+
+    #[test]
+    fn every_block_of_a_load_gets_its_own_checksums() {
+        let blocks =
+            loaded_blocks(&[ok(0, &[1, 2]), LoadedBlock::Lost(LossReason::Deadline), ok(4096, &[3])]);
+        assert_eq!(blocks[0].checksums.as_ref(), [1, 0, 0, 0, 2, 0, 0, 0]);
+        assert_eq!((blocks[1].status(), blocks[1].checksums.len()), (local::BlockStatus::BlockDeadline, 0));
+        assert_eq!(blocks[2].checksums.as_ref(), [3, 0, 0, 0]);
+        assert_eq!(blocks[2].place, Some(local::Place { region: 2, offset: 4096 }));
+    }
+}

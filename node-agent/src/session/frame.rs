@@ -1,0 +1,201 @@
+//! Frames of the session protocol: a u32 length, little endian, then one message.
+//!
+//! Reading: through a buffer that takes a whole match request (128 KiB of keys) in one system call when the
+//! socket has it. Descriptors that a client sends are not looked at; the kernel closes them.
+//! Writing: a [`Frame`] carries descriptors, which unix sockets pass at most [`DESCRIPTORS_PER_PART`] at a time:
+//! all groups but the last travel with one byte each, the last with the rest of the frame.
+
+use std::io::{self, BufReader, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use prost::Message;
+use reprise_agent_core::effect::Access;
+use reprise_buffers::Region;
+use reprise_proto::local::{self, FRAME_BYTES_MAX};
+
+/// Bytes of a frame's length.
+const LENGTH_BYTES: usize = 4;
+
+/// A match of 8,192 keys and its envelope.
+const READ_BUFFER_BYTES: usize = 160 << 10;
+
+/// Descriptors that one `sendmsg` passes at the most (`reprise_buffers` allows as many).
+pub(super) const DESCRIPTORS_PER_PART: usize = 32;
+
+/// Reads frames.
+pub(super) struct FrameReader {
+    socket: BufReader<UnixStream>,
+}
+
+/// Why there is no next frame.
+#[derive(Debug)]
+pub(super) enum FrameError {
+    /// Its length exceeds the protocol's limit.
+    TooLong(usize),
+    /// The socket failed, timed out or ended within a frame.
+    Io(io::Error),
+}
+
+/// Something that a frame passes to the client.
+pub(super) enum Descriptor {
+    /// A region of the arena.
+    Region(Arc<Region>, Access),
+    /// The progress page, read-only.
+    Progress(OwnedFd),
+}
+
+/// A message on its way out.
+pub(super) struct Frame {
+    bytes: Vec<u8>,
+    descriptors: Vec<Descriptor>,
+    bytes_sent: usize,
+    descriptors_sent: usize,
+}
+
+impl FrameReader {
+    pub(super) fn new(socket: UnixStream) -> FrameReader {
+        FrameReader { socket: BufReader::with_capacity(READ_BUFFER_BYTES, socket) }
+    }
+
+    /// The socket, for its options.
+    pub(super) fn socket(&self) -> &UnixStream {
+        self.socket.get_ref()
+    }
+
+    /// The next message; `None` when the client has closed the session between two frames.
+    pub(super) fn next_frame(&mut self) -> Result<Option<Bytes>, FrameError> {
+        let mut length = [0; LENGTH_BYTES];
+        if !self.read_whole(&mut length)? {
+            return Ok(None);
+        }
+        let length = u32::from_le_bytes(length) as usize;
+        if length > FRAME_BYTES_MAX {
+            return Err(FrameError::TooLong(length));
+        }
+        let mut message = vec![0; length];
+        self.socket.read_exact(&mut message).map_err(FrameError::Io)?;
+        Ok(Some(Bytes::from(message)))
+    }
+
+    /// Fills `into`; false when the stream ended before its first byte.
+    fn read_whole(&mut self, into: &mut [u8]) -> Result<bool, FrameError> {
+        let mut filled = 0;
+        while filled < into.len() {
+            match self.socket.read(&mut into[filled..]) {
+                Ok(0) if filled == 0 => return Ok(false),
+                Ok(0) => return Err(FrameError::Io(io::ErrorKind::UnexpectedEof.into())),
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(FrameError::Io(error)),
+            }
+        }
+        Ok(true)
+    }
+}
+
+impl AsFd for Descriptor {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Descriptor::Region(region, Access::ReadOnly) => region.readonly_fd(),
+            Descriptor::Region(region, Access::ReadWrite) => region.writable_fd(),
+            Descriptor::Progress(page) => page.as_fd(),
+        }
+    }
+}
+
+impl Frame {
+    /// Encodes a response that passes `descriptors`, in the order in which the message names them.
+    pub(super) fn new(response: &local::Response, descriptors: Vec<Descriptor>) -> Frame {
+        let length = response.encoded_len();
+        let mut bytes = Vec::with_capacity(LENGTH_BYTES + length);
+        let prefix = u32::try_from(length).expect("responses are built within FRAME_BYTES_MAX");
+        bytes.extend_from_slice(&prefix.to_le_bytes());
+        response.encode(&mut bytes).expect("a Vec grows as needed");
+        Frame { bytes, descriptors, bytes_sent: 0, descriptors_sent: 0 }
+    }
+
+    /// Bytes of the frame.
+    pub(super) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Whether all of it has been handed to the socket.
+    pub(super) fn is_sent(&self) -> bool {
+        self.bytes_sent == self.bytes.len()
+    }
+
+    /// What to hand to the socket next, in one call.
+    pub(super) fn next_part(&self) -> (&[u8], Vec<BorrowedFd<'_>>) {
+        let waiting = &self.descriptors[self.descriptors_sent..];
+        let bytes = &self.bytes[self.bytes_sent..];
+        if waiting.len() > DESCRIPTORS_PER_PART {
+            // A frame has a byte for every group: each region it names takes several.
+            return (&bytes[..1], waiting[..DESCRIPTORS_PER_PART].iter().map(AsFd::as_fd).collect());
+        }
+        (bytes, waiting.iter().map(AsFd::as_fd).collect())
+    }
+
+    /// The socket took `bytes` (at least one) of the last part; descriptors go with the first byte.
+    pub(super) fn advance(&mut self, bytes: usize) {
+        if bytes > 0 {
+            self.descriptors_sent = self.descriptors.len().min(self.descriptors_sent + DESCRIPTORS_PER_PART);
+            self.bytes_sent += bytes;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn pipe(bytes: &[u8]) -> FrameReader {
+        let (mut client, agent) = UnixStream::pair().expect("a socket pair");
+        client.write_all(bytes).expect("fits the socket buffer");
+        FrameReader::new(agent)
+    }
+
+    #[test]
+    fn frames_come_out_as_they_went_in_and_the_end_is_clean() {
+        let mut frames = pipe(b"\x03\0\0\0abc\0\0\0\0");
+        assert_eq!(frames.next_frame().expect("a frame").as_deref(), Some(b"abc".as_slice()));
+        assert_eq!(frames.next_frame().expect("a frame").as_deref(), Some(b"".as_slice()));
+        assert!(frames.next_frame().expect("a clean end").is_none());
+    }
+
+    #[test]
+    fn a_frame_cut_short_is_an_error_wherever_it_is_cut() {
+        for cut in 1..7 {
+            let error = pipe(&b"\x03\0\0\0abc"[..cut]).next_frame().expect_err("cut short");
+            assert!(matches!(error, FrameError::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof));
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_limit_is_refused_before_memory_is_taken() {
+        let error = pipe(&u32::MAX.to_le_bytes()).next_frame().expect_err("too long");
+        assert!(matches!(error, FrameError::TooLong(_)));
+    }
+
+    #[test]
+    fn descriptors_beyond_one_call_travel_in_groups_with_one_byte_each() {
+        let (a, _b) = UnixStream::pair().expect("a socket pair");
+        let page = || Descriptor::Progress(a.as_fd().try_clone_to_owned().expect("a descriptor"));
+        let released = local::response::Body::Released(local::Released {});
+        let response = local::Response { id: 1 << 60, body: Some(released) };
+        let mut frame = Frame::new(&response, (0..70).map(|_| page()).collect());
+        let mut groups = Vec::new();
+        while !frame.is_sent() {
+            let (bytes, descriptors) = frame.next_part();
+            groups.push((bytes.len(), descriptors.len()));
+            let bytes = bytes.len();
+            frame.advance(bytes);
+        }
+        let rest = frame.len() - 2;
+        assert_eq!(groups, [(1, 32), (1, 32), (rest, 6)]);
+    }
+}

@@ -1,0 +1,274 @@
+//! The greeting of a session: protocol version, namespace and layout are checked before anything else.
+//!
+//! A greeting that is refused is answered with words, then the session ends. The greeting has a deadline, so that
+//! somebody who connects and says nothing does not hold one of the sessions.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prost::Message;
+use reprise_agent_core::event::SessionOpened;
+use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
+use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId};
+use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
+
+use super::frame::{Descriptor, FrameError, FrameReader};
+use super::outbound::{self, Outbound};
+use super::{Peer, Session, SessionContext, encode};
+
+/// A client greets as soon as it has connected.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Names longer than this are cut.
+const CLIENT_NAME_BYTES_MAX: usize = 64;
+
+/// A session that both sides agree on.
+pub(super) struct Greeted {
+    pub(super) opened: SessionOpened,
+    pub(super) session: Arc<Session>,
+    pub(super) progress: ProgressWriter,
+    pub(super) frames: FrameReader,
+    /// To be sent once the core knows the session.
+    pub(super) welcome: super::frame::Frame,
+}
+
+/// A greeting that was refused; the text is for the client and the log.
+struct Refused {
+    id: u64,
+    kind: FailureKind,
+    message: String,
+}
+
+/// What a greeting says.
+struct Hello {
+    id: u64,
+    namespace: NamespaceDigest,
+    layout: Layout,
+    client_name: String,
+}
+
+/// Greets a client, or tells it why not; `None` ends the session.
+pub(super) fn greet(
+    context: &SessionContext,
+    socket: UnixStream,
+    id: SessionId,
+    peer: Peer,
+) -> Option<Greeted> {
+    let mut frames = match prepare(&socket) {
+        Ok(frames) => frames,
+        Err(error) => {
+            tracing::warn!(session = id.0, %error, "cannot set a session's socket up");
+            return None;
+        }
+    };
+    let hello = match read_hello(&mut frames) {
+        Ok(hello) => hello,
+        Err(None) => return None,
+        Err(Some(refused)) => {
+            tracing::warn!(session = id.0, pid = peer.pid, message = %refused.message, "session refused");
+            // The client may be gone already; it has been logged.
+            let _ =
+                outbound::send_frame(&socket, encode::failure(refused.id, refused.kind, &refused.message));
+            return None;
+        }
+    };
+    open(context, socket, frames, (id, peer, hello))
+}
+
+fn prepare(socket: &UnixStream) -> std::io::Result<FrameReader> {
+    socket.set_write_timeout(Some(outbound::SEND_TIMEOUT))?;
+    socket.set_read_timeout(Some(HELLO_TIMEOUT))?;
+    Ok(FrameReader::new(socket.try_clone()?))
+}
+
+fn open(
+    context: &SessionContext,
+    socket: UnixStream,
+    frames: FrameReader,
+    (id, peer, hello): (SessionId, Peer, Hello),
+) -> Option<Greeted> {
+    let (progress, page) = match progress_page() {
+        Ok(made) => made,
+        Err(error) => {
+            tracing::error!(session = id.0, %error, "no progress page for a session: raise the limits on files or memory");
+            let message = "the agent cannot create a progress page; see its log";
+            let _ = outbound::send_frame(&socket, encode::failure(hello.id, FailureKind::Internal, message));
+            return None;
+        }
+    };
+    // From here on the client may take its time between requests.
+    frames.socket().set_read_timeout(None).ok()?;
+    let welcome = local::Welcome {
+        session: id.0,
+        node: context.node.clone(),
+        agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+        progress_entries: u32::from(PROGRESS_ENTRIES),
+        progress_entry_bytes: u32::try_from(PROGRESS_ENTRY_BYTES).expect("entries are a few KiB"),
+    };
+    let opened = SessionOpened {
+        session: id,
+        tenant: TenantId::DEFAULT,
+        namespace: hello.namespace,
+        layout: hello.layout,
+    };
+    let session = Session {
+        id,
+        peer: Peer { client_name: hello.client_name, ..peer },
+        outbound: Outbound::new(socket, context.arena.clone()),
+        in_flight: 0.into(),
+    };
+    let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));
+    Some(Greeted { opened, session: Arc::new(session), progress, frames, welcome })
+}
+
+/// A page and its descriptor for the client.
+fn progress_page() -> Result<(ProgressWriter, OwnedFd), Box<dyn std::error::Error>> {
+    let writer = ProgressWriter::create()?;
+    let page = writer.readonly_fd().try_clone_to_owned()?;
+    Ok((writer, page))
+}
+
+/// `Err(None)`: the client went away without a word.
+fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Refused>> {
+    let refuse = |id, kind, message: String| Err(Some(Refused { id, kind, message }));
+    let frame = match frames.next_frame() {
+        Ok(Some(frame)) => frame,
+        Ok(None) => return Err(None),
+        Err(FrameError::TooLong(bytes)) => {
+            return refuse(
+                0,
+                FailureKind::BadRequest,
+                format!("a greeting of {bytes} bytes: this is not the session protocol"),
+            );
+        }
+        Err(FrameError::Io(error)) => {
+            return refuse(
+                0,
+                FailureKind::BadRequest,
+                format!("no greeting within {HELLO_TIMEOUT:?}: {error}"),
+            );
+        }
+    };
+    match local::Request::decode(frame) {
+        Ok(local::Request { id, body: Some(local::request::Body::Hello(hello)) }) if id > 0 => {
+            check(id, hello).map_err(|(kind, message)| Some(Refused { id, kind, message }))
+        }
+        Ok(local::Request { id, .. }) => refuse(
+            id,
+            FailureKind::BadRequest,
+            "the first message of a session must be hello, with an id above 0".to_owned(),
+        ),
+        Err(error) => refuse(0, FailureKind::BadRequest, format!("not a request of this protocol: {error}")),
+    }
+}
+
+fn check(id: u64, hello: local::Hello) -> Result<Hello, (FailureKind, String)> {
+    if hello.protocol_version != PROTOCOL_VERSION {
+        let message = format!(
+            "the client speaks session protocol {}, this agent {PROTOCOL_VERSION}: use a client and an agent of one release",
+            hello.protocol_version
+        );
+        return Err((FailureKind::Version, message));
+    }
+    let bad = |message: String| (FailureKind::BadRequest, message);
+    let namespace = <[u8; 32]>::try_from(hello.namespace.as_ref()).map_err(|_| {
+        bad(format!("namespace has {} bytes; it is a SHA-256 digest of 32", hello.namespace.len()))
+    })?;
+    let layout = hello.layout.ok_or_else(|| bad("layout is missing".to_owned()))?;
+    let layout = convert_layout(&layout).map_err(bad)?;
+    let client_name = cut(hello.client_name, CLIENT_NAME_BYTES_MAX);
+    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, client_name })
+}
+
+fn convert_layout(layout: &local::Layout) -> Result<Layout, String> {
+    let field = |name: &str, value: u32| {
+        u16::try_from(value).map_err(|_| format!("layout: '{name}' = {value} exceeds {}", u16::MAX))
+    };
+    let parts = u8::try_from(layout.parts).ok().and_then(Parts::from_wire);
+    let dtype = u8::try_from(layout.dtype).ok().and_then(Dtype::from_wire);
+    let spec = LayoutSpec {
+        layers: field("layers", layout.layers)?,
+        parts: parts.ok_or_else(|| {
+            format!("layout: 'parts' = {} is neither 1 (latent) nor 2 (keys and values)", layout.parts)
+        })?,
+        kv_heads: field("kv_heads", layout.kv_heads)?,
+        head_dim: field("head_dim", layout.head_dim)?,
+        dtype: dtype
+            .ok_or_else(|| format!("layout: 'dtype' = {} is not known to this agent", layout.dtype))?,
+        tokens_per_block: field("tokens_per_block", layout.tokens_per_block)?,
+        tp_rank: field("tp_rank", layout.tp_rank)?,
+        tp_size: field("tp_size", layout.tp_size)?,
+    };
+    spec.validate().map_err(|error| error.to_string())
+}
+
+/// At most `bytes_max` bytes of `text`, whole characters.
+fn cut(mut text: String, bytes_max: usize) -> String {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    text.truncate(end);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> local::Hello {
+        let layout = local::Layout {
+            layers: 2,
+            parts: 2,
+            kv_heads: 1,
+            head_dim: 64,
+            dtype: 1,
+            tokens_per_block: 16,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        local::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            namespace: vec![1; 32].into(),
+            layout: Some(layout),
+            client_name: "test".to_owned(),
+        }
+    }
+
+    fn refused(change: impl FnOnce(&mut local::Hello)) -> (FailureKind, String) {
+        let mut greeting = hello();
+        change(&mut greeting);
+        check(1, greeting).err().expect("refused")
+    }
+
+    #[test]
+    fn a_good_greeting_is_taken() {
+        let greeting = check(1, hello()).ok().expect("taken");
+        assert_eq!((greeting.layout.objects(), greeting.namespace.0), (4, [1; 32]));
+    }
+
+    #[test]
+    fn a_greeting_of_another_version_is_told_both_versions() {
+        let (kind, message) = refused(|hello| hello.protocol_version = 9);
+        assert_eq!(kind, FailureKind::Version);
+        assert!(message.contains('9') && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
+    }
+
+    #[test]
+    fn namespace_and_layout_are_refused_by_field() {
+        assert!(refused(|hello| hello.namespace = vec![1; 31].into()).1.contains("31"));
+        assert!(refused(|hello| hello.layout = None).1.contains("layout"));
+        let with =
+            |change: fn(&mut local::Layout)| refused(|hello| change(hello.layout.as_mut().expect("set"))).1;
+        assert!(with(|layout| layout.layers = 0).contains("layers"));
+        assert!(with(|layout| layout.kv_heads = 70_000).contains("kv_heads"));
+        assert!(with(|layout| layout.parts = 3).contains("parts"));
+        assert!(with(|layout| layout.dtype = 99).contains("dtype"));
+        assert!(with(|layout| layout.tp_rank = 1).contains("tp_rank"));
+    }
+
+    #[test]
+    fn a_long_name_is_cut_at_a_character() {
+        assert_eq!(cut("é".repeat(40), 63).len(), 62);
+        assert_eq!(cut("ab".to_owned(), 63), "ab");
+    }
+}

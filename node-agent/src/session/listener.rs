@@ -1,0 +1,293 @@
+//! The unix socket that engines connect to.
+//!
+//! The socket appears under its name only when it listens and has its mode bits: it is made under another name
+//! beside it and renamed. A file that is there already is replaced only when it is a socket on which nobody
+//! listens. Who may connect is decided by the file system and, again, by the user id that the kernel reports.
+
+use std::fs::{self, Permissions};
+use std::io::{self, ErrorKind as IoKind};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use reprise_buffers::peer_credentials;
+use reprise_policy::SessionId;
+
+use super::handshake::{Greeted, greet};
+use super::{Peer, SESSIONS_MAX, SessionContext, encode, outbound, read_requests};
+use crate::config::SessionSettings;
+use crate::core_loop::{Input, Opened};
+use crate::error::{AgentError, ErrorKind};
+use reprise_proto::local::FailureKind;
+
+/// Pause after a failed accept: it fails for want of descriptors, which come back when sessions end.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// What the server is made of.
+pub(crate) struct SessionServerSettings {
+    pub(crate) session: SessionSettings,
+    pub(crate) context: Arc<SessionContext>,
+}
+
+/// The listening socket and its thread.
+pub(crate) struct SessionServer {
+    path: PathBuf,
+    shared: Arc<Shared>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    context: Arc<SessionContext>,
+    allowed: Vec<u32>,
+    stopping: AtomicBool,
+    next_id: AtomicU64,
+    sessions: AtomicUsize,
+}
+
+impl SessionServer {
+    /// Creates the socket and starts to accept.
+    ///
+    /// # Errors
+    /// `ErrorKind::Resource`: the directory is missing or not writable, the name is taken by something else, or
+    /// another agent listens.
+    pub(crate) fn start(settings: SessionServerSettings) -> Result<SessionServer, AgentError> {
+        let SessionServerSettings { session, context } = settings;
+        let listener = bind(&session)?;
+        let allowed = match session.allow_uids {
+            Some(listed) => listed,
+            None => vec![own_uid()?, 0],
+        };
+        let shared = Arc::new(Shared {
+            context,
+            allowed,
+            stopping: AtomicBool::new(false),
+            next_id: AtomicU64::new(1),
+            sessions: AtomicUsize::new(0),
+        });
+        let accepting = spawn("sessions", {
+            let shared = shared.clone();
+            move || accept(&listener, &shared)
+        })
+        .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+        Ok(SessionServer { path: session.socket, shared, accepting: Some(accepting) })
+    }
+
+    /// Stops accepting; sessions that are open go on.
+    pub(crate) fn stop_accepting(&mut self) {
+        self.shared.stopping.store(true, Ordering::Release);
+        // Wakes the accepting thread; if the connection fails, the thread has ended.
+        drop(UnixStream::connect(&self.path));
+        if let Some(thread) = self.accepting.take() {
+            let _ = thread.join();
+        }
+        if let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the session socket");
+        }
+    }
+}
+
+/// Threads have names, so that `top -H` and a core dump can be read.
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(body)
+}
+
+fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
+    for connection in listener.incoming() {
+        if shared.stopping.load(Ordering::Acquire) {
+            return;
+        }
+        match connection {
+            Ok(socket) => admit(shared, socket),
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a session");
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+        }
+    }
+}
+
+/// Checks who it is and that there is room, then serves the session on threads of its own.
+fn admit(shared: &Arc<Shared>, socket: UnixStream) {
+    let peer = match peer_credentials(socket.as_fd()) {
+        Ok(who) => Peer { client_name: String::new(), pid: who.pid, uid: who.uid },
+        Err(error) => {
+            tracing::warn!(%error, "session refused: the kernel does not say who it is");
+            return;
+        }
+    };
+    if !shared.allowed.contains(&peer.uid) {
+        let message = format!("user {} may not use this agent; add it to session.allow_uids", peer.uid);
+        turn_away(&socket, &peer, FailureKind::BadRequest, &message);
+        return;
+    }
+    if shared.sessions.fetch_add(1, Ordering::AcqRel) >= SESSIONS_MAX {
+        shared.sessions.fetch_sub(1, Ordering::AcqRel);
+        turn_away(&socket, &peer, FailureKind::Busy, &format!("{SESSIONS_MAX} sessions are open already"));
+        return;
+    }
+    let id = SessionId(shared.next_id.fetch_add(1, Ordering::Relaxed));
+    let started = spawn(&format!("session-{id}-in"), {
+        let shared = shared.clone();
+        move || {
+            serve(&shared.context, socket, id, peer);
+            shared.sessions.fetch_sub(1, Ordering::AcqRel);
+        }
+    });
+    if let Err(error) = started {
+        shared.sessions.fetch_sub(1, Ordering::AcqRel);
+        tracing::warn!(%error, "session refused: cannot start a thread");
+    }
+}
+
+fn turn_away(socket: &UnixStream, peer: &Peer, kind: FailureKind, message: &str) {
+    tracing::warn!(pid = peer.pid, uid = peer.uid, %message, "session refused");
+    // The accepting thread must not wait for a stranger: a fresh socket's buffer takes a failure at once.
+    let _ = socket.set_nonblocking(true);
+    let _ = outbound::send_frame(socket, encode::failure(0, kind, message));
+}
+
+/// One session from its greeting to its end.
+fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer: Peer) {
+    let Some(greeted) = greet(context, socket, id, peer) else { return };
+    let Greeted { opened, session, progress, mut frames, welcome } = greeted;
+    let peer = session.peer();
+    tracing::info!(session = id.0, client = %peer.client_name, pid = peer.pid, uid = peer.uid, "session opened");
+    let writer = spawn(&format!("session-{id}-out"), {
+        let session = session.clone();
+        move || session.outbound.write_queued()
+    });
+    let writer = match writer {
+        Ok(writer) => writer,
+        Err(error) => {
+            tracing::warn!(session = id.0, %error, "session refused: cannot start a thread");
+            return;
+        }
+    };
+    let opened = Opened { opened, session: session.clone(), progress };
+    if context.inbox.send(Input::Opened(Box::new(opened))).is_ok() {
+        session.outbound.send(outbound::Outgoing::Frame(welcome));
+        read_requests(context, &session, &mut frames);
+    }
+    // A client that closes its sending side has ended the session; one that was told why must still get the words.
+    if !session.outbound.is_closing() {
+        session.close();
+    }
+    let _ = writer.join();
+    tracing::info!(session = id.0, "session closed");
+}
+
+/// The user that this process runs as: `/proc/self` belongs to it.
+fn own_uid() -> Result<u32, AgentError> {
+    fs::metadata("/proc/self").map(|metadata| metadata.uid()).map_err(|error| {
+        AgentError::new(ErrorKind::Resource, "cannot read /proc/self; list session.allow_uids instead")
+            .because(error)
+    })
+}
+
+/// A socket that listens, under its final name and mode.
+fn bind(settings: &SessionSettings) -> Result<UnixListener, AgentError> {
+    let path = &settings.socket;
+    let refuse = |what: String| {
+        AgentError::new(ErrorKind::Resource, format!("session.socket '{}': {what}", path.display()))
+    };
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match fs::metadata(directory) {
+        Ok(metadata) if metadata.is_dir() => {}
+        Ok(_) => return Err(refuse(format!("'{}' is not a directory", directory.display()))),
+        Err(error) => {
+            let what = format!(
+                "directory '{}' cannot be used; create it, writable by the agent's user",
+                directory.display()
+            );
+            return Err(refuse(what).because(error));
+        }
+    }
+    make_way(path).map_err(refuse)?;
+    let mut fresh = path.clone().into_os_string();
+    fresh.push(".new");
+    publish(Path::new(&fresh), path, settings.mode).map_err(|error| {
+        let what = match error.kind() {
+            IoKind::PermissionDenied | IoKind::ReadOnlyFilesystem => {
+                format!(
+                    "cannot create a socket in '{}'; it must be writable by the agent's user",
+                    directory.display()
+                )
+            }
+            _ => "cannot listen".to_owned(),
+        };
+        refuse(what).because(error)
+    })
+}
+
+fn publish(fresh: &Path, path: &Path, mode: u32) -> io::Result<UnixListener> {
+    match fs::remove_file(fresh) {
+        Err(error) if error.kind() != IoKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(fresh)?;
+    let published =
+        fs::set_permissions(fresh, Permissions::from_mode(mode)).and_then(|()| fs::rename(fresh, path));
+    if let Err(error) = published {
+        let _ = fs::remove_file(fresh);
+        return Err(error);
+    }
+    Ok(listener)
+}
+
+/// Whatever has the name already may be replaced, or it is an error to say so.
+fn make_way(path: &Path) -> Result<(), String> {
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == IoKind::NotFound => return Ok(()),
+        Err(error) => return Err(format!("cannot be examined: {error}")),
+    };
+    if !metadata.file_type().is_socket() {
+        return Err("something that is no socket has this name; move it away or choose another".to_owned());
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err("another process listens there; stop it or choose another name".to_owned()),
+        Err(error) if error.kind() == IoKind::ConnectionRefused => {
+            tracing::info!(path = %path.display(), "replacing the socket of an agent that is gone");
+            Ok(())
+        }
+        Err(error) => Err(format!("somebody may listen there, but it cannot be found out: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(directory: &Path) -> SessionSettings {
+        SessionSettings { socket: directory.join("agent.sock"), mode: 0o640, allow_uids: None }
+    }
+
+    #[test]
+    fn the_socket_has_its_mode_bits_and_a_stale_one_is_replaced() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let settings = settings(directory.path());
+        drop(bind(&settings).expect("first"));
+        let second = bind(&settings).expect("the first is gone, its file is stale");
+        let mode = fs::metadata(&settings.socket).expect("exists").permissions().mode();
+        assert_eq!(mode & 0o777, 0o640);
+        let error = bind(&settings).expect_err("the second listens").chain();
+        assert!(error.contains("another process listens"), "{error}");
+        drop(second);
+    }
+
+    #[test]
+    fn a_file_in_the_way_and_a_missing_directory_are_named() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let mut settings = settings(directory.path());
+        fs::write(&settings.socket, b"precious").expect("written");
+        assert!(bind(&settings).expect_err("in the way").chain().contains("no socket"));
+        assert_eq!(fs::read(&settings.socket).expect("still there"), b"precious");
+        settings.socket = directory.path().join("missing/agent.sock");
+        assert!(bind(&settings).expect_err("missing").chain().contains("create it"));
+    }
+}
