@@ -25,8 +25,8 @@ use reprise_transport::{
 };
 
 const BLOCKS: usize = 256;
-const RUN_BYTES: u64 = 4 << 30;
-const REPETITIONS: usize = 7;
+const RUN_BYTES: u64 = 1 << 30;
+const REPETITIONS: usize = 15;
 
 /// Fetches in flight at a time, and the blocks of each.
 const FETCHES: usize = 4;
@@ -40,24 +40,27 @@ fn main() -> Result<(), Box<dyn Error>> {
     });
     let buffer_bytes = arguments.next().map(|bytes| bytes.parse()).transpose()?;
     let pair = Pair::new(&congestion, buffer_bytes)?;
-    let mut bare = Vec::new();
-    let mut transport = Vec::new();
-    pair.run(RUN_BYTES / 4)?;
+    let mut runs = Vec::new();
+    pair.run(RUN_BYTES)?;
     for _ in 0..REPETITIONS {
-        bare.push(stream_loop(RUN_BYTES, &congestion)?.bytes_per_second());
-        transport.push(pair.run(RUN_BYTES)?);
+        let bare = stream_loop(RUN_BYTES, &congestion)?.bytes_per_second();
+        runs.push((bare, pair.run(RUN_BYTES)?));
     }
-    let (bare, transport) = (median(&mut bare), median(&mut transport));
-    println!("bare stream, 1 MiB writes    {:6.2} GB/s", bare / 1e9);
-    println!("transport, 2 MiB verified    {:6.2} GB/s", transport / 1e9);
-    println!("ratio                        {:6.3}", transport / bare);
-    println!("{:?}", pair.requester.stats());
+    let summary = |of: fn(&(f64, f64)) -> f64| {
+        let mut values: Vec<f64> = runs.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        (values[values.len() / 2], values[values.len() - 1])
+    };
+    let ((bare, bare_best), (transport, transport_best)) = (summary(|run| run.0), summary(|run| run.1));
+    println!("bare stream, 1 MiB writes    {:6.2} GB/s   best {:6.2}", bare / 1e9, bare_best / 1e9);
+    println!("transport, 2 MiB verified    {:6.2} GB/s   best {:6.2}", transport / 1e9, transport_best / 1e9);
+    println!(
+        "ratio of medians             {:6.3}        of best {:6.3}",
+        transport / bare,
+        transport_best / bare_best
+    );
+    println!("median of ratios             {:6.3}", summary(|run| run.1 / run.0).0);
     Ok(())
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 struct Pair {

@@ -45,7 +45,7 @@ impl Ending<'_> {
                 tracing::debug!(direction, peer, "peer connection closed by the peer");
             }
             Close::Ended(_) => {
-                tracing::warn!(direction, peer, open, "peer connection lost: the peer closed it")
+                tracing::warn!(direction, peer, open, "peer connection lost: the peer closed it");
             }
             Close::Stalled(what) => {
                 add(&counters.stalls, 1);

@@ -1,0 +1,246 @@
+//! What the transport's tests share: layouts, blocks with known bytes, nodes that record their events.
+
+// Each test binary uses a part of it.
+#![allow(dead_code, unreachable_pub)]
+
+use std::collections::HashMap;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
+
+use reprise_buffers::{PageBuffer, Span, crc32c};
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tier};
+use reprise_transport::{
+    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, ServeLast, ServedObjects, Transport,
+    TransportEvent,
+};
+
+/// Longer than anything that a passing test waits for.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A deadline that no test reaches.
+pub const LATER: Duration = Duration::from_secs(60);
+
+/// A layout of `layers` layers, keys and values, whose objects have `2 × head_dim × tokens` bytes.
+pub fn layout(layers: u16, head_dim: u16, tokens: u16) -> Layout {
+    LayoutSpec {
+        layers,
+        parts: Parts::KeyValue,
+        kv_heads: 1,
+        head_dim,
+        dtype: Dtype::Bf16,
+        tokens_per_block: tokens,
+        tp_rank: 0,
+        tp_size: 1,
+    }
+    .validate()
+    .expect("a small layout is valid")
+}
+
+/// 4 layers, 8 objects of 4 KiB.
+pub fn small_layout() -> Layout {
+    layout(4, 128, 16)
+}
+
+pub fn key(number: u32) -> BlockKey {
+    let mut bytes = [0xee; 16];
+    bytes[..4].copy_from_slice(&number.to_le_bytes());
+    BlockKey(bytes)
+}
+
+/// A block with bytes that tell its number and position.
+#[derive(Clone)]
+pub struct Block {
+    pub key: BlockKey,
+    pub layout: Layout,
+    pub span: Span,
+    pub bytes: Arc<Vec<u8>>,
+    pub checksums: Vec<u32>,
+}
+
+impl Block {
+    pub fn new(number: u32, layout: Layout) -> Block {
+        let mut state = u64::from(number) ^ 0x9e37_79b9_7f4a_7c15;
+        let bytes: Vec<u8> = (0..layout.block_bytes())
+            .map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 56) as u8
+            })
+            .collect();
+        let span = empty_span(layout.block_bytes());
+        span.copy_in(&bytes).expect("writable and of one length");
+        let checksums = bytes.chunks(layout.object_bytes() as usize).map(crc32c).collect();
+        Block { key: key(number), layout, span, bytes: Arc::new(bytes), checksums }
+    }
+
+    /// Serves it as ranges of so many objects each, in order.
+    pub fn ranges(&self, objects: u32) -> Vec<(u64, u64)> {
+        let step = u64::from(objects) * self.layout.object_bytes();
+        let end = self.layout.block_bytes();
+        (0..end.div_ceil(step)).map(|index| (index * step, step.min(end - index * step))).collect()
+    }
+
+    pub fn objects(&self, serve: u64, block: u32, range: (u64, u64), last: ServeLast) -> ServedObjects {
+        let from = self.span.slice(range.0 as usize, range.1 as usize).expect("inside of the block");
+        ServedObjects { serve, block, from, offset: range.0, last }
+    }
+}
+
+pub fn empty_span(bytes: u64) -> Span {
+    let pages = (bytes as usize).next_multiple_of(4096);
+    let span = PageBuffer::new(pages).expect("memory for a test").span();
+    span.slice(0, bytes as usize).expect("inside of the buffer")
+}
+
+pub fn bytes_of(span: &Span) -> Vec<u8> {
+    let mut bytes = vec![0; span.len()];
+    span.copy_out(&mut bytes);
+    bytes
+}
+
+/// A span filled with a byte, to see what is written into it.
+pub fn marked_span(bytes: u64) -> Span {
+    let span = empty_span(bytes);
+    span.copy_in(&vec![0xa5; bytes as usize]).expect("writable");
+    span
+}
+
+pub fn is_untouched(span: &Span) -> bool {
+    bytes_of(span).iter().all(|byte| *byte == 0xa5)
+}
+
+/// What a node does with requests by itself; every event is recorded in any case.
+pub type Serve = Arc<dyn Fn(&dyn Transport, &IncomingRequest) + Send + Sync>;
+
+/// Leaves requests to the test.
+pub fn by_hand() -> Serve {
+    Arc::new(|_, _| {})
+}
+
+/// Answers from `blocks`: headers first, then ranges of `objects` objects in layer-major order across blocks.
+pub fn serving(blocks: &[Block], objects: u32) -> Serve {
+    let blocks: HashMap<BlockKey, Block> = blocks.iter().map(|block| (block.key, block.clone())).collect();
+    Arc::new(move |transport, request| {
+        let mut found = Vec::new();
+        for (index, key) in (0..).zip(&request.keys) {
+            match blocks.get(key).filter(|block| block.layout == request.layout) {
+                Some(block) => {
+                    transport.serve_header(request.serve, index, Tier::Nvme, &block.checksums);
+                    found.push((index, block.clone(), block.ranges(objects)));
+                }
+                None => transport.serve_absent(request.serve, index),
+            }
+        }
+        let rounds = found.iter().map(|(_, _, ranges)| ranges.len()).max().unwrap_or(0);
+        for round in 0..rounds {
+            for (index, block, ranges) in &found {
+                let last = if round + 1 == ranges.len() { ServeLast::Last } else { ServeLast::More };
+                transport.serve_objects(block.objects(request.serve, *index, ranges[round], last));
+            }
+        }
+    })
+}
+
+/// Hands a sink its transport once that exists.
+#[derive(Clone, Default)]
+pub struct Own {
+    transport: Arc<OnceLock<Weak<dyn Transport>>>,
+}
+
+impl Own {
+    pub fn set(&self, transport: &Arc<dyn Transport>) {
+        assert!(self.transport.set(Arc::downgrade(transport)).is_ok(), "set once");
+    }
+
+    fn get(&self) -> Option<Arc<dyn Transport>> {
+        self.transport.get().and_then(Weak::upgrade)
+    }
+}
+
+/// A sink that serves requests and records every event.
+pub fn recording_sink(own: &Own, serve: Serve) -> (EventSink, Receiver<TransportEvent>) {
+    let (sender, receiver): (Sender<TransportEvent>, _) = channel();
+    let sender = Mutex::new(sender);
+    let own = own.clone();
+    let sink: EventSink = Arc::new(move |event| {
+        if let (TransportEvent::Request(request), Some(transport)) = (&event, own.get()) {
+            serve(transport.as_ref(), request);
+        }
+        // The test may be over.
+        let _ = sender.lock().expect("no test panics while sending").send(event);
+    });
+    (sink, receiver)
+}
+
+/// A fetch of blocks by number, with fill = `fill_base` + position.
+pub struct Wanted {
+    pub request: FetchRequest,
+    pub spans: Vec<Span>,
+}
+
+pub fn wanted(layout: Layout, keys: &[BlockKey], fill_base: u64, deadline: Duration) -> Wanted {
+    let spans: Vec<Span> = keys.iter().map(|_| marked_span(layout.slot_bytes())).collect();
+    let blocks = (fill_base..)
+        .zip(keys)
+        .zip(&spans)
+        .map(|((fill, key), span)| FetchBlock { fill, key: *key, into: span.clone() })
+        .collect();
+    Wanted { request: FetchRequest { fetch: fill_base, layout, deadline, blocks }, spans }
+}
+
+/// How a fill ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// All layers, with these checksums from this tier.
+    Arrived {
+        checksums: Vec<u32>,
+        tier: Tier,
+    },
+    Failed(FetchFailure),
+}
+
+/// Follows the events of fills and checks their order.
+#[derive(Default)]
+pub struct Tracker {
+    layouts: HashMap<u64, Layout>,
+    layers: HashMap<u64, u32>,
+    checksums: HashMap<u64, Vec<u32>>,
+    pub fates: HashMap<u64, Fate>,
+}
+
+impl Tracker {
+    pub fn expect(&mut self, request: &FetchRequest) {
+        for block in &request.blocks {
+            assert!(self.layouts.insert(block.fill, request.layout).is_none(), "fills are unique in a test");
+        }
+    }
+
+    /// Takes one event; panics when it breaks the promises of `TransportEvent`.
+    pub fn take(&mut self, event: &TransportEvent) {
+        match event {
+            TransportEvent::Layers { fill, layers, checksums, tier } => {
+                assert!(!self.fates.contains_key(fill), "an event after the last one of fill {fill}");
+                let before = self.layers.insert(*fill, *layers);
+                assert!(*layers > before.unwrap_or(0), "layers of fill {fill} do not grow");
+                assert_eq!(checksums.is_some(), before.is_none(), "checksums come with the first event only");
+                if let Some(checksums) = checksums {
+                    self.checksums.insert(*fill, checksums.to_vec());
+                }
+                if *layers == self.layouts[fill].layers() {
+                    let checksums = self.checksums[fill].clone();
+                    self.fates.insert(*fill, Fate::Arrived { checksums, tier: *tier });
+                }
+            }
+            TransportEvent::Failed { fill, failure } => {
+                assert!(self.layouts.contains_key(fill), "a failure of an unknown fill {fill}");
+                let before = self.fates.insert(*fill, Fate::Failed(*failure));
+                assert_eq!(before, None, "fill {fill} ended twice");
+            }
+            other => panic!("a requester is told {other:?}"),
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.fates.len() == self.layouts.len()
+    }
+}
