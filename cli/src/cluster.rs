@@ -23,6 +23,9 @@ const STOP_WITHIN: Duration = Duration::from_secs(10);
 /// File in the cluster's directory that says how to reach it.
 const CLUSTER_FILE: &str = "cluster.json";
 
+/// An agent's pool, in its folder.
+const POOL_FILE: &str = "device-0.pool";
+
 /// How to reach a running cluster; written by whoever starts one, read by `replay` and `status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ClusterFile {
@@ -114,7 +117,8 @@ impl Cluster {
             quoted(&store)
         );
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
-        let controlplane = Process::start("reprise-controlplane", &config, &directory.join("controlplane.log"))?;
+        let controlplane =
+            Process::start("reprise-controlplane", &config, &directory.join("controlplane.log"))?;
         let mut cluster = Cluster { directory: directory.to_owned(), controlplane, agents: Vec::new() };
         for index in 0..count {
             let agent = cluster.start_agent(&format!("node-{}", index + 1), sizes)?;
@@ -131,6 +135,11 @@ impl Cluster {
             controlplane_admin: self.controlplane.ready.admin.clone(),
             agents: self.agents.iter().map(|agent| agent.addresses.clone()).collect(),
         }
+    }
+
+    /// The pool file of an agent.
+    pub(crate) fn pool_path(&self, index: usize) -> PathBuf {
+        self.directory.join(&self.agents[index].addresses.node).join(POOL_FILE)
     }
 
     /// Ends an agent with SIGKILL: nothing of it gets a chance to tidy up.
@@ -155,7 +164,7 @@ impl Cluster {
     fn start_agent(&self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
         let home = self.directory.join(node);
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
-        let pool = home.join("device-0.pool");
+        let pool = home.join(POOL_FILE);
         remove_if_there(&pool)?;
         let socket = home.join("agent.sock");
         let config = self.directory.join(format!("{node}.toml"));
@@ -192,8 +201,10 @@ impl Drop for Cluster {
     fn drop(&mut self) {
         for agent in &mut self.agents {
             agent.process.stop();
+        }
+        for index in 0..self.agents.len() {
             // Pools are large and of no use to anyone once the cluster is gone.
-            drop(fs::remove_file(self.directory.join(&agent.addresses.node).join("device-0.pool")));
+            drop(fs::remove_file(self.pool_path(index)));
         }
         self.controlplane.stop();
         drop(fs::remove_file(self.directory.join(CLUSTER_FILE)));
@@ -257,7 +268,8 @@ impl Process {
 
 /// Where this machine's clusters, downloads and builds live: `$REPRISE_CACHE`, else `~/.cache/reprise`.
 pub(crate) fn cache_directory() -> PathBuf {
-    let home = || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
+    let home =
+        || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
     std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
 }
 
@@ -273,8 +285,9 @@ pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
 
 fn terminate(child: &Child) {
     let pid = rustix::process::Pid::from_child(child);
-    // It may have ended by itself meanwhile.
-    drop(rustix::process::kill_process(pid, rustix::process::Signal::TERM));
+    if let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::TERM) {
+        tracing::debug!(%error, "a process to be ended was gone");
+    }
 }
 
 fn remove_if_there(path: &Path) -> anyhow::Result<()> {

@@ -110,8 +110,7 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
         .collect();
     let mut engines = settings.iter().map(EngineProcess::start).collect::<anyhow::Result<Vec<_>>>()?;
 
-    let subject =
-        Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
+    let subject = Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
     let requests = &trace.requests[..args.requests.min(trace.requests.len())];
     audience.say(format!("Replaying {} requests of {} …", requests.len(), trace.name));
     let bar = audience.progress(requests.len() as u64, "replay");
@@ -138,7 +137,8 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
         totals.mismatches + after.mismatches + killed.before.mismatches + killed.after.mismatches;
     let mut replay = summary;
     replay.mismatches = mismatches;
-    replay.bytes_verified += after.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
+    replay.bytes_verified +=
+        after.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
     audience.emit(&DemoSummary {
         replay,
         evictions_dram: evictions.dram,
@@ -154,7 +154,7 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
     if killed.after.present != killed.before.present {
         bail!("{} durable blocks did not come back", killed.before.present - killed.after.present);
     }
-    audience.say(format!("Every byte was right: {} mismatches.", mismatches));
+    audience.say(format!("Every byte was right: {mismatches} mismatches."));
     if args.hold {
         hold(audience)?;
     }
@@ -169,7 +169,11 @@ fn kill_and_restart(
 ) -> anyhow::Result<KillOutcome> {
     engines[VICTIM].settle()?;
     let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
-    audience.say(format!("{} durable blocks on node-{}; killing its agent with SIGKILL …", before.present, VICTIM + 1));
+    audience.say(format!(
+        "{} durable blocks on node-{}; killing its agent with SIGKILL …",
+        before.present,
+        VICTIM + 1
+    ));
     cluster.kill_agent(VICTIM)?;
     let restart_seconds = cluster.restart_agent(VICTIM)?;
     engines[VICTIM].reconnect()?;

@@ -186,7 +186,10 @@ impl Engine {
         if chain.is_empty() {
             return Ok(outcome);
         }
-        let table = self.kv.allocate(chain.len()).context("the prompt has more blocks than the engine's KV memory")?;
+        let table = self
+            .kv
+            .allocate(chain.len())
+            .context("the prompt has more blocks than the engine's KV memory")?;
         let served = self.serve(&chain, &table, &mut outcome);
         self.kv.release(table);
         served.map(|()| outcome)
@@ -377,9 +380,10 @@ impl Engine {
 }
 
 fn connect(settings: &EngineSettings, namespace: NamespaceDigest) -> anyhow::Result<Client> {
-    let options =
-        ConnectOptions::new(settings.socket.clone(), namespace, settings.layout).client_name("reference-engine");
-    Client::connect(options).with_context(|| format!("connecting to the agent at {}", settings.socket.display()))
+    let options = ConnectOptions::new(settings.socket.clone(), namespace, settings.layout)
+        .client_name("reference-engine");
+    Client::connect(options)
+        .with_context(|| format!("connecting to the agent at {}", settings.socket.display()))
 }
 
 fn micros(started: Instant) -> u64 {

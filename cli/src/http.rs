@@ -19,15 +19,19 @@ pub(crate) fn get(address: &str, path: &str) -> anyhow::Result<String> {
         .with_context(|| format!("'{address}' is not an address"))?
         .next()
         .with_context(|| format!("'{address}' has no address"))?;
-    let mut stream =
-        TcpStream::connect_timeout(&target, TIMEOUT).with_context(|| format!("cannot connect to {address}"))?;
+    let mut stream = TcpStream::connect_timeout(&target, TIMEOUT)
+        .with_context(|| format!("cannot connect to {address}"))?;
     stream.set_read_timeout(Some(TIMEOUT))?;
     stream.set_write_timeout(Some(TIMEOUT))?;
     // HTTP/1.0: the server closes the connection at the end of the body, so no length or chunks to parse.
     write!(stream, "GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n")?;
     let mut response = String::new();
-    stream.take(BODY_BYTES_MAX).read_to_string(&mut response).with_context(|| format!("reading from {address}"))?;
-    let (head, body) = response.split_once("\r\n\r\n").with_context(|| format!("{address} does not speak HTTP"))?;
+    stream
+        .take(BODY_BYTES_MAX)
+        .read_to_string(&mut response)
+        .with_context(|| format!("reading from {address}"))?;
+    let (head, body) =
+        response.split_once("\r\n\r\n").with_context(|| format!("{address} does not speak HTTP"))?;
     if head.split_whitespace().nth(1) != Some("200") {
         bail!("{address}{path}: {}", head.lines().next().unwrap_or("no status line"));
     }

@@ -3,8 +3,10 @@
 //! Thin by design: it starts processes, drives engines through the client library and prints. What is
 //! measured or decided lives in the crates it calls.
 
+mod bench;
 mod cluster;
 mod demo;
+mod doctor;
 mod engine;
 mod engine_process;
 mod http;
@@ -13,6 +15,7 @@ mod model;
 mod output;
 mod paged_kv;
 mod replay;
+mod status;
 mod trace;
 
 use std::path::PathBuf;
@@ -39,6 +42,12 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Replay a trace against running agents.
     Replay(replay::ReplayArgs),
+    /// Measure Reprise beside what the machine can do.
+    Bench(bench::BenchArgs),
+    /// Members, nodes, tiers and health of a running cluster.
+    Status(status::StatusArgs),
+    /// What this machine can do, and what Reprise will use in consequence.
+    Doctor(doctor::DoctorArgs),
     /// The reference engine as a process; started by demo and replay.
     #[command(hide = true)]
     Engine {
@@ -68,6 +77,9 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
     match arguments.command {
         Command::Demo(args) => demo::command(&args, audience),
         Command::Replay(args) => replay::command(&args, audience),
+        Command::Bench(args) => bench::command(&args, audience),
+        Command::Status(args) => status::command(&args, audience),
+        Command::Doctor(args) => doctor::command(&args, audience),
         Command::Engine { socket, layout } => engine_process::serve(socket, layout),
     }
 }

@@ -254,8 +254,7 @@ pub(crate) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
         .map(|socket| EngineProcess::start(&EngineSettings { socket, layout }))
         .collect::<anyhow::Result<Vec<_>>>()?;
     let requests = &trace.requests[..args.requests.unwrap_or(usize::MAX).min(trace.requests.len())];
-    let subject =
-        Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
+    let subject = Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
     let bar = audience.progress(requests.len() as u64, "replay");
     let mut totals = Totals::new();
     run(requests, &mut engines, &mut totals, &bar)?;

@@ -69,9 +69,12 @@ impl Trace {
         let path = match file {
             Some(path) => path.to_owned(),
             None if Path::new(BESIDE_THE_CHECKOUT).exists() => PathBuf::from(BESIDE_THE_CHECKOUT),
-            None => return Trace::parse("conversation sample (first requests)".to_owned(), SAMPLE.as_bytes()),
+            None => {
+                return Trace::parse("conversation sample (first requests)".to_owned(), SAMPLE.as_bytes());
+            }
         };
-        let reader = std::fs::File::open(&path).with_context(|| format!("cannot open the trace {}", path.display()))?;
+        let reader = std::fs::File::open(&path)
+            .with_context(|| format!("cannot open the trace {}", path.display()))?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Trace::parse(name, BufReader::new(reader))
     }
@@ -111,7 +114,9 @@ mod tests {
         let trace = Trace::parse("sample".into(), SAMPLE.as_bytes()).expect("reads");
         assert!(trace.requests.len() >= 400);
         let first = trace.requests[0].hash_ids[0];
-        assert!(trace.requests.iter().filter(|request| request.hash_ids.first() == Some(&first)).count() > 10);
+        assert!(
+            trace.requests.iter().filter(|request| request.hash_ids.first() == Some(&first)).count() > 10
+        );
     }
 
     #[test]

@@ -89,7 +89,10 @@ fn tracked() -> Vec<String> {
         .filter(|file| root().join(file).exists())
         .map(str::to_owned)
         .collect();
-    assert!(files.iter().any(|file| file == "Cargo.toml"), "the list of files is not that of this repository");
+    assert!(
+        files.iter().any(|file| file == "Cargo.toml"),
+        "the list of files is not that of this repository"
+    );
     files
 }
 
@@ -112,7 +115,9 @@ fn assert_none(rule: &str, offenders: &[String]) {
 fn every_source_file_says_what_it_is_for() {
     let offenders: Vec<String> = rust_files()
         .into_iter()
-        .filter(|(_, text)| !text.lines().find(|line| !line.trim().is_empty()).is_some_and(|line| line.starts_with("//!")))
+        .filter(|(_, text)| {
+            !text.lines().find(|line| !line.trim().is_empty()).is_some_and(|line| line.starts_with("//!"))
+        })
         .map(|(file, _)| file)
         .collect();
     assert_none("a source file opens with a `//!` module doc", &offenders);
@@ -181,14 +186,16 @@ fn unsafe_code_lives_in_the_leaf_crates() {
 #[test]
 fn every_module_file_belongs_to_a_module() {
     let files = rust_files();
-    let texts: BTreeMap<&str, &str> = files.iter().map(|(file, text)| (file.as_str(), text.as_str())).collect();
+    let texts: BTreeMap<&str, &str> =
+        files.iter().map(|(file, text)| (file.as_str(), text.as_str())).collect();
     let mut offenders = Vec::new();
     for (file, _) in &files {
         let path = Path::new(file);
         let stem = path.file_stem().and_then(|stem| stem.to_str()).expect("a file name");
         let parent = path.parent().expect("a folder");
         let folder = parent.file_name().and_then(|name| name.to_str()).unwrap_or("");
-        let is_root = matches!(stem, "lib" | "main" | "build") || matches!(folder, "tests" | "examples" | "benches" | "bin");
+        let is_root = matches!(stem, "lib" | "main" | "build")
+            || matches!(folder, "tests" | "examples" | "benches" | "bin");
         if is_root && !(folder == "tests" && stem == "mod") {
             continue;
         }
@@ -196,16 +203,20 @@ fn every_module_file_belongs_to_a_module() {
             let text = texts.get(candidate.to_str().expect("UTF-8")).copied().unwrap_or("");
             text.lines().any(|line| {
                 let line = line.trim();
-                let line = line.strip_prefix("pub(crate) ").or_else(|| line.strip_prefix("pub ")).unwrap_or(line);
+                let line =
+                    line.strip_prefix("pub(crate) ").or_else(|| line.strip_prefix("pub ")).unwrap_or(line);
                 line.strip_prefix("mod ").is_some_and(|rest| rest.trim_end_matches([';', ' ', '{']) == stem)
             })
         };
         let owner = parent.with_extension("rs");
         let mut owners = vec![parent.join("lib.rs"), parent.join("main.rs"), parent.join("mod.rs"), owner];
         // A folder of an integration test: any file of `tests/` may own it.
-        if parent.parent().and_then(Path::file_name).is_some_and(|name| name == "tests") || folder == "tests" {
+        if parent.parent().and_then(Path::file_name).is_some_and(|name| name == "tests") || folder == "tests"
+        {
             let tests = parent.parent().expect("a folder");
-            owners.extend(files.iter().map(|(file, _)| PathBuf::from(file)).filter(|file| file.starts_with(tests)));
+            owners.extend(
+                files.iter().map(|(file, _)| PathBuf::from(file)).filter(|file| file.starts_with(tests)),
+            );
         }
         if !owners.into_iter().any(declares) {
             offenders.push(file.clone());
@@ -222,7 +233,9 @@ fn nothing_is_left_to_do_without_an_issue() {
         .flat_map(|(file, text)| {
             text.lines()
                 .enumerate()
-                .filter(|(_, line)| ["TODO", "FIXME", "XXX"].iter().any(|word| line.contains(word)) && !line.contains("(#"))
+                .filter(|(_, line)| {
+                    ["TODO", "FIXME", "XXX"].iter().any(|word| line.contains(word)) && !line.contains("(#")
+                })
                 .map(|(index, _)| format!("{file}:{}", index + 1))
                 .collect::<Vec<_>>()
         })
@@ -258,7 +271,10 @@ fn the_tree_holds_no_large_files_and_no_paths_of_one_machine() {
         let text = fs::read_to_string(&path).unwrap_or_default();
         if file != "Cargo.lock" {
             offenders.extend(
-                forbidden.iter().filter(|word| text.contains(word.as_str())).map(|word| format!("{file}: {word}")),
+                forbidden
+                    .iter()
+                    .filter(|word| text.contains(word.as_str()))
+                    .map(|word| format!("{file}: {word}")),
             );
         }
     }

@@ -1,0 +1,159 @@
+//! What the benchmarks share: a fresh cluster with a client a node, blocks with known bytes, memory of an engine.
+
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use reprise_buffers::PageBuffer;
+use reprise_client::{Client, ConnectOptions, Priority, Reservation, Ticket};
+use reprise_policy::{BlockKey, ByteSize, Layout};
+
+use crate::cluster::{AgentSizes, Cluster};
+use crate::engine;
+use crate::kv_function::mix;
+
+use super::Settings;
+
+/// How long a reservation, a flush or a load may take in a benchmark.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A cluster that ends with the benchmark, and a client of each agent.
+pub(super) struct Fixture {
+    pub(super) cluster: Cluster,
+    pub(super) clients: Vec<Client>,
+}
+
+/// Filled reservations that are not committed yet.
+pub(super) type Filled = Vec<(Reservation, BlockKey)>;
+
+impl Fixture {
+    /// Starts `nodes` agents.
+    pub(super) fn start(
+        settings: &Settings,
+        nodes: usize,
+        layout: &Layout,
+        sizes: AgentSizes,
+    ) -> anyhow::Result<Fixture> {
+        let cluster = Cluster::start(&settings.directory, nodes, sizes)?;
+        let clients = cluster
+            .file()
+            .agents
+            .iter()
+            .map(|agent| connect(&agent.socket, layout))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        Ok(Fixture { cluster, clients })
+    }
+}
+
+/// A client with the benchmarks' namespace.
+pub(super) fn connect(socket: &std::path::Path, layout: &Layout) -> anyhow::Result<Client> {
+    let options = ConnectOptions::new(socket, engine::namespace(layout), *layout).client_name("bench");
+    Client::connect(options).with_context(|| format!("connecting to {}", socket.display()))
+}
+
+/// `count` keys that no other `seed` gives.
+pub(super) fn keys(seed: u64, count: usize) -> Vec<BlockKey> {
+    (0..count as u64)
+        .map(|index| {
+            let mut key = [0; 16];
+            key[..8].copy_from_slice(&mix(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ index).to_le_bytes());
+            key[8..].copy_from_slice(&mix((seed << 32) ^ !index).to_le_bytes());
+            BlockKey(key)
+        })
+        .collect()
+}
+
+/// Bytes of one block; the same for every block, as no benchmark depends on them.
+pub(super) fn payload(layout: &Layout) -> Vec<u8> {
+    let words = layout.block_bytes() / 8;
+    (0..words).flat_map(|index| mix(index).to_le_bytes()).collect()
+}
+
+/// Reserves slots for `keys` and fills them with `payload`.
+pub(super) fn fill(client: &Client, keys: &[BlockKey], payload: &[u8]) -> anyhow::Result<Filled> {
+    let object_bytes = usize::try_from(client.layout().object_bytes()).expect("objects fit in memory");
+    let objects: Vec<&[u8]> = payload.chunks(object_bytes).collect();
+    let mut filled = Vec::with_capacity(keys.len());
+    while filled.len() < keys.len() {
+        let wanted = u32::try_from(keys.len() - filled.len()).context("too many keys")?;
+        let reservations = client.reserve(wanted, PATIENCE).context("reserve")?;
+        if reservations.is_empty() {
+            bail!("the arena has no room for the benchmark");
+        }
+        for mut reservation in reservations {
+            reservation.fill_from(&objects)?;
+            let key = keys[filled.len()];
+            filled.push((reservation, key));
+        }
+    }
+    Ok(filled)
+}
+
+/// Commits filled blocks.
+pub(super) fn commit(client: &Client, filled: Filled) -> anyhow::Result<Ticket> {
+    let count = filled.len();
+    let outcome = client.commit(filled, Priority::Normal).context("commit")?;
+    let committed = outcome.statuses.iter().filter(|status| status.is_committed()).count();
+    ensure!(committed == count, "{committed} of {count} blocks were committed");
+    Ok(outcome.ticket)
+}
+
+/// Saves blocks in batches of `batch` and waits until they are durable.
+pub(super) fn save_durable(
+    client: &Client,
+    keys: &[BlockKey],
+    batch: usize,
+    payload: &[u8],
+) -> anyhow::Result<()> {
+    for part in keys.chunks(batch) {
+        let ticket = commit(client, fill(client, part, payload)?)?;
+        let outcome = client.wait_durable(ticket, PATIENCE).context("waiting until durable")?;
+        ensure!(outcome.lost_keys.is_empty(), "{} blocks did not become durable", outcome.lost_keys.len());
+    }
+    Ok(())
+}
+
+/// Sizes of an agent.
+pub(super) fn sizes(arena_mib: u64, pool_mib: u64) -> AgentSizes {
+    AgentSizes { arena: ByteSize(arena_mib << 20), pool: ByteSize(pool_mib << 20) }
+}
+
+/// An engine's scattered KV memory: one allocation a layer, physical blocks in a shuffled order.
+pub(super) struct Scattered {
+    layers: Vec<PageBuffer>,
+    order: Vec<usize>,
+    layer_bytes: usize,
+    object_bytes: usize,
+}
+
+impl Scattered {
+    /// Memory for `blocks` blocks, touched.
+    pub(super) fn new(layout: &Layout, blocks: usize) -> anyhow::Result<Scattered> {
+        let layer_bytes = usize::try_from(layout.layer_bytes()).expect("layers fit in memory");
+        let mut order: Vec<usize> = (0..blocks).collect();
+        order.sort_by_key(|index| mix(*index as u64));
+        // Page-aligned, as engines' allocators are, and written: a first touch must not be measured.
+        let layers = (0..layout.layers())
+            .map(|_| {
+                let mut layer = PageBuffer::new(blocks * layer_bytes).context("memory of the engine")?;
+                layer.fill(0x5a);
+                Ok(layer)
+            })
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        Ok(Scattered {
+            layers,
+            order,
+            layer_bytes,
+            object_bytes: usize::try_from(layout.object_bytes()).expect("objects fit in memory"),
+        })
+    }
+
+    /// The objects of one block, in payload order.
+    pub(super) fn block(&mut self, block: usize) -> Vec<&mut [u8]> {
+        let at = self.order[block] * self.layer_bytes;
+        let (layer_bytes, object_bytes) = (self.layer_bytes, self.object_bytes);
+        self.layers
+            .iter_mut()
+            .flat_map(|layer| layer[at..at + layer_bytes].chunks_mut(object_bytes))
+            .collect()
+    }
+}

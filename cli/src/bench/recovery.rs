@@ -1,0 +1,150 @@
+//! Opening a pool with a long journal, and the agent's memory for each resident block.
+//!
+//! The pool is written by the real state machine ([`DevicePool`]); only its journal and superblocks reach the
+//! file, since recovery never reads blocks. Then a real agent opens it and says how long that took.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use reprise_agent_core::effect::{ArenaSlot, RegionId};
+use reprise_agent_core::pool::{
+    BatchId, BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PoolEvent, PoolParams, Recovery,
+    SEGMENT_BYTES_DEFAULT,
+};
+use reprise_policy::{BlockKey, ByteSize, ContentId, Layout};
+
+use crate::cluster::{AgentSizes, Cluster};
+use crate::http;
+
+use super::fixture::keys;
+use super::report::{Figure, Target, median};
+use super::{Settings, one_page, resident};
+
+/// Blocks of one write batch.
+const BATCH_BLOCKS: usize = 1000;
+
+/// Bytes of a block's slot on the device: header page and one page of payload.
+const SLOT_BYTES: u64 = 8192;
+
+/// Room for journal and superblocks beside the slots, as a share of them.
+const OVERHEAD_SHARE: u64 = 8;
+
+pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    let slots = entries as u64 * SLOT_BYTES;
+    let bytes =
+        (slots + slots / OVERHEAD_SHARE).next_multiple_of(SEGMENT_BYTES_DEFAULT) + 4 * SEGMENT_BYTES_DEFAULT;
+    let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(bytes) };
+    let mut cluster = Cluster::start(&settings.directory, 1, sizes)?;
+    let empty = resident::anonymous_bytes(pid(&cluster)?)?;
+    cluster.kill_agent(0)?;
+    write_pool(&cluster.pool_path(0), bytes, entries)?;
+    let (mut seconds, mut per_block) = (Vec::new(), Vec::new());
+    for repetition in 0..settings.repetitions {
+        if repetition > 0 {
+            cluster.kill_agent(0)?;
+        }
+        cluster.restart_agent(0)?;
+        let device = &status(&cluster)?["devices"][0];
+        let blocks =
+            device["recovered_blocks"].as_u64().context("the agent's status has no recovered_blocks")?;
+        ensure!(blocks == entries as u64, "{blocks} of {entries} blocks were recovered");
+        let took = device["recovery_us"].as_f64().context("the agent's status has no recovery_us")?;
+        seconds.push(took / 1e6);
+        let grown = resident::anonymous_bytes(pid(&cluster)?)?.saturating_sub(empty);
+        per_block.push(grown as f64 / entries as f64);
+    }
+    Ok(vec![
+        Figure::absolute(
+            format!("recovery.open_{entries}_entries"),
+            median(seconds),
+            "s",
+            Target::AtMost(2.0),
+        ),
+        Figure::absolute("recovery.agent_bytes_per_block", median(per_block), "bytes", Target::AtMost(128.0)),
+    ])
+}
+
+fn status(cluster: &Cluster) -> anyhow::Result<serde_json::Value> {
+    let page = http::get(&cluster.file().agents[0].admin, "/status")?;
+    serde_json::from_str(&page).context("the agent's status is not JSON")
+}
+
+fn pid(cluster: &Cluster) -> anyhow::Result<u32> {
+    let pid = status(cluster)?["node"]["pid"].as_u64().context("the agent's status has no pid")?;
+    u32::try_from(pid).context("not a process id")
+}
+
+/// Formats a pool file of `bytes` and journals `entries` stored blocks into it.
+fn write_pool(path: &Path, bytes: u64, entries: usize) -> anyhow::Result<()> {
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(path)
+        .with_context(|| format!("opening {}", path.display()))?;
+    let params = PoolParams {
+        device_bytes: bytes,
+        segment_bytes: SEGMENT_BYTES_DEFAULT,
+        pool_uuid: *b"bench recovery..",
+        device_index: 0,
+        created_unix_us: 0,
+    };
+    for (offset, pages) in DevicePool::format(&params).context("formatting")? {
+        file.write_all_at(&pages, offset).context("writing the pool")?;
+    }
+    let mut pool = open(&file, bytes)?;
+    let layout = one_page();
+    for batch in 0..entries.div_ceil(BATCH_BLOCKS) {
+        let count = BATCH_BLOCKS.min(entries - batch * BATCH_BLOCKS);
+        let blocks = keys(5 + batch as u64, count)
+            .into_iter()
+            .map(|key| block(&mut pool, key, layout))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        let ops = pool.write_batch(BatchId(batch as u64), blocks);
+        let stored = carry_out(&file, &mut pool, ops)?;
+        ensure!(stored == count, "{stored} of {count} blocks of a batch were stored");
+    }
+    file.sync_all().context("syncing the pool")
+}
+
+fn open(file: &File, bytes: u64) -> anyhow::Result<DevicePool> {
+    let mut recovery = Recovery::new(bytes);
+    while let Some((offset, length)) = recovery.next_read() {
+        let mut pages = vec![0; length];
+        file.read_exact_at(&mut pages, offset).context("reading the pool")?;
+        recovery.feed(&pages).context("opening the pool")?;
+    }
+    Ok(recovery.finish().context("opening the pool")?.0)
+}
+
+fn block(pool: &mut DevicePool, key: BlockKey, layout: Layout) -> anyhow::Result<BlockWrite> {
+    let page = pool.allocate(layout.slot_bytes()).context("the pool is too small for the benchmark")?;
+    Ok(BlockWrite {
+        key,
+        layout,
+        content: ContentId::UNKNOWN,
+        priority: 1,
+        checksums: vec![0; layout.objects() as usize].into(),
+        slot: ArenaSlot { region: RegionId(0), offset: 0, bytes: layout.slot_bytes() },
+        page,
+    })
+}
+
+/// Does the operations, except writing blocks, and says how many blocks became durable.
+fn carry_out(file: &File, pool: &mut DevicePool, mut ops: Vec<DeviceOp>) -> anyhow::Result<usize> {
+    let mut stored = 0;
+    while let Some(op) = ops.pop() {
+        if let DeviceOpKind::WritePages { offset, bytes } = &op.kind {
+            file.write_all_at(bytes, *offset).context("writing the journal")?;
+        }
+        let (more, events) = pool.done(op.token, Ok(()));
+        ops.extend(more);
+        for event in events {
+            if let PoolEvent::BatchDone { stored: blocks, .. } = event {
+                stored += blocks.len();
+            }
+        }
+    }
+    Ok(stored)
+}

@@ -1,0 +1,199 @@
+//! The one form in which every benchmark reports: a figure, what it is held against, and whether it is enough.
+//!
+//! Ratios only mean something when both sides ran in the same minutes on the same machine, so [`paired`] runs
+//! reference and subject in turn and takes the median of the ratios pair by pair.
+
+use serde::Serialize;
+
+use crate::output::{Audience, Table};
+
+/// One figure.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Figure {
+    /// What was measured, for example `store.cold_load_2mib`.
+    pub(crate) name: String,
+    /// The median of the repetitions.
+    pub(crate) value: f64,
+    /// Its unit.
+    pub(crate) unit: &'static str,
+    /// What it is held against; none for an absolute limit.
+    pub(crate) reference: Option<String>,
+    /// The reference's median, in the same unit.
+    pub(crate) reference_value: Option<f64>,
+    /// Median of value / reference, pair by pair.
+    pub(crate) ratio: Option<f64>,
+    /// The target, in words.
+    pub(crate) target: Option<String>,
+    /// Whether the target was met; none without a target.
+    pub(crate) met: Option<bool>,
+}
+
+/// What is enough.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Target {
+    /// The ratio to the reference is at least this.
+    RatioAtLeast(f64),
+    /// The value is at most this.
+    AtMost(f64),
+    /// The value is at least this.
+    AtLeast(f64),
+    /// For information.
+    None,
+}
+
+/// Medians of repetitions of a reference and a subject that ran in turn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Paired {
+    /// Median of the reference.
+    pub(crate) reference: f64,
+    /// Median of the subject.
+    pub(crate) subject: f64,
+    /// Median of subject / reference, pair by pair.
+    pub(crate) ratio: f64,
+}
+
+impl Figure {
+    /// A figure held against a limit, or none.
+    pub(crate) fn absolute(
+        name: impl Into<String>,
+        value: f64,
+        unit: &'static str,
+        target: Target,
+    ) -> Figure {
+        let met = match target {
+            Target::AtMost(limit) => Some(value <= limit),
+            Target::AtLeast(limit) => Some(value >= limit),
+            Target::RatioAtLeast(_) | Target::None => None,
+        };
+        Figure {
+            name: name.into(),
+            value,
+            unit,
+            reference: None,
+            reference_value: None,
+            ratio: None,
+            target: target.words(unit),
+            met,
+        }
+    }
+
+    /// A figure held against a reference that ran beside it.
+    pub(crate) fn relative(
+        name: impl Into<String>,
+        paired: Paired,
+        unit: &'static str,
+        against: (impl Into<String>, Target),
+    ) -> Figure {
+        let (reference, target) = against;
+        let met = match target {
+            Target::RatioAtLeast(least) => Some(paired.ratio >= least),
+            Target::AtMost(limit) => Some(paired.subject <= limit),
+            Target::AtLeast(limit) => Some(paired.subject >= limit),
+            Target::None => None,
+        };
+        Figure {
+            name: name.into(),
+            value: paired.subject,
+            unit,
+            reference: Some(reference.into()),
+            reference_value: Some(paired.reference),
+            ratio: Some(paired.ratio),
+            target: target.words(unit),
+            met,
+        }
+    }
+}
+
+impl Target {
+    fn words(self, unit: &str) -> Option<String> {
+        match self {
+            Target::RatioAtLeast(least) => Some(format!("ratio >= {least}")),
+            Target::AtMost(limit) => Some(format!("<= {limit} {unit}")),
+            Target::AtLeast(limit) => Some(format!(">= {limit} {unit}")),
+            Target::None => None,
+        }
+    }
+}
+
+/// Runs reference and subject in turn, `repetitions` times after one uncounted round.
+///
+/// # Errors
+/// The first error of either.
+pub(crate) fn paired(
+    repetitions: usize,
+    mut reference: impl FnMut() -> anyhow::Result<f64>,
+    mut subject: impl FnMut() -> anyhow::Result<f64>,
+) -> anyhow::Result<Paired> {
+    reference()?;
+    subject()?;
+    let (mut references, mut subjects, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..repetitions.max(1) {
+        let (of_reference, of_subject) = (reference()?, subject()?);
+        references.push(of_reference);
+        subjects.push(of_subject);
+        ratios.push(of_subject / of_reference);
+    }
+    Ok(Paired { reference: median(references), subject: median(subjects), ratio: median(ratios) })
+}
+
+/// The median; of an even number, the mean of the middle two. NaN of nothing.
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => f64::NAN,
+        length if length % 2 == 1 => values[middle],
+        _ => f64::midpoint(values[middle - 1], values[middle]),
+    }
+}
+
+/// Prints figures: a table for people, a line each for programs.
+pub(crate) fn print(audience: Audience, figures: &[Figure]) {
+    let number =
+        |value: f64| if value.abs() >= 1000.0 { format!("{value:.0}") } else { format!("{value:.3}") };
+    let mut table = Table::new(&["figure", "value", "unit", "reference", "ratio", "target", "met"]);
+    for figure in figures {
+        audience.emit(figure);
+        let reference = match (&figure.reference, figure.reference_value) {
+            (Some(name), Some(value)) => format!("{} ({name})", number(value)),
+            _ => String::new(),
+        };
+        table.row(vec![
+            figure.name.clone(),
+            number(figure.value),
+            figure.unit.to_owned(),
+            reference,
+            figure.ratio.map(|ratio| format!("{ratio:.3}")).unwrap_or_default(),
+            figure.target.clone().unwrap_or_default(),
+            figure.met.map(|met| if met { "yes" } else { "NO" }.to_owned()).unwrap_or_default(),
+        ]);
+    }
+    audience.say(table.render());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ratio_is_the_median_over_pairs_and_decides() {
+        let mut speeds = [9.0, 10.0, 10.0, 20.0].into_iter();
+        let mut others = [9.0, 9.0, 8.0, 19.0].into_iter();
+        let paired = paired(3, || Ok(speeds.next().expect("four")), || Ok(others.next().expect("four")))
+            .expect("runs");
+        assert_eq!((paired.reference, paired.subject), (10.0, 9.0));
+        assert!((paired.ratio - 0.9).abs() < 1e-9);
+        let figure = Figure::relative("x", paired, "GB/s", ("bare loop", Target::RatioAtLeast(0.95)));
+        assert_eq!((figure.met, figure.target.as_deref()), (Some(false), Some("ratio >= 0.95")));
+    }
+
+    #[test]
+    fn the_json_form_has_every_field() {
+        let figure = Figure::absolute("match.8192", 0.5, "ms", Target::AtMost(1.0));
+        let json = serde_json::to_value(&figure).expect("encodes");
+        for field in ["name", "value", "unit", "reference", "reference_value", "ratio", "target", "met"] {
+            assert!(json.get(field).is_some(), "{field}");
+        }
+        assert_eq!(json["met"], true);
+    }
+}

@@ -1,0 +1,275 @@
+//! `reprise doctor`: what this machine can do, measured by doing it, and what Reprise will use in consequence.
+//!
+//! It changes no setting of the machine. Advice says which setting would help and by how much.
+
+use std::fs;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageKind, checksum_method};
+use reprise_policy::ByteSize;
+use serde::Serialize;
+
+use crate::cluster::cache_directory;
+use crate::output::{Audience, bytes_text};
+
+/// Arena that the page size is tried with: large enough to show partial success, quick to touch.
+const PROBE_ARENA_BYTES: u64 = 128 << 20;
+
+/// open(2) flag for direct I/O.
+const O_DIRECT: i32 = rustix::fs::OFlags::DIRECT.bits() as i32;
+
+/// Region of that arena.
+const PROBE_REGION_BYTES: u64 = 64 << 20;
+
+/// Arguments of `reprise doctor`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct DoctorArgs {
+    /// Directory that a pool would be in [default: the cache folder].
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+/// One thing looked at.
+#[derive(Clone, Debug, Serialize)]
+struct Finding {
+    /// What.
+    name: &'static str,
+    /// How it is.
+    verdict: Verdict,
+    /// What was seen.
+    found: String,
+    /// What Reprise will do in consequence.
+    consequence: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Verdict {
+    /// As good as it gets.
+    Good,
+    /// Works, slower or less than it could.
+    Fair,
+    /// Not there; Reprise does without.
+    Absent,
+    /// Reprise cannot run like this.
+    Bad,
+}
+
+/// `reprise doctor`.
+pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<()> {
+    let directory = args.dir.clone().unwrap_or_else(cache_directory);
+    fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    let arena = Arena::new(&ArenaConfig {
+        bytes: PROBE_ARENA_BYTES,
+        region_bytes: PROBE_REGION_BYTES,
+        huge: HugePolicy::Prefer,
+    });
+    let mut findings = vec![processor(), memory(), huge_pages(&arena)];
+    findings.extend(io(&arena));
+    findings.extend([direct_io(&directory), nvme(), rdma(), gpu()]);
+    for finding in &findings {
+        audience.emit(finding);
+        let mark = match finding.verdict {
+            Verdict::Good => "ok",
+            Verdict::Fair => "fair",
+            Verdict::Absent => "–",
+            Verdict::Bad => "BAD",
+        };
+        audience.say(format!(
+            "{:>4}  {}: {}\n      → {}",
+            mark, finding.name, finding.found, finding.consequence
+        ));
+    }
+    Ok(())
+}
+
+fn processor() -> Finding {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
+    let wide = has("vpclmulqdq");
+    Finding {
+        name: "processor",
+        verdict: if wide { Verdict::Good } else { Verdict::Fair },
+        found: format!(
+            "{cores} cores; VPCLMULQDQ {}, SHA-NI {}",
+            if wide { "yes" } else { "no" },
+            if has("sha_ni") { "yes" } else { "no" }
+        ),
+        consequence: format!("CRC32C by {}", checksum_method()),
+    }
+}
+
+fn memory() -> Finding {
+    let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| meminfo_bytes(&info, name).map_or_else(|| "unknown".to_owned(), bytes_text);
+    Finding {
+        name: "memory",
+        verdict: Verdict::Good,
+        found: format!("{} of {} available", field("MemAvailable"), field("MemTotal")),
+        consequence: "an arena larger than what is available is refused at start".to_owned(),
+    }
+}
+
+fn huge_pages(arena: &Result<Arena, reprise_buffers::BufferError>) -> Finding {
+    let setting =
+        |path: &str| fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| chosen(&text));
+    let free = meminfo_number("HugePages_Free").unwrap_or(0);
+    let settings = format!(
+        "hugetlb pages free {free}; transparent: anonymous '{}', shared '{}'",
+        setting("/sys/kernel/mm/transparent_hugepage/enabled"),
+        setting("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+    );
+    match arena {
+        Ok(arena) => {
+            let kind = arena.page_kind();
+            Finding {
+                name: "huge pages",
+                verdict: if kind == PageKind::Small { Verdict::Fair } else { Verdict::Good },
+                found: format!("{settings}; an arena of {} got {kind} pages", ByteSize(PROBE_ARENA_BYTES)),
+                consequence: match kind {
+                    PageKind::Small => {
+                        "disk reads into the arena will be 2–5 times slower: set vm.nr_hugepages to the \
+                                        arena's size / 2 MiB, or use Linux 6.1 or later"
+                            .to_owned()
+                    }
+                    PageKind::HugeTlb | PageKind::TransparentHuge => format!("arena regions in {kind} pages"),
+                },
+            }
+        }
+        Err(error) => Finding {
+            name: "huge pages",
+            verdict: Verdict::Bad,
+            found: format!("{settings}; an arena of {} cannot be made: {error}", ByteSize(PROBE_ARENA_BYTES)),
+            consequence: "agents will not start".to_owned(),
+        },
+    }
+}
+
+fn io(arena: &Result<Arena, reprise_buffers::BufferError>) -> Vec<Finding> {
+    let regions = arena.as_ref().map(Arena::regions).unwrap_or_default();
+    let probe = reprise_io::probe(regions);
+    let ring = match &probe.io_uring {
+        Ok(mode) => Finding {
+            name: "io_uring",
+            verdict: Verdict::Good,
+            found: format!("available ({mode})"),
+            consequence: "devices are driven by io_uring, one ring each".to_owned(),
+        },
+        Err(error) => Finding {
+            name: "io_uring",
+            verdict: Verdict::Fair,
+            found: format!("refused: {error}"),
+            consequence:
+                "devices are driven by pread and pwrite from a few threads: expect less bandwidth. A seccomp \
+                          profile or kernel.io_uring_disabled may be the cause"
+                    .to_owned(),
+        },
+    };
+    let limit = probe.memlock_limit.map_or_else(|| "unlimited".to_owned(), bytes_text);
+    let buffers = match &probe.registered_buffers {
+        Ok(count) => Finding {
+            name: "registered buffers",
+            verdict: Verdict::Good,
+            found: format!("{count} regions registered; memlock limit {limit}"),
+            consequence: "arena regions are registered once instead of being mapped for each operation"
+                .to_owned(),
+        },
+        Err(error) => Finding {
+            name: "registered buffers",
+            verdict: Verdict::Fair,
+            found: format!("refused: {error}; memlock limit {limit}"),
+            consequence: "each operation maps its memory anew: raise the memlock limit to the arena's size"
+                .to_owned(),
+        },
+    };
+    vec![ring, buffers]
+}
+
+fn direct_io(directory: &Path) -> Finding {
+    let path = directory.join(".reprise-doctor");
+    let tried = fs::write(&path, [0; 4096]).and_then(|()| {
+        fs::File::options().read(true).write(true).custom_flags(O_DIRECT).open(&path).map(drop)
+    });
+    drop(fs::remove_file(&path));
+    match tried {
+        Ok(()) => Finding {
+            name: "direct I/O",
+            verdict: Verdict::Good,
+            found: format!("O_DIRECT works in {}", directory.display()),
+            consequence: "pool files bypass the page cache".to_owned(),
+        },
+        Err(error) => Finding {
+            name: "direct I/O",
+            verdict: Verdict::Fair,
+            found: format!("O_DIRECT is refused in {}: {error}", directory.display()),
+            consequence: "a pool here goes through the page cache, which costs memory and copies: use ext4 or XFS on a \
+                          local device"
+                .to_owned(),
+        },
+    }
+}
+
+fn nvme() -> Finding {
+    let devices = entries("/sys/class/nvme");
+    Finding {
+        name: "NVMe",
+        verdict: if devices.is_empty() { Verdict::Absent } else { Verdict::Good },
+        found: if devices.is_empty() { "no controller".to_owned() } else { devices.join(", ") },
+        consequence: if devices.is_empty() {
+            "pools are files on whatever block device is there".to_owned()
+        } else {
+            "name /dev/disk/by-id/… as pool devices, or files on them".to_owned()
+        },
+    }
+}
+
+fn rdma() -> Finding {
+    let devices = entries("/sys/class/infiniband");
+    Finding {
+        name: "RDMA",
+        verdict: Verdict::Absent,
+        found: if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") },
+        consequence: "peers are reached over TCP; this version has no RDMA transport".to_owned(),
+    }
+}
+
+fn gpu() -> Finding {
+    let devices: Vec<String> =
+        entries("/dev").into_iter().filter(|name| name.starts_with("nvidia")).collect();
+    Finding {
+        name: "GPU",
+        verdict: Verdict::Absent,
+        found: if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") },
+        consequence: "blocks reach engines through host memory; this version has no GPU-initiated I/O"
+            .to_owned(),
+    }
+}
+
+/// The choice in brackets of a sysfs setting such as `always [madvise] never`.
+fn chosen(text: &str) -> String {
+    text.split(['[', ']']).nth(1).unwrap_or(text.trim()).to_owned()
+}
+
+fn entries(directory: &str) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(directory)
+        .map(|entries| {
+            entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        })
+        .unwrap_or_default();
+    names.sort();
+    names
+}
+
+fn meminfo_number(name: &str) -> Option<u64> {
+    let info = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find(|line| line.starts_with(name))?;
+    line.split_whitespace().nth(1)?.parse().ok()
+}
+
+fn meminfo_bytes(info: &str, name: &str) -> Option<u64> {
+    let line = info.lines().find(|line| line.starts_with(name))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}

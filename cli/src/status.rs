@@ -1,0 +1,132 @@
+//! `reprise status`: members, nodes, tiers and health of a running cluster, asked from the processes themselves.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use reprise_proto::controlplane::directory_client::DirectoryClient;
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::{DescribeReply, DescribeRequest, ListNodesRequest, NodeInfo};
+use serde::Serialize;
+
+use crate::cluster::{ClusterFile, cache_directory};
+use crate::http;
+use crate::output::{Audience, Table, bytes_text};
+
+/// Arguments of `reprise status`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct StatusArgs {
+    /// The control plane's gRPC address, `host:port` [default: that of the running cluster].
+    #[arg(long, value_name = "ADDRESS")]
+    controlplane: Option<String>,
+    /// Directory of the running cluster [default: the demo's].
+    #[arg(long, value_name = "DIR")]
+    cluster: Option<PathBuf>,
+}
+
+/// The whole status, as printed for programs.
+#[derive(Debug, Serialize)]
+struct Status {
+    controlplane: String,
+    directory_keys: u64,
+    directory_replicas: u64,
+    directory_bytes: u64,
+    nodes: Vec<NodeStatus>,
+}
+
+#[derive(Debug, Serialize)]
+struct NodeStatus {
+    node: u32,
+    name: String,
+    alive: bool,
+    epoch: u64,
+    version: String,
+    peer_address: String,
+    replicas_dram: u64,
+    replicas_nvme: u64,
+    dram_bytes: u64,
+    nvme_bytes: u64,
+    /// The agent's own words, or why it could not be asked.
+    agent: Result<serde_json::Value, String>,
+}
+
+/// `reprise status`.
+pub(crate) fn command(args: &StatusArgs, audience: Audience) -> anyhow::Result<()> {
+    let address = match &args.controlplane {
+        Some(address) => address.clone(),
+        None => {
+            let directory = args.cluster.clone().unwrap_or_else(|| cache_directory().join("demo"));
+            ClusterFile::read(&directory)?.controlplane
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (nodes, directory) = runtime.block_on(ask(&address))?;
+    let status = Status {
+        controlplane: address,
+        directory_keys: directory.keys,
+        directory_replicas: directory.replicas,
+        directory_bytes: directory.bytes,
+        nodes: nodes.into_iter().map(|node| node_status(node, &directory)).collect(),
+    };
+    audience.emit(&status);
+    audience.say(text(&status));
+    Ok(())
+}
+
+async fn ask(address: &str) -> anyhow::Result<(Vec<NodeInfo>, DescribeReply)> {
+    let endpoint = format!("http://{address}");
+    let unreachable = || format!("cannot reach the control plane at {address}");
+    let mut membership = MembershipClient::connect(endpoint.clone()).await.with_context(unreachable)?;
+    let mut directory = DirectoryClient::connect(endpoint).await.with_context(unreachable)?;
+    let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
+    let described =
+        directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner();
+    Ok((nodes, described))
+}
+
+fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
+    let replicas = directory.nodes.iter().find(|replicas| replicas.node == node.node);
+    let agent = http::get(&node.admin_address, "/status")
+        .and_then(|body| serde_json::from_str(&body).context("not JSON"))
+        .map_err(|error| format!("{error:#}"));
+    NodeStatus {
+        node: node.node,
+        name: node.name,
+        alive: node.alive,
+        epoch: node.epoch,
+        version: node.version,
+        peer_address: node.peer_address,
+        replicas_dram: replicas.map_or(0, |replicas| replicas.dram),
+        replicas_nvme: replicas.map_or(0, |replicas| replicas.nvme),
+        dram_bytes: node.dram_bytes,
+        nvme_bytes: node.nvme_bytes,
+        agent,
+    }
+}
+
+fn text(status: &Status) -> String {
+    let mut table =
+        Table::new(&["node", "alive", "epoch", "DRAM", "NVMe", "DRAM blocks", "NVMe blocks", "agent"]);
+    for node in &status.nodes {
+        table.row(vec![
+            node.name.clone(),
+            if node.alive { "yes" } else { "NO" }.to_owned(),
+            node.epoch.to_string(),
+            bytes_text(node.dram_bytes),
+            bytes_text(node.nvme_bytes),
+            node.replicas_dram.to_string(),
+            node.replicas_nvme.to_string(),
+            match &node.agent {
+                Ok(_) => "answers".to_owned(),
+                Err(error) => error.clone(),
+            },
+        ]);
+    }
+    format!(
+        "control plane {}: {} keys, {} replicas in {}\n\n{}",
+        status.controlplane,
+        status.directory_keys,
+        status.directory_replicas,
+        bytes_text(status.directory_bytes),
+        table.render()
+    )
+}
