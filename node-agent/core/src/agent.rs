@@ -189,6 +189,7 @@ impl AgentCore {
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted => self.announce_all(),
+            Event::Flush => self.urge_writeback(),
             Event::Tick => {}
         }
     }

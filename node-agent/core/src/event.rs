@@ -75,6 +75,8 @@ pub enum Event {
     },
     /// The control plane asks for everything (new registration): announce the whole inventory.
     InventoryWanted,
+    /// Blocks that wait for company on their way to NVMe are to be written now: the agent is about to stop.
+    Flush,
     /// Time passed; sent whenever the instant of [`AgentCore::next_deadline`](crate::agent::AgentCore) is reached.
     Tick,
 }

@@ -192,6 +192,11 @@ impl DevicePool {
         self.slots.content(page)
     }
 
+    /// The block stored at a page; `None` when nothing durable is stored there.
+    pub fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
+        self.slots.stored(page)
+    }
+
     /// Whether [`DevicePool::write_batch`] may be called: fewer than [`BATCHES_MAX`] are in flight and the device works.
     pub fn can_start_batch(&self) -> bool {
         self.health == Health::Working && self.batches.len() < BATCHES_MAX
@@ -209,7 +214,7 @@ impl DevicePool {
         let mut ops = Vec::with_capacity(blocks.len() + 1);
         let mut pending = Batch::new(batch, blocks.len());
         for block in blocks {
-            self.start_block(&mut pending, block, &mut ops);
+            self.start_block(&mut pending, &block, &mut ops);
         }
         if pending.writes() == BatchWaits::ForNothing {
             self.gate.wait(Waiter::Batch(batch));
@@ -300,7 +305,7 @@ impl DevicePool {
         self.slots.audit()
     }
 
-    fn start_block(&mut self, batch: &mut Batch, block: BlockWrite, ops: &mut Vec<DeviceOp>) {
+    fn start_block(&mut self, batch: &mut Batch, block: &BlockWrite, ops: &mut Vec<DeviceOp>) {
         let Some(layout) = self.slots.acquire_layout(&block.layout) else {
             self.slots.release(block.page);
             batch.block_refused(block.key);
@@ -456,12 +461,5 @@ impl DevicePool {
     fn batch_mut(&mut self, id: BatchId) -> &mut Batch {
         let position = self.batch_position(id);
         &mut self.batches[position]
-    }
-}
-
-impl DevicePool {
-    /// Where a stored block lies according to the pool itself; `None` when nothing durable is stored at the page.
-    pub fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
-        self.slots.stored(page)
     }
 }

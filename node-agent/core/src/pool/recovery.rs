@@ -19,8 +19,8 @@
 //! lost. A missing page inside or behind the last group may never have been acknowledged: that is a torn tail. Records
 //! behind a hole and beside a torn page are applied; [`slots`](super::slots) decides by generation.
 //!
-//! After any damage, and after a torn append with a valid page behind a missing one, the pool writes a new bank before it
-//! appends anything.
+//! After any damage, and after a torn append with a valid page behind a missing one or a torn header, the pool writes a new
+//! bank before it appends anything.
 
 mod log_scan;
 mod opening;
@@ -285,7 +285,6 @@ impl Recovery {
         let banks = rank_banks(&self.headers)?;
         let (active, other) = (banks[0], banks.get(1).copied());
         self.report.bank_epoch = active.header.epoch;
-        self.report.bank_headers_bad = active.copies_bad;
         let geometry = self.reader().superblock.geometry;
         self.stages.extend(Stage::bank(&geometry, &active));
         if other.is_none() {
@@ -364,12 +363,18 @@ impl Recovery {
         let end = scan.finish();
         self.report.journal_holes += end.holes;
         let active = self.reader_mut().active.as_mut().expect("logs are read after the headers");
-        if active.0.index == bank {
-            active.1 = Some(end);
-            self.report.torn_pages = end.torn;
-        } else {
+        if active.0.index != bank {
             // The bank before the active one ended with a durable append: its last group cannot be torn.
             self.report.journal_holes += end.torn;
+            return;
+        }
+        active.1 = Some(end);
+        let copies_bad = active.0.copies_bad;
+        self.report.torn_pages = end.torn;
+        if end.was_active {
+            self.report.bank_headers_bad += copies_bad;
+        } else {
+            self.report.torn_pages += copies_bad;
         }
     }
 
@@ -385,7 +390,6 @@ impl Recovery {
     fn other_was_active(&mut self, bank: usize, epoch: u64) {
         let geometry = self.reader().superblock.geometry;
         self.report.bank_epoch = epoch;
-        self.report.bank_headers_bad += 2;
         self.report.other_bank_used = true;
         let header = BankHeader { epoch, next_generation: 0, checkpoint_records: 0, checkpoint_pages: 0 };
         self.reader_mut().active = Some((Bank { index: bank, header, copies_bad: 2 }, None));
@@ -422,7 +426,7 @@ impl JournalReader {
         let stored = self.slots.finish_restore();
         report.blocks_stored = stored.len() as u64;
         report.slots_quarantined = self.slots.tally().quarantined_slots;
-        report.repair_due = !report.is_clean() || log.torn_inside > 0;
+        report.repair_due = !report.is_clean() || log.torn_inside > 0 || active.copies_bad > 0;
         let repair = report.repair_due.then_some(Repair { superblock_copies: self.superblock_copies_bad });
         let position =
             JournalPosition { bank: active.index, epoch: active.header.epoch, log_next: log.next, repair };

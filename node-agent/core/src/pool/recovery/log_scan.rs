@@ -29,6 +29,9 @@ pub(super) struct LogEnd {
     pub(super) torn_inside: u64,
     /// All pages of the last append that are missing.
     pub(super) torn: u64,
+    /// Whether something was appended behind the group that a change of banks begins a log with. Only then is it certain
+    /// that the bank was active: that both copies of its header were durable.
+    pub(super) was_active: bool,
 }
 
 impl LogScan {
@@ -59,7 +62,8 @@ impl LogScan {
         let before_end = |run: &Range<u32>| u64::from(run.end.min(self.end).saturating_sub(run.start));
         let torn_inside = self.missing.iter().map(before_end).sum();
         let behind = u64::from(self.group.end.saturating_sub(self.end)).max(self.damaged_behind);
-        LogEnd { next: self.end, holes: self.holes, torn_inside, torn: torn_inside + behind }
+        let was_active = self.group.start > 0;
+        LogEnd { next: self.end, holes: self.holes, torn_inside, torn: torn_inside + behind, was_active }
     }
 }
 
@@ -88,13 +92,20 @@ mod tests {
     }
 
     fn end(next: u32, holes: u64, torn_inside: u64, torn: u64) -> LogEnd {
-        LogEnd { next, holes, torn_inside, torn }
+        LogEnd { next, holes, torn_inside, torn, was_active: next > 1 }
     }
 
     #[test]
     fn an_intact_log_ends_behind_its_last_page() {
         assert_eq!(scan(""), end(0, 0, 0, 0));
         assert_eq!(scan(". .. . - - -"), end(4, 0, 0, 0));
+    }
+
+    #[test]
+    fn a_log_of_one_group_may_not_have_been_activated() {
+        assert!(!scan("- -").was_active);
+        assert!(!scan(".. -").was_active);
+        assert!(scan(".. . -").was_active);
     }
 
     #[test]

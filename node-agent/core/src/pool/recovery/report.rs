@@ -16,7 +16,8 @@ pub struct RecoveryReport {
     pub blocks_stored: u64,
     /// Slots that are never used again.
     pub slots_quarantined: u64,
-    /// Pages of the last append that were not written whole: never acknowledged (or rotten since; that cannot be told apart).
+    /// Pages of the last append, or copies of a header that made its bank active, that were not written whole: never
+    /// acknowledged (or rotten since; that cannot be told apart).
     pub torn_pages: u64,
     /// Log pages that were durable once and cannot be read any more. Each recorded up to 63 stores and frees: those
     /// blocks are lost, those freed may be back until a read finds their slots reused.
@@ -25,7 +26,7 @@ pub struct RecoveryReport {
     pub checkpoint_pages_bad: u64,
     /// Copies of the superblock that are damaged.
     pub superblock_copies_bad: u64,
-    /// Copies of the active bank's header that are damaged.
+    /// Copies of the active bank's header that were durable once and are damaged.
     pub bank_headers_bad: u64,
     /// Pages that the device could not read.
     pub unreadable_pages: u64,

@@ -1,0 +1,154 @@
+//! A device that loses what was not synced.
+//!
+//! Pages of metadata are kept whole; a block's payload is one number per layer. A write is seen by reads from its
+//! completion on, and survives a crash for certain when a sync that was submitted after its completion has ended.
+//! At a crash each page of every other write, completed or not, is kept or dropped by chance.
+
+use std::collections::BTreeMap;
+
+use reprise_agent_core::pool::{
+    DeviceOpKind, DevicePool, PageNumber, PoolParams, Recovery, RecoveryReport, StoredBlock,
+};
+
+use crate::memory::Tag;
+use crate::rng::Rng;
+
+const PAGE: usize = 4096;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Disk {
+    bytes: u64,
+    durable: Image,
+    current: Image,
+    /// Completed, not synced.
+    unsynced: Vec<Written>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Image {
+    pages: BTreeMap<u64, Box<[u8]>>,
+    /// Payload of the slot whose header is at a page.
+    payloads: BTreeMap<u64, Vec<Tag>>,
+}
+
+/// Something written.
+#[derive(Clone, Debug)]
+pub struct Written {
+    first_page: u64,
+    pages: Vec<Box<[u8]>>,
+    payload: Option<Vec<Tag>>,
+}
+
+impl Written {
+    /// What an operation writes; the payload as it is in memory.
+    pub fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<Written> {
+        let split = |bytes: &[u8]| bytes.chunks(PAGE).map(Box::from).collect();
+        match kind {
+            DeviceOpKind::WritePages { offset, bytes } => {
+                assert!(offset % PAGE as u64 == 0 && bytes.len() % PAGE == 0, "whole pages");
+                Some(Written { first_page: offset / PAGE as u64, pages: split(bytes), payload: None })
+            }
+            DeviceOpKind::WriteBlock { offset, header, .. } => Some(Written {
+                first_page: offset / PAGE as u64,
+                pages: split(header),
+                payload: Some(payload.to_vec()),
+            }),
+            DeviceOpKind::Sync => None,
+        }
+    }
+}
+
+impl Image {
+    fn apply(&mut self, written: &Written, keep: impl FnMut(usize) -> bool) {
+        let mut keep = keep;
+        for (at, page) in written.pages.iter().enumerate() {
+            if keep(at) {
+                self.pages.insert(written.first_page + at as u64, page.clone());
+            }
+        }
+        if let Some(payload) = written.payload.as_ref().filter(|_| keep(written.pages.len())) {
+            self.payloads.insert(written.first_page, payload.clone());
+        }
+    }
+
+    fn page(&self, page: u64) -> Box<[u8]> {
+        self.pages.get(&page).cloned().unwrap_or_else(|| vec![0; PAGE].into_boxed_slice())
+    }
+}
+
+impl Disk {
+    /// A formatted device and its empty pool.
+    pub fn format(bytes: u64, index: u8) -> (Disk, DevicePool) {
+        let params = PoolParams {
+            device_bytes: bytes,
+            segment_bytes: 2 << 20,
+            pool_uuid: [index + 1; 16],
+            device_index: index,
+            created_unix_us: 1,
+        };
+        let mut image = Image::default();
+        for (offset, bytes) in DevicePool::format(&params).expect("sound parameters") {
+            let kind = DeviceOpKind::WritePages { offset, bytes };
+            image.apply(&Written::of(&kind, &[]).expect("a write"), |_| true);
+        }
+        let disk = Disk { bytes, durable: image.clone(), current: image, unsynced: Vec::new() };
+        let (pool, stored, _) = disk.recover();
+        assert!(stored.is_empty());
+        (disk, pool)
+    }
+
+    /// What the journal says after a crash or a clean end.
+    pub fn recover(&self) -> (DevicePool, Vec<StoredBlock>, RecoveryReport) {
+        let mut recovery = Recovery::new(self.bytes);
+        while let Some((offset, bytes)) = recovery.next_read() {
+            let first = offset / PAGE as u64;
+            let pages = (0..bytes.div_ceil(PAGE) as u64).flat_map(|page| self.durable.page(first + page));
+            let read: Vec<u8> = pages.take(bytes).collect();
+            recovery.feed(&read).expect("the pool is sound");
+        }
+        recovery.finish().expect("the pool is sound")
+    }
+
+    /// A write has ended well.
+    pub fn complete(&mut self, written: Written) {
+        self.current.apply(&written, |_| true);
+        self.unsynced.push(written);
+    }
+
+    /// Writes that a sync submitted now makes durable.
+    pub fn covered(&self) -> usize {
+        self.unsynced.len()
+    }
+
+    /// A sync has ended that covered so many of the oldest writes.
+    pub fn synced(&mut self, covered: usize) {
+        // An earlier sync may have made some of them durable: applying twice changes nothing, as later ones follow.
+        for written in self.unsynced.drain(..covered.min(self.unsynced.len())) {
+            self.durable.apply(&written, |_| true);
+        }
+    }
+
+    /// Power fails while these writes are under way.
+    pub fn crash(&mut self, running: Vec<Written>, rng: &mut Rng) {
+        for written in std::mem::take(&mut self.unsynced).into_iter().chain(running) {
+            self.durable.apply(&written, |_| rng.chance(500));
+        }
+        self.current = self.durable.clone();
+    }
+
+    /// Header page and payload of the slot at a page.
+    pub fn read(&self, page: PageNumber) -> (Box<[u8]>, Vec<Tag>) {
+        let page = u64::from(page.0);
+        (self.current.page(page), self.current.payloads.get(&page).cloned().unwrap_or_default())
+    }
+
+    /// Damages the payload of the slot at a page.
+    pub fn rot(&mut self, page: PageNumber) {
+        for image in [&mut self.current, &mut self.durable] {
+            if let Some(payload) = image.payloads.get_mut(&u64::from(page.0)) {
+                payload.iter_mut().for_each(|tag| *tag ^= 1 << 40);
+            }
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! Tests of `AgentCore` against a simulated world: engines, devices, peers and a directory that do what the core
+//! wants in random order, with errors, deaths and delays.
+//!
+//! A block's bytes are modelled as one number per layer, and its checksums as functions of that number, so that the
+//! world sees whenever anybody would have read bytes that were not committed under the key, without moving bytes.
+//! `AgentCore::audit` runs after every event.
+//!
+//! Replay one seed of the random tests: `REPRISE_SEED=<seed> cargo test -p reprise-agent-core --test agent`.
+
+mod disk;
+mod engine;
+mod memory;
+mod peers;
+mod power_loss;
+mod random;
+mod rng;
+mod scenarios;
+mod speed;
+mod world;

@@ -1,0 +1,290 @@
+//! A small world for the pool: a disk that can lose power, a pool on it, and a model of what the pool has promised.
+//!
+//! The disk executes operations in any order, keeps what was not synced in a volatile cache, and on power loss applies
+//! any part of it, in any order, sector by sector. The model knows of every block ever written what its fate may be.
+//!
+//! Deterministic from a seed; a failing test prints it.
+#![allow(dead_code, reason = "each test file uses its own part of the world")]
+
+pub(crate) mod disk;
+pub(crate) mod model;
+pub(crate) mod random;
+
+use reprise_agent_core::effect::{ArenaSlot, RegionId};
+use reprise_agent_core::pool::{
+    BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, DevicePool, PageNumber, PoolError, PoolEvent,
+    PoolParams, Recovery, RecoveryReport, StoredBlock,
+};
+use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts};
+
+use disk::Disk;
+use model::Model;
+use random::Random;
+
+/// Bytes of a page.
+pub(crate) const PAGE: u64 = 4096;
+
+/// A layout whose payload has so many pages.
+pub(crate) fn layout(pages: u16) -> Layout {
+    let spec = LayoutSpec {
+        layers: 2,
+        parts: Parts::KeyValue,
+        kv_heads: 1,
+        head_dim: 64,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 8 * pages,
+        tp_rank: 0,
+        tp_size: 1,
+    };
+    let layout = spec.validate().expect("valid");
+    assert_eq!(layout.slot_bytes(), u64::from(pages) * PAGE);
+    layout
+}
+
+/// Parameters of a small pool.
+pub(crate) fn params(device_bytes: u64) -> PoolParams {
+    PoolParams {
+        device_bytes,
+        segment_bytes: 2 << 20,
+        pool_uuid: *b"pool-under-test!",
+        device_index: 3,
+        created_unix_us: 1_700_000_000_000_000,
+    }
+}
+
+/// A block's payload: every sector says whose it is and where in the payload it belongs.
+pub(crate) fn payload(key: &BlockKey, bytes: u64) -> Vec<u8> {
+    let mut out = vec![0; usize::try_from(bytes).expect("small")];
+    for (sector, place) in out.chunks_exact_mut(512).enumerate() {
+        place[..16].copy_from_slice(&key.0);
+        place[16..24].copy_from_slice(&(sector as u64).to_le_bytes());
+    }
+    out
+}
+
+/// Checksums that only this block has. (Real ones are the business of those who move bytes.)
+pub(crate) fn checksums(key: &BlockKey, layout: &Layout) -> Box<[u32]> {
+    let base = u32::from_le_bytes([key.0[0], key.0[1], key.0[2], key.0[3]]);
+    (0..layout.objects()).map(|object| base.wrapping_mul(31).wrapping_add(object)).collect()
+}
+
+/// A block to write.
+pub(crate) fn block_write(key: BlockKey, layout: Layout, page: PageNumber) -> BlockWrite {
+    let slot =
+        ArenaSlot { region: RegionId(0), offset: u64::from(page.0) * PAGE, bytes: layout.slot_bytes() };
+    BlockWrite {
+        key,
+        layout,
+        content: ContentId::UNKNOWN,
+        priority: key.0[0] % 3,
+        checksums: checksums(&key, &layout),
+        slot,
+        page,
+    }
+}
+
+/// Opens whatever is on a disk.
+pub(crate) fn recover(disk: &Disk) -> Result<(DevicePool, Vec<StoredBlock>, RecoveryReport), PoolError> {
+    let mut recovery = Recovery::new(disk.bytes());
+    while let Some((offset, bytes)) = recovery.next_read() {
+        match disk.read(offset, bytes) {
+            Some(read) => recovery.feed(&read)?,
+            None => recovery.feed_unreadable()?,
+        }
+    }
+    recovery.finish()
+}
+
+/// A freshly formatted disk.
+pub(crate) fn formatted(params: &PoolParams) -> Disk {
+    let mut disk = Disk::new(params.device_bytes);
+    for (offset, bytes) in DevicePool::format(params).expect("formats") {
+        disk.write_durably(offset, &bytes);
+    }
+    disk
+}
+
+/// A pool in use on a disk.
+pub(crate) struct World {
+    /// The pool.
+    pub(crate) pool: DevicePool,
+    /// Its disk.
+    pub(crate) disk: Disk,
+    /// What the pool may and must do.
+    pub(crate) model: Model,
+    /// Where all choices come from.
+    pub(crate) random: Random,
+    /// Operations that the disk has not reported yet.
+    pub(crate) in_flight: Vec<DeviceOp>,
+    /// Events that nobody has looked at.
+    pub(crate) events: Vec<PoolEvent>,
+    /// Operations executed since the world began.
+    pub(crate) executed: u64,
+}
+
+impl World {
+    /// A new pool.
+    pub(crate) fn new(params: &PoolParams, seed: u64) -> World {
+        let disk = formatted(params);
+        let (pool, stored, report) = recover(&disk).expect("a formatted disk opens");
+        assert!(stored.is_empty() && report.is_clean(), "{report:?}");
+        World {
+            pool,
+            disk,
+            model: Model::default(),
+            random: Random::new(seed),
+            in_flight: Vec::new(),
+            events: Vec::new(),
+            executed: 0,
+        }
+    }
+
+    /// Starts a batch of up to `count` new blocks; returns how many found a slot.
+    pub(crate) fn start_batch(&mut self, count: u64, layouts: &[Layout]) -> usize {
+        let mut blocks = Vec::new();
+        for _ in 0..count {
+            let layout = layouts[self.random.index(layouts.len())];
+            let before = self.pool.allocatable(layout.slot_bytes());
+            let Some(page) = self.pool.allocate(layout.slot_bytes()) else {
+                assert_eq!(before, 0, "allocate refused though {before} slots were allocatable");
+                continue;
+            };
+            assert!(before > 0, "allocate gave a slot though none was allocatable");
+            self.model.allocated(page, &layout);
+            if self.random.chance(1, 20) {
+                self.pool.release_unwritten(page);
+                self.model.released(page);
+                continue;
+            }
+            let key = self.model.new_key();
+            blocks.push(block_write(key, layout, page));
+        }
+        let batch = self.model.begin_batch(&blocks);
+        let started = blocks.len();
+        let ops = self.pool.write_batch(batch, blocks);
+        self.take(ops);
+        started
+    }
+
+    /// Frees one stored block, if there is any.
+    pub(crate) fn free_one(&mut self) {
+        if let Some(page) = self.model.pick_stored(&mut self.random) {
+            self.model.free_requested(page);
+            self.pool.free(page);
+        }
+    }
+
+    /// Quarantines one stored block, if there is any.
+    pub(crate) fn quarantine_one(&mut self) {
+        if let Some(page) = self.model.pick_stored(&mut self.random) {
+            self.model.quarantine_requested(page);
+            self.pool.quarantine(page);
+        }
+    }
+
+    /// Journals removals without a batch.
+    pub(crate) fn flush(&mut self) {
+        let ops = self.pool.flush_frees();
+        self.take(ops);
+    }
+
+    /// Lets the disk execute and report one operation of its choice. False when there is none.
+    pub(crate) fn step(&mut self) -> bool {
+        self.step_with(|_, _| Ok(()))
+    }
+
+    /// As [`World::step`]; `fate` says how the operation ends.
+    pub(crate) fn step_with(
+        &mut self,
+        fate: impl FnOnce(&mut Random, &DeviceOpKind) -> Result<(), DeviceError>,
+    ) -> bool {
+        if self.in_flight.is_empty() {
+            return false;
+        }
+        let op = self.in_flight.swap_remove(self.random.index(self.in_flight.len()));
+        let result = fate(&mut self.random, &op.kind);
+        match (&op.kind, result) {
+            (DeviceOpKind::Sync, Ok(())) => self.disk.sync_done(op.token.0),
+            (_, Ok(())) => self.disk.write_done(op.token.0),
+            (_, Err(_)) => {}
+        }
+        self.executed += 1;
+        let (ops, events) = self.pool.done(op.token, result);
+        for event in &events {
+            self.model.event(event);
+        }
+        if self.pool.usage().pending_frees_bytes == 0 {
+            self.model.frees_are_durable();
+        }
+        self.events.extend(events);
+        self.take(ops);
+        true
+    }
+
+    /// Executes until nothing is in flight.
+    pub(crate) fn settle(&mut self) {
+        while self.step() {}
+    }
+
+    /// Power fails; what survives is opened and compared with the model, and becomes the world.
+    pub(crate) fn lose_power(&mut self) -> RecoveryReport {
+        self.disk.lose_power(&mut self.random);
+        self.reopen()
+    }
+
+    /// The process is killed: whatever it has written is there, and any part of what it was writing.
+    pub(crate) fn kill(&mut self) -> RecoveryReport {
+        self.disk.kill(&mut self.random);
+        self.reopen()
+    }
+
+    fn reopen(&mut self) -> RecoveryReport {
+        self.in_flight.clear();
+        self.events.clear();
+        let before = self.disk.clone();
+        let (pool, stored, report) = recover(&self.disk).expect("a pool survives a crash");
+        assert!(self.disk.same_bytes(&before), "recovery writes nothing");
+        assert!(report.is_clean(), "a crash is no damage: {report:?}");
+        self.model.check_recovered(&stored, &self.disk);
+        self.model.crashed(&stored);
+        self.pool = pool;
+        self.check_usage();
+        report
+    }
+
+    /// The pool's own invariants, and its figures against the model's.
+    pub(crate) fn check_usage(&self) {
+        self.pool.audit().expect("the slots are consistent");
+        let usage = self.pool.usage();
+        let sum = usage.slot_bytes_used
+            + usage.slot_bytes_free
+            + usage.pending_frees_bytes
+            + usage.slot_bytes_quarantined
+            + usage.slack_bytes;
+        assert_eq!(sum, usage.capacity_bytes, "{usage:?}");
+        self.model.check_usage(&usage);
+    }
+
+    fn take(&mut self, ops: Vec<DeviceOp>) {
+        for op in &ops {
+            match &op.kind {
+                DeviceOpKind::Sync => self.disk.sync_begun(op.token.0),
+                DeviceOpKind::WritePages { offset, bytes } => {
+                    self.disk.write_begun(op.token.0, *offset, bytes.clone());
+                }
+                DeviceOpKind::WriteBlock { offset, header, slot } => {
+                    let key = self.model.key_being_written(*offset);
+                    let mut bytes = header.to_vec();
+                    bytes.extend(payload(&key, slot.bytes));
+                    self.disk.write_begun(op.token.0, *offset, bytes);
+                }
+            }
+        }
+        self.in_flight.extend(ops);
+    }
+}
+
+/// The id of a batch that a test names itself.
+pub(crate) fn batch(number: u64) -> BatchId {
+    BatchId(number)
+}
