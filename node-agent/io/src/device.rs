@@ -69,6 +69,15 @@ pub struct DeviceFile {
     access: FileAccess,
     caching: Caching,
     block_device: bool,
+    unlocking: Unlocking,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unlocking {
+    /// By hand, when dropped.
+    AtDrop,
+    /// By the kernel, when nobody refers to the open file any more.
+    WithLastReference,
 }
 
 impl DeviceFile {
@@ -100,7 +109,8 @@ impl DeviceFile {
             IoError::from_call(Call::Open, opening() + hint, error)
         })?;
         lock(&file, path, access)?;
-        let mut device = DeviceFile { file, path: path.to_owned(), size: 0, access, caching, block_device };
+        let (path, unlocking) = (path.to_owned(), Unlocking::AtDrop);
+        let mut device = DeviceFile { file, path, size: 0, access, caching, block_device, unlocking };
         device.refresh_size()?;
         Ok(device)
     }
@@ -182,6 +192,11 @@ impl DeviceFile {
         &self.file
     }
 
+    /// For an engine that could not end its operations: the lock stands until the kernel has ended them.
+    pub(crate) fn leave_lock_to_operations(&mut self) {
+        self.unlocking = Unlocking::WithLastReference;
+    }
+
     fn refresh_size(&mut self) -> Result<(), IoError> {
         // The end is also where block devices report their size; their st_size is zero.
         self.size = self.file.seek(SeekFrom::End(0)).map_err(|error| self.open_error("sizing", error))?;
@@ -209,8 +224,11 @@ impl fmt::Debug for DeviceFile {
 
 impl Drop for DeviceFile {
     /// Unlocks by hand: a closed ring gives up its reference to the file some time later, and until then the lock
-    /// would stand. Every engine has ended its operations before it drops its file.
+    /// would stand, though every engine has ended its operations before it drops its file (or said that it could not).
     fn drop(&mut self) {
+        if self.unlocking == Unlocking::WithLastReference {
+            return;
+        }
         if let Err(error) = self.file.unlock() {
             tracing::warn!(path = %self.path.display(), %error, "cannot unlock a pool file");
         }

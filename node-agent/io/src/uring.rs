@@ -41,13 +41,15 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(45);
 const BELL: u64 = u64::MAX;
 
 /// See the module's doc.
+///
+/// Fields are dropped in order: the ring is closed before its file is unlocked and its buffers go.
 pub(crate) struct UringEngine {
     ring: Ring,
     slots: Slots,
     fixed: FixedBuffers,
     file: DeviceFile,
     bell: Doorbell,
-    /// Where the doorbell's read puts the count; present while that read is in the ring or has never been.
+    /// Where the doorbell's read puts the count; nobody looks at it.
     bell_count: Box<u64>,
     bell_read: BellRead,
     capacity: usize,
@@ -228,6 +230,7 @@ impl IoEngine for UringEngine {
 impl Drop for UringEngine {
     fn drop(&mut self) {
         if !self.drain() {
+            self.file.leave_lock_to_operations();
             mem::forget(mem::replace(&mut self.slots, Slots::new(0)));
             mem::forget(mem::take(&mut self.bell_count));
             mem::forget(mem::take(&mut self.fixed));

@@ -197,7 +197,7 @@ fn dropped_on_another_thread_it_leaks_what_is_in_flight_rather_than_free_it() {
     assert_reopens(&path);
 }
 
-/// The lock must not outlive the engine, even one that leaked.
+/// The lock of an engine that leaked stands until the kernel is done with its operations, which is soon.
 fn assert_reopens(path: &Path) {
     DeviceFile::open(path, FileAccess::ReadWrite, Missing::Fail).expect("unlocked");
 }

@@ -36,17 +36,7 @@ impl FixedBuffers {
     /// # Errors
     /// What the kernel says; ENOMEM means the limit of locked memory (io_uring_register(2)).
     pub(crate) fn register(ring: &IoUring, regions: &[Arc<Region>]) -> io::Result<FixedBuffers> {
-        let mut iovecs = Vec::new();
-        for region in regions {
-            let base = region.as_ptr();
-            let mut start = 0;
-            while start < region.bytes() {
-                let bytes = (region.bytes() - start).min(BUFFER_BYTES_MAX);
-                let iov_base = base.wrapping_byte_add(start as usize).cast();
-                iovecs.push(libc::iovec { iov_base, iov_len: bytes as usize });
-                start += bytes;
-            }
-        }
+        let iovecs = pieces(regions, BUFFER_BYTES_MAX);
         if iovecs.is_empty() {
             return Ok(FixedBuffers::default());
         }
@@ -59,14 +49,7 @@ impl FixedBuffers {
         // SAFETY: the iovecs lie in mappings of the regions, which are kept alive by the returned value, which the
         // engine drops after its ring (io_uring_register(2), IORING_REGISTER_BUFFERS).
         unsafe { ring.submitter().register_buffers(&iovecs) }?;
-        let buffer = |(index, iovec): (usize, &libc::iovec)| FixedBuffer {
-            start: iovec.iov_base.addr(),
-            bytes: iovec.iov_len,
-            index: u16::try_from(index).expect("BUFFERS_MAX fits 16 bits"),
-        };
-        let mut buffers: Vec<_> = iovecs.iter().enumerate().map(buffer).collect();
-        buffers.sort_by_key(|buffer| buffer.start);
-        Ok(FixedBuffers { buffers, _regions: regions.to_vec() })
+        Ok(FixedBuffers { buffers: table(&iovecs), _regions: regions.to_vec() })
     }
 
     /// How many buffers are registered.
@@ -81,5 +64,55 @@ impl FixedBuffers {
         let buffer = &self.buffers[after.checked_sub(1)?];
         let inside = span.len() <= buffer.bytes && start - buffer.start <= buffer.bytes - span.len();
         inside.then_some(buffer.index)
+    }
+}
+
+/// The regions in pieces of at most `bytes_max`, in order.
+fn pieces(regions: &[Arc<Region>], bytes_max: u64) -> Vec<libc::iovec> {
+    let mut iovecs = Vec::new();
+    for region in regions {
+        for start in (0..region.bytes()).step_by(bytes_max as usize) {
+            let iov_base = region.as_ptr().wrapping_byte_add(start as usize).cast();
+            let iov_len = (region.bytes() - start).min(bytes_max) as usize;
+            iovecs.push(libc::iovec { iov_base, iov_len });
+        }
+    }
+    iovecs
+}
+
+/// Where each buffer lies; its index is its place in `iovecs`, as the kernel counts.
+fn table(iovecs: &[libc::iovec]) -> Vec<FixedBuffer> {
+    let buffer = |(index, iovec): (usize, &libc::iovec)| FixedBuffer {
+        start: iovec.iov_base.addr(),
+        bytes: iovec.iov_len,
+        index: u16::try_from(index).expect("BUFFERS_MAX fits 16 bits"),
+    };
+    let mut buffers: Vec<_> = iovecs.iter().enumerate().map(buffer).collect();
+    buffers.sort_by_key(|buffer| buffer.start);
+    buffers
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer};
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_span_is_found_in_the_piece_that_holds_all_of_it() {
+        let config = ArenaConfig { bytes: 8 * MIB, region_bytes: 4 * MIB, huge: HugePolicy::Never };
+        let arena = Arena::new(&config).expect("8 MiB");
+        let buffers = table(&pieces(arena.regions(), 3 * MIB));
+        let fixed = FixedBuffers { buffers, _regions: arena.regions().to_vec() };
+        assert_eq!(fixed.count(), 4);
+        let index =
+            |region, offset, bytes| fixed.index_of(&arena.span(region, offset, bytes).expect("inside"));
+        assert_eq!((index(0, 0, 3 * MIB), index(0, 3 * MIB, MIB)), (Some(0), Some(1)));
+        assert_eq!((index(1, MIB, 4096), index(1, 4 * MIB - 4096, 4096)), (Some(2), Some(3)));
+        assert_eq!((index(0, 3 * MIB - 4096, 8192), index(1, 0, 4 * MIB)), (None, None));
+        assert_eq!(fixed.index_of(&PageBuffer::new(4096).expect("a page").span()), None);
+        assert_eq!(FixedBuffers::default().index_of(&arena.span(0, 0, 4096).expect("inside")), None);
     }
 }

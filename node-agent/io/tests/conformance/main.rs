@@ -27,6 +27,7 @@ macro_rules! conformance {
 conformance! {
     transfers:
         what_is_written_is_read_back,
+        every_registered_region_can_be_read_and_written,
         memory_outside_the_registered_regions_works_too,
         many_operations_in_flight_each_reach_their_own_place,
         scattered_spans_are_read_and_written_in_order,

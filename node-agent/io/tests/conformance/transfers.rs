@@ -20,6 +20,18 @@ pub(crate) fn what_is_written_is_read_back(fixture: &Fixture) {
     }
 }
 
+pub(crate) fn every_registered_region_can_be_read_and_written(fixture: &Fixture) {
+    let mut engine = fixture.open();
+    for (index, region) in (0..).zip(fixture.arena().regions()) {
+        let last = region.span(region.bytes() - 8192, 8192).expect("inside");
+        last.copy_in(&pattern(index + 1, 8192)).expect("writable");
+        run(engine.as_mut(), write(1, index * 8192, vec![last.clone()]));
+        last.copy_in(&[0; 8192]).expect("writable");
+        run(engine.as_mut(), read(2, index * 8192, vec![last.clone()]));
+        assert!(bytes_of(&last) == pattern(index + 1, 8192), "region {index}");
+    }
+}
+
 pub(crate) fn memory_outside_the_registered_regions_works_too(fixture: &Fixture) {
     let mut engine = fixture.open();
     let mut source = buffer(&pattern(5, 64 << 10));
