@@ -113,7 +113,7 @@ impl Cluster {
         let store = directory.join("controlplane.redb");
         remove_if_there(&store)?;
         let text = format!(
-            "listen = \"127.0.0.1:0\"\n\n[admin]\nlisten = \"127.0.0.1:0\"\n\n[store]\nkind = \"embedded\"\npath = {}\n",
+            "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\n[store]\nkind = \"embedded\"\npath = {}\n",
             quoted(&store)
         );
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
@@ -171,7 +171,7 @@ impl Cluster {
         let text = format!(
             "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
              \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[peers]\nlisten = \
-             \"127.0.0.1:0\"\n\n[controlplane]\naddress = \"http://{controlplane}\"\n\n[admin]\nlisten = \
+             \"127.0.0.1:0\"\n\n[controlplane]\naddress = \"{controlplane}\"\n\n[admin]\nlisten = \
              \"127.0.0.1:0\"\n",
             socket = quoted(&socket),
             arena = sizes.arena,
