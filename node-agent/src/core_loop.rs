@@ -50,8 +50,8 @@ pub(crate) enum Input {
     Opened(Box<Opened>),
     /// Wants to know how things are.
     Inspect(Sender<CoreView>),
-    /// Wants to be told when no block is waiting to be written.
-    AwaitDurable(Sender<()>),
+    /// Wants all blocks written, and to be told when they are durable.
+    Flush(Sender<()>),
     /// The end.
     Stop,
 }
@@ -216,7 +216,10 @@ impl CoreLoop {
                 // Whoever asked may have lost patience.
                 let _ = answer.try_send(self.view());
             }
-            Input::AwaitDurable(answer) => self.await_durable = Some(answer),
+            Input::Flush(answer) => {
+                self.await_durable = Some(answer);
+                self.apply(Event::Flush);
+            }
             Input::Stop => return Flow::Stop,
         }
         Flow::On
@@ -243,8 +246,9 @@ impl CoreLoop {
     }
 
     fn tell_if_durable(&mut self) {
-        let nothing_waits = self.core.counters().unsaved_blocks == 0 || !self.executor.has_devices();
-        if nothing_waits && let Some(answer) = self.await_durable.take() {
+        if self.core.counters().unsaved_blocks == 0
+            && let Some(answer) = self.await_durable.take()
+        {
             let _ = answer.try_send(());
         }
     }

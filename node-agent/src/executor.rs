@@ -143,10 +143,6 @@ impl Executor {
         }
     }
 
-    pub(crate) fn has_devices(&self) -> bool {
-        !self.parts.devices.is_empty()
-    }
-
     pub(crate) fn session_views(&self) -> Vec<SessionView> {
         let view = |connected: &Connected| SessionView {
             id: connected.session.id(),

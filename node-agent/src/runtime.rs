@@ -163,7 +163,7 @@ impl Runtime {
         self.sessions.stop_accepting();
         let (durable, is_durable) = bounded(1);
         // The core runs until it is told to stop, which happens below.
-        let _ = self.inbox.send(Input::AwaitDurable(durable));
+        let _ = self.inbox.send(Input::Flush(durable));
         if is_durable.recv_timeout(FLUSH_PATIENCE).is_err() {
             tracing::warn!(
                 "some blocks could not be made durable within {FLUSH_PATIENCE:?}; they are lost, as none was announced"

@@ -8,6 +8,7 @@ mod blocks;
 mod durability;
 mod loads;
 mod process;
+mod random_kill;
 mod sessions;
 mod start;
 mod stop;
