@@ -82,10 +82,14 @@ impl Memory {
                 0,
             )
         };
-        if mapped == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let failure = (mapped == libc::MAP_FAILED).then(io::Error::last_os_error);
+        // Also after a failure: MAP_FIXED takes the old mapping away before it can fail (mmap(2); hugetlb with an
+        // empty pool does), and by now another thread may have mapped something into the hole. Unmapping the aligned
+        // range would tear that out; at worst some address space without memory stays reserved.
         let base = reserved.keep_aligned();
+        if let Some(error) = failure {
+            return Err(error);
+        }
         Ok(Memory { base, bytes, access, region: None, release: Release::Unmap })
     }
 
@@ -204,20 +208,12 @@ impl Reservation {
 
     /// Gives back what lies before and behind the aligned range, and the range's address.
     fn keep_aligned(self) -> NonNull<u8> {
-        let this = std::mem::ManuallyDrop::new(self);
-        let end = this.skip + this.bytes;
+        let end = self.skip + self.bytes;
         // SAFETY: the head of our reservation, which nothing was mapped over.
-        unsafe { unmap(this.start, this.skip) };
+        unsafe { unmap(self.start, self.skip) };
         // SAFETY: the tail of our reservation, which nothing was mapped over.
-        unsafe { unmap(this.start.wrapping_add(end), this.reserved - end) };
-        NonNull::new(this.aligned()).expect("mmap never gives address 0 without MAP_FIXED")
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        // SAFETY: the range was mapped by `new`, and is only dropped here when nobody kept a part of it.
-        unsafe { unmap(self.start, self.reserved) };
+        unsafe { unmap(self.start.wrapping_add(end), self.reserved - end) };
+        NonNull::new(self.aligned()).expect("mmap never gives address 0 without MAP_FIXED")
     }
 }
 
@@ -231,5 +227,32 @@ unsafe fn unmap(start: *mut u8, bytes: usize) {
         let rc = unsafe { libc::munmap(start.cast(), bytes) };
         // EINVAL would mean a range that was never mapped; ENOMEM only occurs when splitting a mapping.
         debug_assert_eq!(rc, 0, "munmap: {}", io::Error::last_os_error());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::{Arena, ArenaConfig, HugePolicy};
+
+    /// Where the hugetlb pool is empty, every arena made with `Prefer` begins with a mapping that fails.
+    #[test]
+    fn mappings_that_fail_in_one_thread_leave_those_of_others_alone() {
+        let config = ArenaConfig { bytes: 8 << 20, region_bytes: 2 << 20, huge: HugePolicy::Prefer };
+        std::thread::scope(|scope| {
+            for seed in 1..=4u8 {
+                let config = &config;
+                scope.spawn(move || {
+                    for round in 0..100 {
+                        let arena = Arena::new(config)
+                            .unwrap_or_else(|error| panic!("thread {seed}, round {round}: {error}"));
+                        for region in arena.regions() {
+                            let page = region.span(0, PAGE_BYTES as u64).expect("inside");
+                            page.copy_in(&[seed; PAGE_BYTES]).expect("writable");
+                        }
+                    }
+                });
+            }
+        });
     }
 }
