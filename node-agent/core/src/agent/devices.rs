@@ -284,7 +284,7 @@ impl AgentCore {
     /// Whether less than the target is free or about to be.
     fn pool_short(&self) -> bool {
         let usage = self.devices.usage();
-        let target = usage.capacity_bytes / 1000 * u64::from(self.settings.pool_free_permille);
+        let target = usage.capacity_bytes * u64::from(self.settings.pool_free_permille) / 1000;
         usage.slot_bytes_free + usage.pending_frees_bytes < target
     }
 

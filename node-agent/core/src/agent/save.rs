@@ -105,7 +105,7 @@ impl AgentCore {
     fn reserve_one(&mut self, session: SessionId, shape: ShapeId) -> Option<(SlabId, FrameIndex)> {
         let slot_bytes = self.shapes.get(shape).slot_bytes;
         let taken = self.reserved_bytes + self.writeback.unsaved_bytes() + slot_bytes;
-        if taken > self.arena.bytes() / 1000 * u64::from(self.settings.arena_unsaved_permille) {
+        if taken > self.arena.bytes() * u64::from(self.settings.arena_unsaved_permille) / 1000 {
             self.urge_writeback();
             return None;
         }

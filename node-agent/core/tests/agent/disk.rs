@@ -17,12 +17,13 @@ const PAGE: usize = 4096;
 
 /// See the module.
 #[derive(Debug)]
-pub struct Disk {
+pub(crate) struct Disk {
     bytes: u64,
     durable: Image,
     current: Image,
-    /// Completed, not synced.
-    unsynced: Vec<Written>,
+    /// Completed, not synced; numbered in order of completion.
+    unsynced: Vec<(u64, Written)>,
+    completed: u64,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -34,7 +35,7 @@ struct Image {
 
 /// Something written.
 #[derive(Clone, Debug)]
-pub struct Written {
+pub(crate) struct Written {
     first_page: u64,
     pages: Vec<Box<[u8]>>,
     payload: Option<Vec<Tag>>,
@@ -42,7 +43,7 @@ pub struct Written {
 
 impl Written {
     /// What an operation writes; the payload as it is in memory.
-    pub fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<Written> {
+    pub(crate) fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<Written> {
         let split = |bytes: &[u8]| bytes.chunks(PAGE).map(Box::from).collect();
         match kind {
             DeviceOpKind::WritePages { offset, bytes } => {
@@ -79,7 +80,7 @@ impl Image {
 
 impl Disk {
     /// A formatted device and its empty pool.
-    pub fn format(bytes: u64, index: u8) -> (Disk, DevicePool) {
+    pub(crate) fn format(bytes: u64, index: u8) -> (Disk, DevicePool) {
         let params = PoolParams {
             device_bytes: bytes,
             segment_bytes: 2 << 20,
@@ -92,14 +93,14 @@ impl Disk {
             let kind = DeviceOpKind::WritePages { offset, bytes };
             image.apply(&Written::of(&kind, &[]).expect("a write"), |_| true);
         }
-        let disk = Disk { bytes, durable: image.clone(), current: image, unsynced: Vec::new() };
+        let disk = Disk { bytes, durable: image.clone(), current: image, unsynced: Vec::new(), completed: 0 };
         let (pool, stored, _) = disk.recover();
         assert!(stored.is_empty());
         (disk, pool)
     }
 
     /// What the journal says after a crash or a clean end.
-    pub fn recover(&self) -> (DevicePool, Vec<StoredBlock>, RecoveryReport) {
+    pub(crate) fn recover(&self) -> (DevicePool, Vec<StoredBlock>, RecoveryReport) {
         let mut recovery = Recovery::new(self.bytes);
         while let Some((offset, bytes)) = recovery.next_read() {
             let first = offset / PAGE as u64;
@@ -111,40 +112,41 @@ impl Disk {
     }
 
     /// A write has ended well.
-    pub fn complete(&mut self, written: Written) {
+    pub(crate) fn complete(&mut self, written: Written) {
         self.current.apply(&written, |_| true);
-        self.unsynced.push(written);
+        self.unsynced.push((self.completed, written));
+        self.completed += 1;
     }
 
-    /// Writes that a sync submitted now makes durable.
-    pub fn covered(&self) -> usize {
-        self.unsynced.len()
+    /// A sync submitted now makes the writes below this number durable.
+    pub(crate) fn covered(&self) -> u64 {
+        self.completed
     }
 
-    /// A sync has ended that covered so many of the oldest writes.
-    pub fn synced(&mut self, covered: usize) {
-        // An earlier sync may have made some of them durable: applying twice changes nothing, as later ones follow.
-        for written in self.unsynced.drain(..covered.min(self.unsynced.len())) {
+    /// A sync has ended.
+    pub(crate) fn synced(&mut self, covered: u64) {
+        for (_, written) in self.unsynced.extract_if(.., |(number, _)| *number < covered) {
             self.durable.apply(&written, |_| true);
         }
     }
 
     /// Power fails while these writes are under way.
-    pub fn crash(&mut self, running: Vec<Written>, rng: &mut Rng) {
-        for written in std::mem::take(&mut self.unsynced).into_iter().chain(running) {
+    pub(crate) fn crash(&mut self, running: Vec<Written>, rng: &mut Rng) {
+        let unsynced = std::mem::take(&mut self.unsynced).into_iter().map(|(_, written)| written);
+        for written in unsynced.chain(running) {
             self.durable.apply(&written, |_| rng.chance(500));
         }
         self.current = self.durable.clone();
     }
 
     /// Header page and payload of the slot at a page.
-    pub fn read(&self, page: PageNumber) -> (Box<[u8]>, Vec<Tag>) {
+    pub(crate) fn read(&self, page: PageNumber) -> (Box<[u8]>, Vec<Tag>) {
         let page = u64::from(page.0);
         (self.current.page(page), self.current.payloads.get(&page).cloned().unwrap_or_default())
     }
 
     /// Damages the payload of the slot at a page.
-    pub fn rot(&mut self, page: PageNumber) {
+    pub(crate) fn rot(&mut self, page: PageNumber) {
         for image in [&mut self.current, &mut self.durable] {
             if let Some(payload) = image.payloads.get_mut(&u64::from(page.0)) {
                 payload.iter_mut().for_each(|tag| *tag ^= 1 << 40);

@@ -9,11 +9,15 @@
 
 mod disk;
 mod engine;
+mod jobs;
 mod memory;
 mod peers;
 mod power_loss;
 mod random;
 mod rng;
-mod scenarios;
+mod scenarios_devices;
+mod scenarios_load;
+mod scenarios_peers;
+mod scenarios_save;
 mod speed;
 mod world;

@@ -8,11 +8,11 @@ use reprise_policy::Layout;
 use crate::rng::mix;
 
 /// What a committed block consists of: every commit has a number of its own.
-pub type Tag = u64;
+pub(crate) type Tag = u64;
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub(crate) struct Memory {
     slots: BTreeMap<(u16, u64), Slot>,
 }
 
@@ -24,27 +24,33 @@ struct Slot {
 
 impl Memory {
     /// Writes layers of a slot, leaving the others.
-    pub fn write(&mut self, slot: ArenaSlot, layout: &Layout, layers: std::ops::Range<u32>, tag: Tag) {
+    pub(crate) fn write(&mut self, slot: ArenaSlot, layout: &Layout, layers: std::ops::Range<u32>, tag: Tag) {
         let end = slot.offset + slot.bytes;
         self.slots.retain(|(region, offset), other| {
             let same = *offset == slot.offset && other.bytes == slot.bytes;
             *region != slot.region.0 || same || *offset >= end || offset + other.bytes <= slot.offset
         });
-        let place = self.slots.entry((slot.region.0, slot.offset)).or_insert_with(|| Slot {
-            bytes: slot.bytes,
-            layers: Vec::new(),
-        });
+        let place = self
+            .slots
+            .entry((slot.region.0, slot.offset))
+            .or_insert_with(|| Slot { bytes: slot.bytes, layers: Vec::new() });
         place.layers.resize(layout.layers() as usize, 0);
         place.layers[layers.start as usize..layers.end as usize].fill(tag);
     }
 
     /// The layers of a slot as they are now.
-    pub fn layers(&self, slot: ArenaSlot) -> &[Tag] {
+    pub(crate) fn layers(&self, slot: ArenaSlot) -> &[Tag] {
         self.slots.get(&(slot.region.0, slot.offset)).map_or(&[], |slot| &slot.layers)
     }
 
     /// The content of leading layers, if every one of them matches the checksums and all agree.
-    pub fn verify(&self, slot: ArenaSlot, layout: &Layout, checksums: &[u32], layers: u32) -> Option<Tag> {
+    pub(crate) fn verify(
+        &self,
+        slot: ArenaSlot,
+        layout: &Layout,
+        checksums: &[u32],
+        layers: u32,
+    ) -> Option<Tag> {
         assert_eq!(checksums.len(), layout.objects() as usize, "a checksum per object");
         let found = self.layers(slot).get(..layers as usize)?;
         let first = *found.first()?;
@@ -56,11 +62,11 @@ impl Memory {
 }
 
 /// Checksums of the objects of a block with this content.
-pub fn checksums(tag: Tag, layout: &Layout) -> Box<[u32]> {
+pub(crate) fn checksums(tag: Tag, layout: &Layout) -> Box<[u32]> {
     (0..u64::from(layout.objects())).map(|object| mix(tag << 16 | object) as u32).collect()
 }
 
 /// Whether two slots share bytes.
-pub fn overlap(a: ArenaSlot, b: ArenaSlot) -> bool {
+pub(crate) fn overlap(a: ArenaSlot, b: ArenaSlot) -> bool {
     a.region == b.region && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes
 }

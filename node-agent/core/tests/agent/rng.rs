@@ -2,46 +2,50 @@
 
 /// A generator; the same seed gives the same numbers.
 #[derive(Clone, Debug)]
-pub struct Rng(u64);
+pub(crate) struct Rng(u64);
 
 impl Rng {
-    pub fn new(seed: u64) -> Rng {
+    pub(crate) fn new(seed: u64) -> Rng {
         Rng(seed)
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
     /// A number below `bound`.
-    pub fn below(&mut self, bound: usize) -> usize {
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound as u64) as usize
     }
 
     /// True in so many of 1000 cases.
-    pub fn chance(&mut self, permille: u64) -> bool {
+    pub(crate) fn chance(&mut self, permille: u64) -> bool {
         self.next() % 1000 < permille
     }
 }
 
 /// Scrambles a number.
-pub fn mix(mut bits: u64) -> u64 {
+pub(crate) fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     bits ^ (bits >> 31)
 }
 
 /// Runs a test for many seeds, or for the one in `REPRISE_SEED`; says which seed failed.
-pub fn for_seeds(count: u64, test: impl Fn(u64)) {
-    if let Ok(seed) = std::env::var("REPRISE_SEED").map(|text| text.parse().expect("REPRISE_SEED is a number")) {
+pub(crate) fn for_seeds(count: u64, test: impl Fn(u64)) {
+    if let Some(seed) = seed_wanted() {
         return test(seed);
     }
     for seed in 0..count {
         let run = std::panic::AssertUnwindSafe(|| test(seed));
-        if let Err(panic) = std::panic::catch_unwind(run) {
-            println!("replay with REPRISE_SEED={seed}");
-            std::panic::resume_unwind(panic);
-        }
+        let ended = std::panic::catch_unwind(run);
+        assert!(ended.is_ok(), "for the reason above; replay with REPRISE_SEED={seed}");
     }
+}
+
+/// The seed to replay, if somebody wants to.
+#[expect(clippy::disallowed_methods, reason = "how a person asks for the replay of one seed")]
+pub(crate) fn seed_wanted() -> Option<u64> {
+    std::env::var("REPRISE_SEED").ok().map(|text| text.parse().expect("REPRISE_SEED is a number"))
 }

@@ -1,0 +1,222 @@
+//! An engine as its agent's session sees it: what it asked for, what it was given, what it was told.
+//!
+//! Panics when an answer breaks the contract: a slot that is in use, a region that was not granted, a second answer,
+//! a notice too many, progress that goes back.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use reprise_agent_core::effect::{
+    Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, ProgressEntry, ProgressUpdate, RegionId,
+    Reply, Source, Ticket,
+};
+use reprise_agent_core::event::{RequestId, Scope};
+use reprise_policy::{BlockKey, Layout, Tick};
+
+use crate::memory::Memory;
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub(crate) layout: Layout,
+    pub(crate) reserved: Vec<(LeaseId, ArenaSlot)>,
+    pub(crate) loads: BTreeMap<LoadId, HeldLoad>,
+    /// Commits whose notice has not come, with the items that it must account for.
+    pub(crate) tickets: BTreeMap<Ticket, u32>,
+    pub(crate) asked: BTreeMap<RequestId, Asked>,
+    /// Answers, newest last; scenarios look at them.
+    pub(crate) replies: Vec<(RequestId, Reply)>,
+    /// Notices: ticket, durable items, lost keys.
+    pub(crate) notices: Vec<(Ticket, u32, Vec<BlockKey>)>,
+    readable: BTreeSet<RegionId>,
+    writable: BTreeSet<RegionId>,
+    page: BTreeMap<ProgressEntry, Page>,
+    requests: u64,
+}
+
+/// What a request was.
+#[derive(Clone, Debug)]
+pub(crate) enum Asked {
+    Reserve(u32),
+    Commit(Vec<BlockKey>),
+    Match(Vec<BlockKey>, Scope),
+    Load { keys: Vec<BlockKey>, answer_by: Tick },
+    Release,
+    Other,
+}
+
+/// A load that was answered and is not released.
+#[derive(Debug)]
+pub(crate) struct HeldLoad {
+    pub(crate) keys: Vec<BlockKey>,
+    pub(crate) blocks: Vec<LoadedBlock>,
+    pub(crate) entry: ProgressEntry,
+}
+
+/// One entry of the progress page.
+#[derive(Debug)]
+pub(crate) struct Page {
+    pub(crate) load: LoadId,
+    pub(crate) layers: u32,
+    pub(crate) failed: BTreeSet<u32>,
+    pub(crate) done: bool,
+}
+
+impl Engine {
+    pub(crate) fn new(layout: Layout) -> Engine {
+        Engine {
+            layout,
+            reserved: Vec::new(),
+            loads: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            replies: Vec::new(),
+            notices: Vec::new(),
+            readable: BTreeSet::new(),
+            writable: BTreeSet::new(),
+            page: BTreeMap::new(),
+            requests: 0,
+        }
+    }
+
+    /// Notes a request and gives it an id.
+    pub(crate) fn ask(&mut self, asked: Asked) -> RequestId {
+        self.requests += 1;
+        let id = RequestId(self.requests);
+        self.asked.insert(id, asked);
+        id
+    }
+
+    /// The progress of a load that was answered.
+    pub(crate) fn progress(&self, load: LoadId) -> &Page {
+        let page = &self.page[&self.loads[&load].entry];
+        assert_eq!(page.load, load, "a held load's entry is its own");
+        page
+    }
+
+    pub(crate) fn on_progress(&mut self, entry: ProgressEntry, update: &ProgressUpdate) {
+        if let ProgressUpdate::Begin { load } = *update {
+            let held = self.loads.values().any(|load| load.entry == entry);
+            assert!(!held, "an entry of a held load was given to another");
+            self.page.insert(entry, Page { load, layers: 0, failed: BTreeSet::new(), done: false });
+            return;
+        }
+        let layers_all = self.layout.layers();
+        let page = self.page.get_mut(&entry).expect("updates follow a beginning");
+        assert!(!page.done, "nothing follows the end of a load");
+        match *update {
+            ProgressUpdate::Begin { .. } => unreachable!("handled above"),
+            ProgressUpdate::Layers { layers } => {
+                assert!(layers > page.layers && layers <= layers_all, "layers only grow");
+                page.layers = layers;
+            }
+            ProgressUpdate::BlockFailed { block } => {
+                assert!(page.failed.insert(block), "a block fails once");
+            }
+            ProgressUpdate::Done => {
+                assert_eq!(page.layers, layers_all, "at the end, all layers of what did not fail are ready");
+                page.done = true;
+            }
+        }
+    }
+
+    pub(crate) fn on_reply(&mut self, request: RequestId, reply: Reply, now: Tick) {
+        let asked = self.asked.remove(&request).expect("one answer per request");
+        match (asked, &reply) {
+            (Asked::Reserve(count), Reply::Reserved { regions, leases, retry_after }) => {
+                self.granted(regions);
+                assert!(leases.len() <= count as usize);
+                assert_eq!(
+                    leases.len() < count as usize,
+                    !retry_after.is_zero(),
+                    "a shortfall says when to retry"
+                );
+                for (_, slot) in leases {
+                    assert!(self.writable.contains(&slot.region), "the region of a slot is granted before");
+                    assert_eq!(slot.bytes, self.layout.slot_bytes());
+                }
+                self.reserved.extend(leases);
+            }
+            (Asked::Commit(keys), Reply::Committed { ticket, statuses }) => {
+                assert_eq!(keys.len(), statuses.len());
+                let counted = |status: &&CommitStatus| {
+                    matches!(status, CommitStatus::Committed | CommitStatus::Duplicate)
+                };
+                let items = statuses.iter().filter(counted).count() as u32;
+                assert!(self.tickets.insert(*ticket, items).is_none(), "tickets are used once");
+            }
+            (Asked::Match(keys, scope), Reply::Matched { sources }) => {
+                assert!(sources.len() <= keys.len());
+                let own = |source: &Source| matches!(source, Source::OwnDram | Source::OwnNvme);
+                assert!(scope == Scope::Cluster || sources.iter().all(own), "a local match is local");
+            }
+            (Asked::Load { keys, answer_by }, Reply::Loaded { load, entry, regions, blocks }) => {
+                assert!(now <= answer_by, "a load is answered by its deadline");
+                assert_eq!(keys.len(), blocks.len());
+                self.granted(regions);
+                for block in blocks {
+                    if let LoadedBlock::Ok { slot, .. } = block {
+                        assert!(
+                            self.readable.contains(&slot.region),
+                            "the region of a slot is granted before"
+                        );
+                    }
+                }
+                let page = &self.page[entry];
+                assert!(page.load == *load && page.layers > 0, "an answer comes with the first layer");
+                let held = HeldLoad { keys, blocks: blocks.clone(), entry: *entry };
+                assert!(self.loads.insert(*load, held).is_none(), "loads have ids of their own");
+            }
+            (Asked::Release, Reply::Released)
+            | (Asked::Other, _)
+            | (_, Reply::Busy { .. } | Reply::BadRequest(_)) => {}
+            (asked, reply) => panic!("{reply:?} is no answer to {asked:?}"),
+        }
+        self.replies.push((request, reply));
+    }
+
+    pub(crate) fn on_notice(&mut self, ticket: Ticket, durable: u32, lost: Vec<BlockKey>) {
+        let items = self.tickets.remove(&ticket).expect("one notice per ticket, after its reply");
+        assert_eq!(items, durable + lost.len() as u32, "a notice accounts for every item");
+        self.notices.push((ticket, durable, lost));
+    }
+
+    /// Reads everything that the engine may read; calls back with key and content.
+    pub(crate) fn read_all(&self, memory: &Memory, mut read: impl FnMut(&BlockKey, u64)) {
+        for (id, load) in &self.loads {
+            let page = self.progress(*id);
+            for (at, block) in (0..).zip(&load.blocks) {
+                let LoadedBlock::Ok { slot, checksums, .. } = block else { continue };
+                if page.failed.contains(&at) {
+                    continue;
+                }
+                let key = &load.keys[at as usize];
+                let tag = memory.verify(*slot, &self.layout, checksums, page.layers);
+                read(
+                    key,
+                    tag.unwrap_or_else(|| {
+                        panic!("{key}: {:?} is not what was committed", memory.layers(*slot))
+                    }),
+                );
+            }
+        }
+    }
+
+    /// Slots that the engine may write or read.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
+        let loaded = self.loads.values().flat_map(|load| &load.blocks).filter_map(|block| match block {
+            LoadedBlock::Ok { slot, .. } => Some(*slot),
+            LoadedBlock::Lost(_) => None,
+        });
+        self.reserved.iter().map(|(_, slot)| *slot).chain(loaded)
+    }
+
+    fn granted(&mut self, regions: &[(RegionId, Access)]) {
+        for (region, access) in regions {
+            let set = match access {
+                Access::ReadOnly => &mut self.readable,
+                Access::ReadWrite => &mut self.writable,
+            };
+            assert!(set.insert(*region), "a region is granted once per access");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! What is under way in the world, and how it ends: device operations, reads, fetches, questions to the directory.
+
+use reprise_agent_core::effect::{ArenaSlot, BlockRead, DeviceId, FillId, LookupId};
+use reprise_agent_core::event::{Event, FillError, FillUpdate};
+use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
+use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
+use reprise_policy::{BlockKey, Layout, NodeId, Tier};
+
+use crate::disk::Written;
+use crate::memory::{Tag, checksums};
+use crate::world::{World, layout_of};
+
+/// Something under way whose end is an event.
+#[derive(Debug)]
+pub(crate) enum Job {
+    Device { device: DeviceId, op: DeviceOp, covered: u64 },
+    Read { device: DeviceId, read: BlockRead, layout: Layout, layers: u32 },
+    Fetch { node: NodeId, fill: FillId, key: BlockKey, slot: ArenaSlot, layout: Layout, layers: u32 },
+    Lookup { lookup: LookupId, keys: Vec<BlockKey> },
+}
+
+/// A fill that has got further.
+struct Progress {
+    fill: FillId,
+    slot: ArenaSlot,
+    layout: Layout,
+    layers: std::ops::Range<u32>,
+    tag: Tag,
+    tier: Tier,
+}
+
+impl World {
+    /// Ends one job, or takes it a step further, as chance wants.
+    pub(crate) fn advance(&mut self, job: usize) {
+        let to = match &self.jobs[job] {
+            Job::Read { layout, layers, .. } | Job::Fetch { layout, layers, .. } => {
+                layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
+            }
+            Job::Device { .. } | Job::Lookup { .. } => 0,
+        };
+        self.advance_to(job, to);
+    }
+
+    /// Ends one job, or brings a fill to a layer, unless chance wants an error.
+    pub(crate) fn advance_to(&mut self, job: usize, to: u32) {
+        match self.jobs.swap_remove(job) {
+            Job::Device { device, op, covered } => self.end_device_op(device, &op, covered),
+            Job::Read { device, read, layout, layers } => self.read_on(device, read, layout, layers..to),
+            Job::Fetch { node, fill, key, slot, layout, layers } => {
+                self.fetch_on(node, (fill, key, slot), layout, layers..to);
+            }
+            Job::Lookup { lookup, keys } => {
+                if self.rng.chance(self.faults.lookup) {
+                    return self.apply(Event::LookupFailed { lookup });
+                }
+                let lies = self.faults.directory_lies;
+                let found = keys.iter().map(|key| self.peers.find(key, &mut self.rng, lies)).collect();
+                self.apply(Event::Found { lookup, found });
+            }
+        }
+    }
+
+    /// Ends a read or fetch with an error.
+    pub(crate) fn fail(&mut self, job: usize, error: FillError) {
+        let fill = match self.jobs.swap_remove(job) {
+            Job::Read { read, .. } => read.fill,
+            Job::Fetch { fill, .. } => fill,
+            other => panic!("{other:?} is no fill"),
+        };
+        self.apply(Event::Fill { fill, update: FillUpdate::Failed(error) });
+    }
+
+    /// Ends all jobs, and those that follow from them.
+    pub(crate) fn finish_jobs(&mut self) {
+        while !self.jobs.is_empty() {
+            let job = self.rng.below(self.jobs.len());
+            self.advance(job);
+            self.read_all();
+        }
+    }
+
+    /// Ends all jobs of devices that save, and those that follow; reads, fetches and questions stay.
+    pub(crate) fn finish_device_ops(&mut self) {
+        while let Some(job) = self.jobs.iter().position(|job| matches!(job, Job::Device { .. })) {
+            self.advance(job);
+        }
+    }
+
+    /// Positions of reads and fetches.
+    pub(crate) fn fills(&self) -> Vec<usize> {
+        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
+        (0..self.jobs.len()).filter(|at| is_fill(&self.jobs[*at])).collect()
+    }
+
+    fn end_device_op(&mut self, device: DeviceId, op: &DeviceOp, covered: u64) {
+        let disk = &mut self.disks[usize::from(device.0)];
+        let token = op.token;
+        let lost = self.lost_devices.contains(&device) || self.rng.chance(self.faults.device_lost);
+        let result = if lost {
+            self.lost_devices.insert(device);
+            Err(DeviceError::Lost)
+        } else if let DeviceOpKind::WriteBlock { slot, .. } = &op.kind {
+            if self.rng.chance(self.faults.write_media) {
+                Err(DeviceError::Media)
+            } else {
+                disk.complete(Written::of(&op.kind, self.memory.layers(*slot)).expect("a write"));
+                Ok(())
+            }
+        } else {
+            match Written::of(&op.kind, &[]) {
+                Some(written) => disk.complete(written),
+                None => disk.synced(covered),
+            }
+            Ok(())
+        };
+        self.apply(Event::DeviceDone { device, token, result });
+    }
+
+    fn read_on(&mut self, device: DeviceId, read: BlockRead, layout: Layout, layers: std::ops::Range<u32>) {
+        let fill = read.fill;
+        let failed = |error| Event::Fill { fill, update: FillUpdate::Failed(error) };
+        if self.lost_devices.contains(&device) || self.rng.chance(self.faults.read) {
+            return self.apply(failed(FillError::Device));
+        }
+        let (page, payload) = self.disks[usize::from(device.0)].read(read.page);
+        let BlockRead { key, generation, header_crc, .. } = read;
+        let expected = ExpectedHeader { key, generation, header_crc };
+        let header = decode_header(&page, &expected).unwrap_or_else(|error| panic!("read {key}: {error}"));
+        let tag = payload[0];
+        if checksums(tag, &layout) != header.checksums {
+            self.memory.write(read.slot, &layout, layers, tag);
+            return self.apply(failed(FillError::Corrupt));
+        }
+        if layers.end < layout.layers() {
+            self.jobs.push(Job::Read { device, read, layout, layers: layers.end });
+        }
+        self.progress(Progress { fill, slot: read.slot, layout, layers, tag, tier: Tier::Nvme });
+    }
+
+    fn fetch_on(
+        &mut self,
+        node: NodeId,
+        peer: (FillId, BlockKey, ArenaSlot),
+        layout: Layout,
+        layers: std::ops::Range<u32>,
+    ) {
+        let (fill, key, slot) = peer;
+        let held = self.peers.held.get(&node).and_then(|blocks| blocks.get(&key)).copied();
+        let error = match held {
+            _ if layout_of(&key) != layout => Some(FillError::Absent),
+            None => Some(FillError::Absent),
+            Some(_) if self.rng.chance(self.faults.fetch) => {
+                Some([FillError::PeerLost, FillError::Corrupt][self.rng.below(2)])
+            }
+            Some(_) => None,
+        };
+        if let Some(error) = error {
+            return self.apply(Event::Fill { fill, update: FillUpdate::Failed(error) });
+        }
+        let (tag, tier) = held.expect("held, or an error above");
+        if layers.end < layout.layers() {
+            self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: layers.end });
+        }
+        self.progress(Progress { fill, slot, layout, layers, tag, tier });
+    }
+
+    fn progress(&mut self, progress: Progress) {
+        let Progress { fill, slot, layout, layers, tag, tier } = progress;
+        let checksums = (layers.start == 0).then(|| checksums(tag, &layout));
+        let update = FillUpdate::Layers { layers: layers.end, checksums, tier };
+        self.memory.write(slot, &layout, layers, tag);
+        self.apply(Event::Fill { fill, update });
+    }
+}

@@ -1,0 +1,135 @@
+//! Other nodes: what they hold, what they want of this one, and the directory that knows of them.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use reprise_agent_core::effect::{ServeId, ServeObjects};
+use reprise_agent_core::event::Replica;
+use reprise_policy::{BlockKey, Layout, NodeId, Tier};
+
+use crate::memory::{Memory, Tag, overlap};
+use crate::rng::Rng;
+
+/// Blocks of other nodes.
+#[derive(Debug, Default)]
+pub(crate) struct Peers {
+    pub(crate) held: BTreeMap<NodeId, BTreeMap<BlockKey, (Tag, Tier)>>,
+}
+
+impl Peers {
+    /// What the directory says: nearly always the truth.
+    pub(crate) fn find(&self, key: &BlockKey, rng: &mut Rng, lies_permille: u64) -> Vec<Replica> {
+        let mut found = Vec::new();
+        for (node, blocks) in &self.held {
+            match blocks.get(key) {
+                Some((_, tier)) if !rng.chance(lies_permille) => {
+                    found.push(Replica { node: *node, tier: *tier });
+                }
+                None if rng.chance(lies_permille) => found.push(Replica { node: *node, tier: Tier::Dram }),
+                _ => {}
+            }
+        }
+        found
+    }
+}
+
+/// A request of a peer, as the transport sees it.
+#[derive(Debug)]
+pub(crate) struct PeerServe {
+    pub(crate) keys: Vec<BlockKey>,
+    pub(crate) layout: Layout,
+    pub(crate) blocks: Vec<PeerServeBlock>,
+}
+
+/// One block of it.
+#[derive(Debug, Default)]
+pub(crate) struct PeerServeBlock {
+    checksums: Option<Box<[u32]>>,
+    /// Given to the transport, not sent yet.
+    queue: VecDeque<ServeObjects>,
+    given: u64,
+    pub(crate) state: Sending,
+}
+
+/// How far a block of a serve is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Sending {
+    /// Something may still come.
+    #[default]
+    Open,
+    /// The core has given all it will; the transport has not reported the end.
+    Given,
+    /// Nothing more happens.
+    Ended,
+}
+
+impl PeerServe {
+    pub(crate) fn new(keys: Vec<BlockKey>, layout: Layout) -> PeerServe {
+        let blocks = keys.iter().map(|_| PeerServeBlock::default()).collect();
+        PeerServe { keys, layout, blocks }
+    }
+
+    pub(crate) fn on_header(&mut self, block: u32, checksums: Box<[u32]>) {
+        let block = &mut self.blocks[block as usize];
+        assert!(block.state == Sending::Open && block.checksums.is_none(), "one header per block, first");
+        assert_eq!(checksums.len(), self.layout.objects() as usize);
+        block.checksums = Some(checksums);
+    }
+
+    pub(crate) fn on_objects(&mut self, objects: ServeObjects) {
+        let layer_bytes = self.layout.layer_bytes();
+        let block = &mut self.blocks[objects.block as usize];
+        assert!(block.state == Sending::Open && block.checksums.is_some(), "objects follow the header");
+        assert!(objects.offset == block.given && objects.bytes > 0, "objects come in order");
+        assert!(objects.bytes.is_multiple_of(layer_bytes), "whole layers");
+        block.given += objects.bytes;
+        assert_eq!(objects.last, block.given == self.layout.block_bytes(), "the last objects say so");
+        if objects.last {
+            block.state = Sending::Given;
+        }
+        block.queue.push_back(objects);
+    }
+
+    pub(crate) fn on_absent(&mut self, block: u32) {
+        let block = &mut self.blocks[block as usize];
+        assert_eq!(block.state, Sending::Open, "absent is said once");
+        block.state = if block.checksums.is_some() { Sending::Given } else { Sending::Ended };
+    }
+
+    /// Sends the next objects of a block; reads what was sent. Whether there was anything to send.
+    pub(crate) fn send(&mut self, block: u32, memory: &Memory, mut read: impl FnMut(&BlockKey, Tag)) -> bool {
+        let key = &self.keys[block as usize];
+        let state = &mut self.blocks[block as usize];
+        let Some(objects) = state.queue.pop_front() else { return false };
+        let checksums = state.checksums.as_ref().expect("objects follow the header");
+        let layers = ((objects.offset + objects.bytes) / self.layout.layer_bytes()) as u32;
+        let tag = memory.verify(objects.slot, &self.layout, checksums, layers);
+        read(key, tag.unwrap_or_else(|| panic!("{key}: sent {:?}", memory.layers(objects.slot))));
+        true
+    }
+
+    /// Whether the transport may report the end of a block.
+    pub(crate) fn is_sent(&self, block: u32) -> bool {
+        let block = &self.blocks[block as usize];
+        block.state == Sending::Given && block.queue.is_empty()
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.blocks.iter().all(|block| block.state == Sending::Ended)
+    }
+
+    /// Whether a slot is still to be sent from.
+    pub(crate) fn uses(&self, slot: reprise_agent_core::effect::ArenaSlot) -> bool {
+        self.blocks.iter().flat_map(|block| &block.queue).any(|objects| overlap(objects.slot, slot))
+    }
+}
+
+/// Ids of requests of peers, in order.
+#[derive(Debug, Default)]
+pub(crate) struct ServeIds(u64);
+
+impl ServeIds {
+    pub(crate) fn next(&mut self) -> ServeId {
+        self.0 += 1;
+        ServeId(self.0)
+    }
+}

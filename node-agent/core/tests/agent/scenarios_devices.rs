@@ -1,0 +1,193 @@
+//! Devices that fill up, fail or rot: one behaviour at a time.
+
+use std::time::Duration;
+
+use reprise_agent_core::agent::Settings;
+use reprise_agent_core::effect::{DeviceId, LoadedBlock, LossReason, Report};
+use reprise_agent_core::event::{FillError, Priority, Request, Scope};
+use reprise_policy::{BlockKey, Parts, SessionId, TenantId, Tier};
+
+use crate::engine::Asked;
+use crate::jobs::Job;
+use crate::world::{Faults, Setup, World, key, keys, large_layout, layout};
+
+fn with(setup: Setup) -> (World, SessionId) {
+    let mut world = World::new(setup);
+    let session = world.open_session(TenantId::DEFAULT, large_layout());
+    (world, session)
+}
+
+fn save_durably(world: &mut World, session: SessionId, keys: &[BlockKey]) {
+    world.reserve(session, keys.len() as u32);
+    world.commit(session, keys, Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    world.finish_jobs();
+}
+
+fn trim(world: &mut World, session: SessionId) {
+    world.request(session, Asked::Other, Request::Trim);
+}
+
+fn on_nvme(world: &World, key: BlockKey) -> bool {
+    world.announced.contains(&(key, Tier::Nvme))
+}
+
+#[test]
+fn room_is_made_on_devices_before_it_is_needed() {
+    let settings = Settings { pool_free_permille: 250, ..Setup::default().settings };
+    let (mut world, session) = with(Setup { disks: vec![8 << 20], settings, ..Setup::default() });
+    for start in (0..200).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+        let counters = world.core.counters();
+        assert!(counters.pool_free_bytes * 4 >= counters.pool_capacity_bytes, "a quarter stays free");
+    }
+    let notices = &world.engines[&session].notices;
+    assert!(notices.iter().all(|(_, durable, _)| *durable == 4), "nothing was lost for want of room");
+    assert!(!on_nvme(&world, key(0)) && on_nvme(&world, key(199)), "the oldest went");
+}
+
+#[test]
+fn a_block_is_not_evicted_from_its_device_while_it_is_read() {
+    let settings = Settings { pool_free_permille: 500, ..Setup::default().settings };
+    let (mut world, session) = with(Setup { disks: vec![8 << 20], settings, ..Setup::default() });
+    save_durably(&mut world, session, &keys(0..4));
+    trim(&mut world, session);
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    for start in (100..200).step_by(4) {
+        world.reserve(session, 4);
+        world.commit(session, &keys(start..start + 4), Priority::Normal);
+        world.pass(Duration::from_millis(1));
+        world.finish_device_ops();
+    }
+    assert!(!on_nvme(&world, key(1)), "its neighbours went");
+    assert!(on_nvme(&world, key(0)));
+    world.finish_jobs();
+    world.read_all();
+    assert!(world.announced.contains(&(key(0), Tier::Dram)));
+}
+
+#[test]
+fn a_block_larger_than_every_segment_is_lost_at_once_and_evicts_nothing() {
+    let slot = 4 << 20;
+    let (mut world, session) = with(Setup { region_bytes: slot, ..Setup::default() });
+    save_durably(&mut world, session, &keys(0..4));
+    let huge = layout(32, Parts::KeyValue, 2048);
+    assert_eq!(huge.slot_bytes(), slot);
+    let other = world.open_session(TenantId::DEFAULT, huge);
+    world.reserve(other, 1);
+    world.commit(other, &keys(500..501), Priority::Normal);
+    assert_eq!(world.engines[&other].notices[0].2, keys(500..501));
+    assert_eq!(world.core.counters().nvme_evictions, 0);
+}
+
+#[test]
+fn a_pool_that_is_full_of_another_slot_size_makes_room_in_the_end() {
+    let (mut world, session) = with(Setup { disks: vec![8 << 20], ..Setup::default() });
+    for start in (0..200).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+    }
+    let wide = layout(2, Parts::KeyValue, 480);
+    let other = world.open_session(TenantId::DEFAULT, wide);
+    world.reserve(other, 2);
+    world.commit(other, &keys(500..502), Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    world.finish_jobs();
+    assert_eq!(world.engines[&other].notices[0].1, 2);
+}
+
+#[test]
+fn a_failed_write_is_tried_in_another_slot() {
+    let faults = Faults { write_media: 1000, ..Faults::default() };
+    let (mut world, session) = with(Setup { faults, ..Setup::default() });
+    world.reserve(session, 1);
+    world.commit(session, &keys(0..1), Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    world.advance(0);
+    world.faults.write_media = 0;
+    world.finish_jobs();
+    assert_eq!(world.engines[&session].notices[0].1, 1);
+    assert_eq!(world.core.counters().pool_quarantined_slots, 1);
+}
+
+#[test]
+fn a_block_whose_writes_keep_failing_is_lost_and_stays_cached() {
+    let faults = Faults { write_media: 1000, ..Faults::default() };
+    let (mut world, session) = with(Setup { faults, ..Setup::default() });
+    save_durably(&mut world, session, &keys(0..1));
+    assert_eq!(world.engines[&session].notices[0].2, keys(0..1));
+    assert!(world.announced.contains(&(key(0), Tier::Dram)));
+    assert_eq!(world.core.counters().write_failures, 3);
+}
+
+#[test]
+fn a_rotten_block_is_reported_withdrawn_and_never_read_again() {
+    let (mut world, session) = with(Setup::default());
+    save_durably(&mut world, session, &keys(0..2));
+    trim(&mut world, session);
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    let Job::Read { read, .. } = &world.jobs[0] else { panic!("a read") };
+    let page = read.page;
+    world.disks[0].rot(page);
+    world.finish_jobs();
+    let (_, held) = world.engines[&session].loads.iter().next().expect("answered");
+    assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Failed)));
+    assert_eq!(world.reports, [Report::CorruptBlock { device: DeviceId(0), page, key: key(0) }]);
+    assert!(!on_nvme(&world, key(0)) && on_nvme(&world, key(1)));
+    assert_eq!(world.core.counters().pool_quarantined_slots, 1);
+    let mut world = world.crash();
+    let session = world.open_session(TenantId::DEFAULT, large_layout());
+    world.load(session, &keys(0..2), Duration::ZERO, Scope::Local);
+    world.finish_jobs();
+    let (_, held) = world.engines[&session].loads.iter().next().expect("answered");
+    assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Miss)), "also after a restart");
+    assert!(matches!(held.blocks[1], LoadedBlock::Ok { .. }));
+}
+
+#[test]
+fn a_lost_device_takes_its_blocks_along_but_not_their_copies_in_memory() {
+    let (mut world, session) = with(Setup { disks: vec![8 << 20, 8 << 20], ..Setup::default() });
+    save_durably(&mut world, session, &keys(0..8));
+    let before = world.core.counters().nvme_blocks;
+    world.faults.device_lost = 1000;
+    world.reserve(session, 1);
+    world.commit(session, &keys(8..9), Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    world.advance(0);
+    world.faults.device_lost = 0;
+    assert!(matches!(world.reports[..], [Report::DeviceLost { .. }]));
+    world.finish_jobs();
+    let counters = world.core.counters();
+    assert_eq!((before, counters.nvme_blocks, counters.dram_blocks), (8, 5, 9));
+    assert_eq!(world.engines[&session].notices.last().expect("a notice").1, 1, "the other device takes over");
+}
+
+#[test]
+fn a_device_that_reads_nothing_any_more_is_given_up() {
+    let (mut world, session) = with(Setup::default());
+    for start in (0..20).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+    }
+    trim(&mut world, session);
+    world.load(session, &keys(0..16), Duration::ZERO, Scope::Local);
+    while let Some(job) = world.fills().first().copied() {
+        world.fail(job, FillError::Device);
+    }
+    assert!(matches!(&world.reports[..], [Report::DeviceLost { reason, .. }] if reason.contains("16 reads")));
+    assert_eq!(world.core.counters().nvme_blocks, 0);
+    save_durably(&mut world, session, &keys(100..101));
+    assert_eq!(world.engines[&session].notices.last().expect("a notice").2, keys(100..101));
+}
+
+#[test]
+fn trim_drops_only_what_is_durable_and_not_read() {
+    let (mut world, session) = with(Setup::default());
+    save_durably(&mut world, session, &keys(0..4));
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    world.reserve(session, 1);
+    world.commit(session, &keys(4..5), Priority::Normal);
+    trim(&mut world, session);
+    let resident: Vec<u64> =
+        (0..5).filter(|number| world.announced.contains(&(key(*number), Tier::Dram))).collect();
+    assert_eq!(resident, [0, 4]);
+    assert_eq!(world.core.counters().nvme_blocks, 4);
+}

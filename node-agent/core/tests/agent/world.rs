@@ -1,0 +1,412 @@
+//! The world around one agent core: executes effects, in random order and with faults, and checks everything that can
+//! be checked from outside.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use reprise_agent_core::agent::{AgentCore, Settings};
+use reprise_agent_core::effect::{
+    ArenaSlot, Change, DeviceId, Effect, LoadId, RegionId, Reply, Report, ServeId,
+};
+use reprise_agent_core::event::{
+    CommitItem, Event, LoadRequest, PeerRequest, Priority, Request, RequestId, Scope, SessionOpened,
+};
+use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
+use reprise_policy::{
+    BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, NodeId, Parts, SessionId, TenantId, Tick, Tier,
+};
+
+use crate::disk::{Disk, Written};
+use crate::engine::{Asked, Engine};
+use crate::jobs::Job;
+use crate::memory::{Memory, Tag, checksums, overlap};
+use crate::peers::{PeerServe, Peers, Sending, ServeIds};
+use crate::rng::Rng;
+
+/// How often things go wrong, of 1000.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Faults {
+    pub(crate) write_media: u64,
+    pub(crate) read: u64,
+    pub(crate) fetch: u64,
+    pub(crate) lookup: u64,
+    pub(crate) directory_lies: u64,
+    pub(crate) device_lost: u64,
+}
+
+/// What a world is made of.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub(crate) seed: u64,
+    pub(crate) regions: u16,
+    pub(crate) region_bytes: u64,
+    pub(crate) disks: Vec<u64>,
+    pub(crate) settings: Settings,
+    pub(crate) faults: Faults,
+}
+
+/// See the module.
+pub(crate) struct World {
+    pub(crate) core: AgentCore,
+    pub(crate) now: Tick,
+    pub(crate) rng: Rng,
+    pub(crate) disks: Vec<Disk>,
+    pub(crate) memory: Memory,
+    pub(crate) engines: BTreeMap<SessionId, Engine>,
+    pub(crate) peers: Peers,
+    pub(crate) serves: BTreeMap<ServeId, PeerServe>,
+    pub(crate) jobs: Vec<Job>,
+    pub(crate) faults: Faults,
+    /// What the directory was told.
+    pub(crate) announced: BTreeSet<(BlockKey, Tier)>,
+    /// Everything that was ever committed under a key, anywhere.
+    pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
+    pub(crate) reports: Vec<Report>,
+    pub(crate) lost_devices: BTreeSet<DeviceId>,
+    setup: Setup,
+    serve_ids: ServeIds,
+    sessions: u64,
+    tags: Tag,
+}
+
+/// 60 KiB a block, 64 KiB with its header on a device: 32 to a 2 MiB segment.
+pub(crate) fn large_layout() -> Layout {
+    layout(4, Parts::KeyValue, 240)
+}
+
+/// 6 KiB a block, padded to 8 KiB.
+pub(crate) fn small_layout() -> Layout {
+    layout(3, Parts::Latent, 64)
+}
+
+pub(crate) fn layout(layers: u16, parts: Parts, head_dim: u16) -> Layout {
+    let (kv_heads, dtype, tokens_per_block, tp_rank, tp_size) = (1, Dtype::Bf16, 16, 0, 1);
+    LayoutSpec { layers, parts, kv_heads, head_dim, dtype, tokens_per_block, tp_rank, tp_size }
+        .validate()
+        .expect("a valid layout")
+}
+
+pub(crate) fn key(number: u64) -> BlockKey {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&crate::rng::mix(number + 1).to_le_bytes());
+    bytes[8..].copy_from_slice(&crate::rng::mix(number + 1_000_000).to_le_bytes());
+    BlockKey(bytes)
+}
+
+/// Keys from this number on are those of small blocks.
+pub(crate) const SMALL_KEYS_FROM: u64 = 1000;
+
+/// The layout that blocks of a key have.
+pub(crate) fn layout_of(of: &BlockKey) -> Layout {
+    let small = (SMALL_KEYS_FROM..SMALL_KEYS_FROM + 100).any(|number| key(number) == *of);
+    if small { small_layout() } else { large_layout() }
+}
+
+pub(crate) fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
+    numbers.map(key).collect()
+}
+
+impl Default for Setup {
+    /// 4 regions of 4 large slots, one device of 64 large slots, quick settings, no faults.
+    fn default() -> Self {
+        let slot = large_layout().slot_bytes();
+        Setup {
+            seed: 0,
+            regions: 4,
+            region_bytes: 4 * slot,
+            disks: vec![16 << 20],
+            settings: Settings {
+                writeback_delay: Duration::from_millis(5),
+                writeback_bytes: 4 * slot,
+                load_deadline_default: Duration::from_millis(100),
+                lookup_timeout: Duration::from_millis(10),
+                arena_unsaved_permille: 1000,
+                ..Settings::default()
+            },
+            faults: Faults::default(),
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn new(setup: Setup) -> World {
+        let formatted = (0..).zip(&setup.disks).map(|(index, bytes)| Disk::format(*bytes, index));
+        let (disks, pools): (Vec<_>, Vec<_>) = formatted.unzip();
+        World::open(setup, disks, pools.into_iter().map(|pool| (pool, Vec::new())).collect())
+    }
+
+    fn open(setup: Setup, disks: Vec<Disk>, pools: Vec<(DevicePool, Vec<StoredBlock>)>) -> World {
+        let regions: Vec<_> =
+            (0..setup.regions).map(|region| (RegionId(region), setup.region_bytes)).collect();
+        let (core, effects) = AgentCore::new(setup.settings.clone(), pools, &regions);
+        let mut world = World {
+            core,
+            now: Tick(0),
+            rng: Rng::new(setup.seed),
+            disks,
+            memory: Memory::default(),
+            engines: BTreeMap::new(),
+            peers: Peers::default(),
+            serves: BTreeMap::new(),
+            jobs: Vec::new(),
+            faults: setup.faults,
+            announced: BTreeSet::new(),
+            truth: BTreeMap::new(),
+            reports: Vec::new(),
+            lost_devices: BTreeSet::new(),
+            setup,
+            serve_ids: ServeIds::default(),
+            sessions: 0,
+            tags: 0,
+        };
+        world.core.audit().expect("a new core is consistent");
+        effects.into_iter().for_each(|effect| world.execute(effect));
+        world
+    }
+
+    /// Power fails; the agent comes back with what its devices kept.
+    pub(crate) fn crash(mut self) -> World {
+        for (index, disk) in (0..).zip(&mut self.disks) {
+            let running = self.jobs.iter().filter_map(|job| match job {
+                Job::Device { device, op, .. } if *device == DeviceId(index) => match &op.kind {
+                    DeviceOpKind::WriteBlock { slot, .. } => Written::of(&op.kind, self.memory.layers(*slot)),
+                    kind => Written::of(kind, &[]),
+                },
+                _ => None,
+            });
+            disk.crash(running.collect(), &mut self.rng);
+        }
+        let pools = self.disks.iter().map(|disk| {
+            let (pool, stored, _) = disk.recover();
+            (pool, stored)
+        });
+        let pools = pools.collect();
+        let setup = Setup { seed: self.rng.next(), ..self.setup };
+        let mut world = World::open(setup, self.disks, pools);
+        (world.truth, world.peers, world.tags) = (self.truth, self.peers, self.tags);
+        world
+    }
+
+    /// Applies an event and executes what follows.
+    pub(crate) fn apply(&mut self, event: Event) {
+        let mut effects = Vec::new();
+        self.core.apply(self.now, event, &mut effects);
+        self.core.audit().unwrap_or_else(|broken| panic!("{broken}"));
+        effects.into_iter().for_each(|effect| self.execute(effect));
+    }
+
+    /// Lets time pass; the core gets its ticks.
+    pub(crate) fn pass(&mut self, time: Duration) {
+        let until = self.now.after(time);
+        let mut ticks = 0;
+        while let Some(deadline) = self.core.next_deadline().filter(|deadline| *deadline <= until) {
+            self.now = self.now.max(deadline);
+            self.apply(Event::Tick);
+            ticks += 1;
+            assert!(ticks < 10_000, "time must pass between ticks");
+        }
+        self.now = until;
+    }
+
+    /// Everybody reads all they may.
+    pub(crate) fn read_all(&self) {
+        for engine in self.engines.values() {
+            engine.read_all(&self.memory, |key, tag| self.assert_true(key, tag));
+        }
+    }
+
+    pub(crate) fn open_session(&mut self, tenant: TenantId, layout: Layout) -> SessionId {
+        self.sessions += 1;
+        let session = SessionId(self.sessions);
+        self.engines.insert(session, Engine::new(layout));
+        let namespace = NamespaceDigest([0; 32]);
+        self.apply(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
+        session
+    }
+
+    pub(crate) fn close_session(&mut self, session: SessionId) {
+        self.engines.remove(&session);
+        self.apply(Event::SessionClosed { session });
+    }
+
+    pub(crate) fn request(&mut self, session: SessionId, asked: Asked, body: Request) -> RequestId {
+        let request = self.engines.get_mut(&session).expect("an open session").ask(asked);
+        self.apply(Event::Request { session, request, body });
+        request
+    }
+
+    pub(crate) fn reserve(&mut self, session: SessionId, count: u32) {
+        self.request(session, Asked::Reserve(count), Request::Reserve { count });
+    }
+
+    /// Fills reserved slots with new contents and commits them under these keys, as far as slots are there.
+    pub(crate) fn commit(&mut self, session: SessionId, keys: &[BlockKey], priority: Priority) -> RequestId {
+        let engine = self.engines.get_mut(&session).expect("an open session");
+        let layout = engine.layout;
+        let slots: Vec<_> = engine.reserved.drain(..keys.len().min(engine.reserved.len())).collect();
+        let mut items = Vec::new();
+        for ((lease, slot), key) in slots.into_iter().zip(keys) {
+            let tag = self.new_tag(*key);
+            self.memory.write(slot, &layout, 0..layout.layers(), tag);
+            items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
+        }
+        let committed = keys[..items.len()].to_vec();
+        self.request(session, Asked::Commit(committed), Request::Commit { items, priority })
+    }
+
+    pub(crate) fn match_keys(&mut self, session: SessionId, keys: &[BlockKey], scope: Scope) -> RequestId {
+        let body = Request::Match { keys: keys.to_vec(), scope };
+        self.request(session, Asked::Match(keys.to_vec(), scope), body)
+    }
+
+    pub(crate) fn load(
+        &mut self,
+        session: SessionId,
+        keys: &[BlockKey],
+        deadline: Duration,
+        scope: Scope,
+    ) -> RequestId {
+        let wait = if deadline.is_zero() { self.setup.settings.load_deadline_default } else { deadline };
+        let asked = Asked::Load { keys: keys.to_vec(), answer_by: self.now.after(wait) };
+        let body = Request::Load(LoadRequest { keys: keys.to_vec(), deadline, read_bytes: 0, scope });
+        self.request(session, asked, body)
+    }
+
+    pub(crate) fn release(&mut self, session: SessionId, load: LoadId) {
+        let engine = self.engines.get_mut(&session).expect("an open session");
+        engine.loads.remove(&load).expect("a held load");
+        self.request(session, Asked::Release, Request::Release { load });
+    }
+
+    pub(crate) fn peer_request(&mut self, keys: &[BlockKey], layout: Layout, deadline: Duration) -> ServeId {
+        let serve = self.serve_ids.next();
+        self.serves.insert(serve, PeerServe::new(keys.to_vec(), layout));
+        let keys = keys.to_vec();
+        self.apply(Event::PeerRequest(PeerRequest { serve, keys, layout, deadline }));
+        self.forget_ended_serves();
+        serve
+    }
+
+    /// The transport sends something of a block of a serve, or reports its end.
+    pub(crate) fn send(&mut self, serve: ServeId, block: u32) {
+        let truth = &self.truth;
+        let Some(state) = self.serves.get_mut(&serve) else { return };
+        let sent = state.send(block, &self.memory, |key, tag| {
+            assert!(truth[key].contains(&tag), "{key}: content {tag} was never committed");
+        });
+        if !sent && state.is_sent(block) {
+            state.blocks[block as usize].state = Sending::Ended;
+            self.apply(Event::ServeDone { serve, block });
+        }
+        self.forget_ended_serves();
+    }
+
+    pub(crate) fn abort_serve(&mut self, serve: ServeId) {
+        self.serves.remove(&serve);
+        self.apply(Event::ServeAborted { serve });
+    }
+
+    /// Gives a peer a block.
+    pub(crate) fn give_peer(&mut self, node: NodeId, key: BlockKey, tier: Tier) {
+        let tag = self.new_tag(key);
+        self.peers.held.entry(node).or_default().insert(key, (tag, tier));
+    }
+
+    fn execute(&mut self, effect: Effect) {
+        match effect {
+            Effect::Reply { session, request, reply } => {
+                if let Reply::Reserved { leases, .. } = &reply {
+                    leases.iter().for_each(|(_, slot)| self.assert_unused(*slot));
+                }
+                let now = self.now;
+                self.engine(session, |engine| engine.on_reply(request, reply, now));
+            }
+            Effect::Durable { session, ticket, durable, lost } => {
+                self.engine(session, |engine| engine.on_notice(ticket, durable, lost));
+            }
+            Effect::Progress { session, entry, update } => {
+                self.engine(session, |engine| engine.on_progress(entry, &update));
+            }
+            Effect::Device { device, op } => {
+                let covered = self.disks[usize::from(device.0)].covered();
+                self.jobs.push(Job::Device { device, op, covered });
+            }
+            Effect::ReadBlocks { device, batch } => {
+                for read in batch.blocks {
+                    self.assert_unused(read.slot);
+                    self.jobs.push(Job::Read { device, read, layout: batch.layout, layers: 0 });
+                }
+            }
+            Effect::PeerFetch(fetch) => {
+                for block in fetch.blocks {
+                    self.assert_unused(block.slot);
+                    let (fill, key, slot) = (block.fill, block.key, block.slot);
+                    let (node, layout) = (fetch.node, fetch.layout);
+                    self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: 0 });
+                }
+            }
+            Effect::Lookup { lookup, keys, .. } => self.jobs.push(Job::Lookup { lookup, keys }),
+            Effect::Announce { changes } => {
+                for change in changes {
+                    let replica = (change.key, change.tier);
+                    let new = match change.change {
+                        Change::Added => self.announced.insert(replica),
+                        Change::Removed => self.announced.remove(&replica),
+                    };
+                    assert!(new, "{change:?} changes nothing");
+                }
+            }
+            Effect::AnnounceAll { replicas } => self.announced = replicas.into_iter().collect(),
+            Effect::ServeHeader { serve, block, checksums, .. } => {
+                self.serve(serve, |serve| serve.on_header(block, checksums));
+            }
+            Effect::ServeObjects(objects) => self.serve(objects.serve, |serve| serve.on_objects(objects)),
+            Effect::ServeAbsent { serve, block } => self.serve(serve, |serve| serve.on_absent(block)),
+            Effect::Report(report) => {
+                if let Report::DeviceLost { device, .. } = &report {
+                    self.lost_devices.insert(*device);
+                }
+                self.reports.push(report);
+            }
+        }
+    }
+
+    /// A slot that is handed out must not be written or read by anybody.
+    fn assert_unused(&self, slot: ArenaSlot) {
+        let of_jobs = self.jobs.iter().filter_map(|job| match job {
+            Job::Device { op, .. } => match &op.kind {
+                DeviceOpKind::WriteBlock { slot, .. } => Some(*slot),
+                _ => None,
+            },
+            Job::Read { read, .. } => Some(read.slot),
+            Job::Fetch { slot, .. } => Some(*slot),
+            Job::Lookup { .. } => None,
+        });
+        let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));
+        assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was handed out while in use");
+        assert!(!self.serves.values().any(|serve| serve.uses(slot)), "{slot:?} is still being sent");
+        assert!(slot.offset + slot.bytes <= self.setup.region_bytes, "{slot:?} lies outside its region");
+    }
+
+    fn assert_true(&self, key: &BlockKey, tag: Tag) {
+        assert!(self.truth[key].contains(&tag), "{key}: content {tag} was never committed");
+    }
+
+    fn new_tag(&mut self, key: BlockKey) -> Tag {
+        self.tags += 1;
+        self.truth.entry(key).or_default().insert(self.tags);
+        self.tags
+    }
+
+    fn engine(&mut self, session: SessionId, act: impl FnOnce(&mut Engine)) {
+        act(self.engines.get_mut(&session).expect("nothing is said to a session that has gone"));
+    }
+
+    fn serve(&mut self, serve: ServeId, act: impl FnOnce(&mut PeerServe)) {
+        act(self.serves.get_mut(&serve).expect("nothing is sent to a peer that has gone"));
+    }
+
+    fn forget_ended_serves(&mut self) {
+        self.serves.retain(|_, serve| !serve.is_over());
+    }
+}
