@@ -224,7 +224,7 @@ impl DirectoryClient {
         if let Some(endpoint) = &endpoint {
             let (shared, endpoint, alive) = (shared.clone(), endpoint.clone(), alive.clone());
             threads.push(spawn("heartbeat", alive, move |runtime| {
-                heartbeat::run(&runtime, &shared, &endpoint)
+                heartbeat::run(&runtime, &shared, &endpoint);
             })?);
         }
         let link = shared.clone();
@@ -233,8 +233,8 @@ impl DirectoryClient {
     }
 
     /// Tells the directory what changed here, in order. See the module for when changes are superseded.
-    pub(crate) fn announce(&self, changes: Vec<ReplicaChange>) {
-        self.shared.outbox().announce(&changes);
+    pub(crate) fn announce(&self, changes: &[ReplicaChange]) {
+        self.shared.outbox().announce(changes);
         self.shared.outbox_changed.notify_one();
     }
 

@@ -194,7 +194,7 @@ impl Executor {
                 Clustered::Yes => self.parts.directory.lookup(lookup, keys, timeout),
                 Clustered::StandAlone => self.feedback.push_back(Event::LookupFailed { lookup }),
             },
-            Effect::Announce { changes } => self.parts.directory.announce(changes),
+            Effect::Announce { changes } => self.parts.directory.announce(&changes),
             Effect::AnnounceAll { replicas } => self.parts.directory.announce_all(replicas),
             Effect::PeerFetch(fetch) => self.fetch(&fetch),
             Effect::ServeHeader { serve, block, tier, checksums } => {

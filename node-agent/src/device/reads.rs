@@ -47,15 +47,6 @@ pub(super) struct PieceName {
     piece: u32,
 }
 
-/// How a batch goes on after [`Reads::next`].
-#[derive(Debug)]
-pub(super) enum Next {
-    /// Read this; ask again.
-    Read(Box<PieceRead>),
-    /// Nothing of this batch is left to be read.
-    Exhausted,
-}
-
 /// A batch that cannot be read: its blocks are to be reported as failed.
 #[derive(Debug)]
 pub(super) struct BadBatch;
@@ -122,18 +113,18 @@ impl Reads {
         Ok(BatchIndex(index))
     }
 
-    /// The next read of a batch; failed blocks are passed over.
-    pub(super) fn next(&mut self, index: BatchIndex, pages: &PageBufferPool) -> Next {
-        let Some(batch) = &mut self.batches[index.0] else { return Next::Exhausted };
+    /// The next read of a batch, passing over failed blocks; `None` when nothing of it is left to be read.
+    pub(super) fn next(&mut self, index: BatchIndex, pages: &PageBufferPool) -> Option<PieceRead> {
+        let batch = self.batches[index.0].as_mut()?;
         while batch.next.0 < batch.pieces.count() {
             let (piece, block) = batch.next;
             batch.next = if block + 1 < batch.blocks.len() { (piece, block + 1) } else { (piece + 1, 0) };
             if let Some(mut read) = batch.blocks[block].read_piece(&batch.pieces, piece, pages) {
                 read.piece = PieceName { batch: index, block, piece };
-                return Next::Read(Box::new(read));
+                return Some(read);
             }
         }
-        Next::Exhausted
+        None
     }
 
     /// A read has ended; verifies what came.

@@ -29,7 +29,7 @@ use reprise_io::{
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::health::Health;
-use super::reads::{BatchIndex, Next, PieceName, Reads};
+use super::reads::{BatchIndex, PieceName, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, Inbox, Input};
 use crate::metrics::DeviceMetrics;
@@ -251,16 +251,14 @@ impl Worker {
                 Work::Write { token, offset, from, pages } => {
                     (Purpose::Write { token, pages }, Op::Write { offset, from })
                 }
-                Work::Piece(index) => match self.reads.next(index, &self.pages) {
-                    Next::Exhausted => continue,
-                    Next::Read(read) => {
-                        // There was room a moment ago: the batch's own place.
-                        let again = self.queue.push(now, OpClass::Read, Work::Piece(index));
-                        debug_assert!(again.is_ok(), "a batch gets its place back");
-                        let op = Op::Read { offset: read.offset, into: read.into };
-                        (Purpose::Piece { piece: read.piece, header: read.header }, op)
-                    }
-                },
+                Work::Piece(index) => {
+                    let Some(read) = self.reads.next(index, &self.pages) else { continue };
+                    // There was room a moment ago: the batch's own place.
+                    let again = self.queue.push(now, OpClass::Read, Work::Piece(index));
+                    debug_assert!(again.is_ok(), "a batch gets its place back");
+                    let op = Op::Read { offset: read.offset, into: read.into };
+                    (Purpose::Piece { piece: read.piece, header: read.header }, op)
+                }
             };
             self.start(purpose, op);
         }
@@ -344,7 +342,7 @@ impl Worker {
         for done in completed.into_iter().map(|(done, _)| done).chain(under_way) {
             match done.purpose {
                 Purpose::Write { token, .. } | Purpose::Sync { token } => {
-                    around.report(token, Err(DeviceError::Lost))
+                    around.report(token, Err(DeviceError::Lost));
                 }
                 Purpose::Piece { .. } => {}
             }
@@ -352,7 +350,7 @@ impl Worker {
         while let Some(work) = queue.pop(around.clock.now()) {
             match work {
                 Work::Write { token, .. } | Work::Sync { token } => {
-                    around.report(token, Err(DeviceError::Lost))
+                    around.report(token, Err(DeviceError::Lost));
                 }
                 Work::Piece(_) => {}
             }
@@ -379,3 +377,6 @@ impl LostDevice {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,7 +53,7 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("reserve: count", count as usize)?;
             Ok(Request::Reserve { count })
         }
-        Body::Commit(commit) => convert_commit(commit),
+        Body::Commit(commit) => convert_commit(&commit),
         Body::Abort(local::Abort { leases }) => {
             count_within("abort: leases", leases.len())?;
             Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })
@@ -68,7 +68,7 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
     }
 }
 
-fn convert_commit(commit: local::Commit) -> Result<Request, String> {
+fn convert_commit(commit: &local::Commit) -> Result<Request, String> {
     count_within("commit: items", commit.items.len())?;
     let priority = match commit.priority {
         0 => Priority::Normal,
@@ -76,12 +76,12 @@ fn convert_commit(commit: local::Commit) -> Result<Request, String> {
         2 => Priority::Low,
         other => return Err(format!("commit: priority {other} is not 0 (normal), 1 (high) or 2 (low)")),
     };
-    let items = commit.items.into_iter().map(convert_item).collect();
+    let items = commit.items.iter().map(convert_item).collect();
     Ok(Request::Commit { items, priority })
 }
 
 /// An item with a wrong key or checksums still reaches the core, which gives its lease back.
-fn convert_item(item: local::CommitItem) -> CommitItem {
+fn convert_item(item: &local::CommitItem) -> CommitItem {
     let key = <[u8; BlockKey::SIZE]>::try_from(item.key.as_ref()).ok().map(BlockKey);
     let (words, rest) = item.checksums.as_chunks::<4>();
     let checksums = match rest {

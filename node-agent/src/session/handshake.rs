@@ -242,7 +242,10 @@ mod tests {
 
     #[test]
     fn a_good_greeting_is_taken() {
-        let greeting = check(1, hello()).ok().expect("taken");
+        let greeting = match check(1, hello()) {
+            Ok(greeting) => greeting,
+            Err((_, message)) => panic!("refused: {message}"),
+        };
         assert_eq!((greeting.layout.objects(), greeting.namespace.0), (4, [1; 32]));
     }
 

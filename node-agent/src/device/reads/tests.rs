@@ -78,12 +78,8 @@ impl World {
     }
 
     /// All reads there are, in the order in which they would be submitted.
-    fn submit_all(&mut self) -> Vec<Box<PieceRead>> {
-        std::iter::from_fn(|| match self.reads.next(self.index, &self.pages) {
-            Next::Read(read) => Some(read),
-            Next::Exhausted => None,
-        })
-        .collect()
+    fn submit_all(&mut self) -> Vec<PieceRead> {
+        std::iter::from_fn(|| self.reads.next(self.index, &self.pages)).collect()
     }
 
     /// Fills a read's memory from the image and reports it.
@@ -131,7 +127,7 @@ fn pieces_are_asked_for_layer_by_layer_across_the_blocks() {
 #[test]
 fn a_block_whose_header_comes_last_is_verified_then_and_reported_once() {
     let mut world = World::new(8 << 10, |_| {});
-    let mut reads: Vec<PieceRead> = world.submit_all().into_iter().map(|read| *read).collect();
+    let mut reads: Vec<PieceRead> = world.submit_all();
     reads.retain(|read| read.piece.block == 0);
     for read in reads.into_iter().rev() {
         assert!(world.updates().is_empty(), "nothing is known before the header");
@@ -150,7 +146,7 @@ fn a_block_whose_header_comes_last_is_verified_then_and_reported_once() {
 #[test]
 fn nothing_is_said_about_a_failed_block_while_the_device_still_writes_to_it() {
     let mut world = World::new(4 << 10, |_| {});
-    let mut reads = world.submit_all().into_iter().map(|read| *read).filter(|read| read.piece.block == 1);
+    let mut reads = world.submit_all().into_iter().filter(|read| read.piece.block == 1);
     let first = reads.next().expect("pieces");
     let mut others: Vec<PieceRead> = reads.collect();
     world.complete(first, Err(FillError::Device));
@@ -168,9 +164,9 @@ fn nothing_is_said_about_a_failed_block_while_the_device_still_writes_to_it() {
 #[test]
 fn a_failed_block_is_not_read_any_further() {
     let mut world = World::new(4 << 10, |_| {});
-    let Next::Read(first) = world.reads.next(world.index, &world.pages) else { panic!("a read") };
+    let first = world.reads.next(world.index, &world.pages).expect("a read");
     assert_eq!(first.piece.block, 0);
-    world.complete(*first, Err(FillError::Device));
+    world.complete(first, Err(FillError::Device));
     assert_eq!(layers_of(&world.updates()[0].1), Err(FillError::Device));
     assert!(world.submit_all().iter().all(|read| read.piece.block != 0));
 }
@@ -180,7 +176,7 @@ fn a_lost_device_fails_every_block_that_is_not_over() {
     let mut world = World::new(4 << 10, |_| {});
     for read in world.submit_all() {
         if read.piece.block == 2 {
-            world.complete(*read, Ok(()));
+            world.complete(read, Ok(()));
         }
     }
     assert_eq!(layers_of(&world.updates()[0].1), Ok(8));
@@ -218,7 +214,7 @@ proptest! {
                 image[block * stride + byte % stride] ^= 1 << bit;
             }
         });
-        let mut reads: Vec<Option<Box<PieceRead>>> = world.submit_all().into_iter().map(Some).collect();
+        let mut reads: Vec<Option<PieceRead>> = world.submit_all().into_iter().map(Some).collect();
         let mut last = [None; BLOCKS];
         let mut check = |updates: Vec<(FillId, FillUpdate)>| {
             for (FillId(block), update) in updates {
@@ -234,16 +230,16 @@ proptest! {
         };
         for at in order {
             if let Some(read) = reads.get_mut(at).and_then(Option::take) {
-                world.complete(*read, Ok(()));
+                world.complete(read, Ok(()));
                 if polls[at] {
                     check(world.updates());
                 }
             }
         }
         check(world.updates());
-        for block in 0..BLOCKS {
+        for (block, last) in last.into_iter().enumerate() {
             let damaged = flip.is_some_and(|(flipped, ..)| flipped == block);
-            prop_assert_eq!(last[block], Some(if damaged { Err(FillError::Corrupt) } else { Ok(8) }));
+            prop_assert_eq!(last, Some(if damaged { Err(FillError::Corrupt) } else { Ok(8) }));
             if !damaged {
                 prop_assert_eq!(world.loaded(block), payload(block));
             }
