@@ -1,3 +1,83 @@
-//! placeholder
+//! `reprise-controlplane`: one member of the control plane as a process.
+//!
+//! Prints one JSON line to standard output when it serves, logs to standard error, ends cleanly on SIGTERM and SIGINT.
 
-fn main() {}
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::Parser;
+use reprise_controlplane::config::{Config, DEFAULT_CONFIG, LogConfig, LogFormat};
+use reprise_controlplane::server::ControlPlane;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+/// Worker threads at the least: one busy with a part of a batch leaves another for heartbeats.
+const WORKERS_MIN: usize = 2;
+
+/// The Reprise control plane: membership and replica directory.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Arguments {
+    /// Configuration file (TOML); without it every value has its default
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the default configuration and exit
+    #[arg(long)]
+    print_default_config: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    let arguments = Arguments::parse();
+    if arguments.print_default_config {
+        return print(DEFAULT_CONFIG);
+    }
+    let config = match &arguments.config {
+        None => Config::default(),
+        Some(path) => {
+            let text =
+                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+            Config::parse(&text).with_context(|| format!("{} is refused", path.display()))?
+        }
+    };
+    start_log(&config.log)?;
+    let workers =
+        std::thread::available_parallelism().map_or(WORKERS_MIN, |cores| cores.get().max(WORKERS_MIN));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(workers).enable_all().build()?;
+    runtime.block_on(serve(config))
+}
+
+async fn serve(config: Config) -> anyhow::Result<()> {
+    // Before the ready line: whoever reads it may send a signal at once.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut member = ControlPlane::start(config).await?;
+    tracing::info!(grpc = %member.grpc, admin = %member.admin, "control plane is ready");
+    print(&format!("{{\"ready\":true,\"admin\":\"{}\",\"grpc\":\"{}\"}}\n", member.admin, member.grpc))?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+        error = member.failed() => return Err(error),
+    }
+    tracing::info!("control plane is shutting down");
+    member.shutdown().await;
+    Ok(())
+}
+
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut output = std::io::stdout().lock();
+    output.write_all(text.as_bytes()).and_then(|()| output.flush()).context("cannot write to standard output")
+}
+
+fn start_log(log: &LogConfig) -> anyhow::Result<()> {
+    let filter =
+        EnvFilter::try_new(&log.level).with_context(|| format!("log.level '{}' is no filter", log.level))?;
+    let colours = std::io::stderr().is_terminal();
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr);
+    match log.format {
+        LogFormat::Text => builder.init(),
+        LogFormat::Json => builder.json().init(),
+    }
+    Ok(())
+}

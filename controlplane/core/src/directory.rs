@@ -259,6 +259,11 @@ impl Directory {
         self.stale > 0
     }
 
+    /// Entries of older inventories that a sweep has yet to remove.
+    pub fn stale_entries(&self) -> u64 {
+        self.stale
+    }
+
     /// How large the directory is. O(slots + nodes).
     pub fn size(&self) -> DirectorySize {
         let tables: usize = self.slots.iter().map(Table::bytes).sum();

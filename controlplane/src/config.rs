@@ -1,0 +1,237 @@
+//! The control plane's configuration: a TOML file, parsed once into types with units; unknown fields are errors.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use reprise_policy::Interval;
+use serde::Deserialize;
+
+/// What `--print-default-config` prints. A test holds it equal to [`Config::default`].
+pub const DEFAULT_CONFIG: &str = include_str!("default.toml");
+
+/// Beats shorter than this would be a busy loop of every agent.
+const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
+/// A node may miss one beat without dying.
+const BEATS_BEFORE_DEATH_MIN: u32 = 2;
+/// Lookups at once, at the most: each holds 128 KiB of keys and up to 512 KiB of answers.
+const LOOKUPS_AT_ONCE_MAX: usize = 4096;
+/// Streams at once, at the most; one for each node of a large cluster and some.
+const WATCHERS_LIMIT_MAX: usize = 65_536;
+
+/// The whole file.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Address of the gRPC services; port 0 takes a free one (the ready line names it).
+    pub listen: SocketAddr,
+    /// Address of the admin endpoint.
+    pub admin: SocketAddr,
+    /// Where node numbers and epochs are kept.
+    pub store: StoreConfig,
+    /// When silent nodes die.
+    pub membership: MembershipConfig,
+    /// Bounds.
+    pub limits: LimitsConfig,
+    /// The log on standard error.
+    pub log: LogConfig,
+}
+
+/// `[store]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StoreConfig {
+    /// Which store.
+    pub kind: StoreKind,
+    /// The embedded store's file.
+    pub path: Option<PathBuf>,
+}
+
+/// Kinds of stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StoreKind {
+    /// One file; survives restarts.
+    Embedded,
+    /// Forgotten with the process: node numbers start over.
+    Memory,
+}
+
+/// `[membership]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MembershipConfig {
+    /// How often agents shall beat.
+    pub heartbeat_every: Interval,
+    /// Silence after which a node is not offered.
+    pub dead_after: Interval,
+    /// Silence after which a node must register again and announce everything.
+    pub forget_after: Interval,
+}
+
+/// `[limits]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LimitsConfig {
+    /// Lookups worked on at once; more wait their turn.
+    pub lookups_at_once: usize,
+    /// Watch streams at once; more are refused.
+    pub watchers: usize,
+}
+
+/// `[log]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogConfig {
+    /// For people or for machines.
+    pub format: LogFormat,
+    /// A `tracing` filter: `info`, or for example `info,reprise_controlplane=debug`.
+    pub level: String,
+}
+
+/// Formats of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LogFormat {
+    /// One readable line an event.
+    Text,
+    /// One JSON object an event.
+    Json,
+}
+
+/// Why a configuration is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// Not TOML, unknown field, wrong type or unit; the source says where.
+    #[error("configuration cannot be read")]
+    Parse(#[from] toml::de::Error),
+    /// A value that cannot work.
+    #[error("{field}: {reason}")]
+    Value {
+        /// Where.
+        field: &'static str,
+        /// What to write instead.
+        reason: String,
+    },
+}
+
+impl Config {
+    /// Parses and checks a configuration; what is not said has its default.
+    pub fn parse(text: &str) -> Result<Config, ConfigError> {
+        let config: Config = toml::from_str(text)?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Refuses what cannot work, with words.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let refuse = |field, reason: String| Err(ConfigError::Value { field, reason });
+        let MembershipConfig { heartbeat_every, dead_after, forget_after } = self.membership;
+        if heartbeat_every.0 < HEARTBEAT_MIN {
+            return refuse("membership.heartbeat_every", format!("at least {}", Interval(HEARTBEAT_MIN)));
+        }
+        if dead_after.0 < heartbeat_every.0 * BEATS_BEFORE_DEATH_MIN {
+            return refuse(
+                "membership.dead_after",
+                format!("at least {BEATS_BEFORE_DEATH_MIN} times heartbeat_every ({heartbeat_every})"),
+            );
+        }
+        if forget_after.0 < dead_after.0 {
+            return refuse("membership.forget_after", format!("at least dead_after ({dead_after})"));
+        }
+        match (self.store.kind, &self.store.path) {
+            (StoreKind::Embedded, None) => {
+                return refuse("store.path", "the embedded store needs the path of its file".to_owned());
+            }
+            (StoreKind::Memory, Some(_)) => {
+                return refuse("store.path", "remove it: the memory store has no file".to_owned());
+            }
+            _ => {}
+        }
+        if !(1..=LOOKUPS_AT_ONCE_MAX).contains(&self.limits.lookups_at_once) {
+            return refuse("limits.lookups_at_once", format!("1 to {LOOKUPS_AT_ONCE_MAX}"));
+        }
+        if !(1..=WATCHERS_LIMIT_MAX).contains(&self.limits.watchers) {
+            return refuse("limits.watchers", format!("1 to {WATCHERS_LIMIT_MAX}"));
+        }
+        Ok(())
+    }
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            listen: SocketAddr::from(([127, 0, 0, 1], 7400)),
+            admin: SocketAddr::from(([127, 0, 0, 1], 7401)),
+            store: StoreConfig::default(),
+            membership: MembershipConfig::default(),
+            limits: LimitsConfig::default(),
+            log: LogConfig::default(),
+        }
+    }
+}
+
+impl Default for StoreConfig {
+    fn default() -> StoreConfig {
+        StoreConfig { kind: StoreKind::Embedded, path: Some(PathBuf::from("reprise-controlplane.store")) }
+    }
+}
+
+impl Default for MembershipConfig {
+    /// Six beats before death keep it within two seconds (DESIGN §7); a minute outlasts a pause or a switch restart.
+    fn default() -> MembershipConfig {
+        MembershipConfig {
+            heartbeat_every: Interval(Duration::from_millis(250)),
+            dead_after: Interval(Duration::from_millis(1500)),
+            forget_after: Interval(Duration::from_secs(60)),
+        }
+    }
+}
+
+impl Default for LimitsConfig {
+    fn default() -> LimitsConfig {
+        LimitsConfig { lookups_at_once: 64, watchers: 4096 }
+    }
+}
+
+impl Default for LogConfig {
+    fn default() -> LogConfig {
+        LogConfig { format: LogFormat::Text, level: "info".to_owned() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_printed_default_is_the_default() {
+        assert_eq!(Config::parse(DEFAULT_CONFIG).expect("valid"), Config::default());
+        assert_eq!(Config::parse("").expect("valid"), Config::default());
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_its_field() {
+        for (text, words) in [
+            ("lisen = '127.0.0.1:1'", "lisen"),
+            ("[store]\nkind = 'embedded'\npath = 'x'\npaht = 'y'", "paht"),
+            ("[store]\nkind = 'etcd'", "memory"),
+            ("[store]\nkind = 'embedded'", "store.path"),
+            ("[store]\nkind = 'memory'\npath = 'x'", "store.path"),
+            ("[membership]\nheartbeat_every = '250'", "50ms"),
+            ("[membership]\nheartbeat_every = '1ms'", "membership.heartbeat_every"),
+            ("[membership]\ndead_after = '300ms'", "membership.dead_after"),
+            ("[membership]\nforget_after = '1s'", "membership.forget_after"),
+            ("[limits]\nlookups_at_once = 0", "limits.lookups_at_once"),
+            ("[limits]\nwatchers = 0", "limits.watchers"),
+            ("listen = 'localhost'", "listen"),
+        ] {
+            let refused = Config::parse(text).expect_err(text);
+            let mut told = refused.to_string();
+            if let Some(source) = std::error::Error::source(&refused) {
+                told = format!("{told}: {source}");
+            }
+            assert!(told.contains(words), "{text}: {told}");
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! The control plane of Reprise, one member: membership and replica directory over gRPC, an admin endpoint, and the
+//! store of node identities.
+//!
+//! ```text
+//!            gRPC ──────────────┐                       ┌── store: names → numbers, epochs
+//!   Register, Heartbeat, List,  │  membership ──────────┤
+//!   Watch                       │      │                └── Members   (its own lock, held for microseconds)
+//!                               │      ▼ forget, register
+//!   Update, Lookup, Describe,   │  directory service ────── Directory (readers-writer lock, taken in parts)
+//!   Watch                       │
+//!            HTTP: /metrics /healthz /readyz /nodes /directory
+//! ```
+//!
+//! A heartbeat takes only the members' lock. Updates and lookups take the directory's lock in parts of at most
+//! [`directory::PART_KEYS`] keys (about 0.2 ms) and let other tasks run in between.
+//!
+//! This is a library only so that the binary and its tests share it; no other crate depends on it.
+//!
+//! Deliberately absent: sharding and more than one member (they come with etcd), authentication (listen on loopback
+//! or inside a trusted network), the choice among replicas.
+
+pub mod admin;
+pub mod cluster;
+pub mod config;
+pub mod directory;
+pub mod membership;
+pub mod metrics;
+pub mod registry;
+pub mod server;

@@ -1,0 +1,199 @@
+//! The Membership service. Requests are checked before anything is touched; every refusal says what to send instead.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use reprise_controlplane_core::NodeDetails;
+use reprise_policy::{Epoch, NodeId};
+use reprise_proto::controlplane::membership_server::Membership;
+use reprise_proto::controlplane::{
+    HeartbeatReply, HeartbeatRequest, ListNodesReply, ListNodesRequest, NodeChange, RegisterReply,
+    RegisterRequest, WatchNodesRequest,
+};
+use tokio_stream::wrappers::BroadcastStream;
+use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status};
+
+use crate::cluster::{Cluster, News};
+use crate::config::MembershipConfig;
+use crate::metrics::{Call, WatchLabels, WatchOf};
+use crate::registry::{Registry, RegistryError};
+
+/// Bytes of a node's name at the most: a Kubernetes node name fits twice.
+const NAME_BYTES_MAX: usize = 512;
+/// Bytes of an address, a failure domain or a version at the most.
+const TEXT_BYTES_MAX: usize = 512;
+
+/// See the module.
+#[derive(Debug)]
+pub struct MembershipService {
+    cluster: Arc<Cluster>,
+    registry: Registry,
+    config: MembershipConfig,
+}
+
+/// The stream of node changes.
+pub type NodeChanges = Pin<Box<dyn Stream<Item = Result<NodeChange, Status>> + Send>>;
+
+impl MembershipService {
+    /// A service over the shared state.
+    pub fn new(cluster: Arc<Cluster>, registry: Registry, config: MembershipConfig) -> MembershipService {
+        MembershipService { cluster, registry, config }
+    }
+}
+
+#[tonic::async_trait]
+impl Membership for MembershipService {
+    #[tracing::instrument(level = "debug", skip_all, fields(name = request.get_ref().name))]
+    async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<RegisterReply>, Status> {
+        let start = Instant::now();
+        let request = request.into_inner();
+        check(&request)?;
+        let details = NodeDetails {
+            peer_address: request.peer_address,
+            admin_address: request.admin_address,
+            dram_bytes: request.dram_bytes,
+            nvme_bytes: request.nvme_bytes,
+            failure_domain: request.failure_domain,
+            version: request.version,
+        };
+        let record = self.registry.register(&request.name, details).await.map_err(|error| refuse(&error))?;
+        let (node, epoch) = (record.node, record.epoch);
+        self.cluster.registered(record);
+        self.cluster.metrics.took(Call::register, start.elapsed());
+        let micros =
+            |interval: reprise_policy::Interval| u64::try_from(interval.0.as_micros()).unwrap_or(u64::MAX);
+        Ok(Response::new(RegisterReply {
+            node: u32::from(node.0),
+            epoch: epoch.0,
+            heartbeat_every_us: micros(self.config.heartbeat_every),
+            dead_after_us: micros(self.config.dead_after),
+        }))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<HeartbeatRequest>,
+    ) -> Result<Response<HeartbeatReply>, Status> {
+        let HeartbeatRequest { node, epoch } = request.into_inner();
+        let known = self.cluster.beat(node_number(node)?, Epoch(epoch));
+        Ok(Response::new(HeartbeatReply { known }))
+    }
+
+    async fn list_nodes(&self, _: Request<ListNodesRequest>) -> Result<Response<ListNodesReply>, Status> {
+        self.cluster.expire();
+        Ok(Response::new(ListNodesReply { nodes: self.cluster.nodes() }))
+    }
+
+    type WatchNodesStream = NodeChanges;
+
+    async fn watch_nodes(&self, _: Request<WatchNodesRequest>) -> Result<Response<NodeChanges>, Status> {
+        let seat = self.cluster.take_seat(WatchOf::nodes)?;
+        let metrics = self.cluster.metrics.clone();
+        let (nodes, news) = self.cluster.watch_nodes();
+        let now = tokio_stream::iter(
+            nodes.into_iter().map(|node| Ok(NodeChange { node: Some(node), removed: false })),
+        );
+        let changes = BroadcastStream::new(news).map(move |news| {
+            let _open = &seat;
+            match news {
+                Ok(News::Change(change)) => Ok(change),
+                Ok(News::Closing) => Err(Status::unavailable("the control plane is shutting down")),
+                Err(BroadcastStreamRecvError::Lagged(missed)) => {
+                    metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
+                    Err(Status::data_loss(format!("{missed} node changes were missed: open the watch again")))
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(now.chain(changes))))
+    }
+}
+
+/// A node number of a request.
+pub(crate) fn node_number(number: u32) -> Result<NodeId, Status> {
+    u16::try_from(number)
+        .map(NodeId)
+        .map_err(|_| Status::invalid_argument(format!("node {number}: node numbers are 1 to {}", u16::MAX)))
+}
+
+fn refuse(error: &RegistryError) -> Status {
+    match error {
+        RegistryError::Full => Status::resource_exhausted(error.to_string()),
+        RegistryError::Busy => Status::unavailable(error.to_string()),
+        RegistryError::Store(_) | RegistryError::Record { .. } => {
+            tracing::error!(%error, "a node cannot be registered");
+            Status::internal(error.to_string())
+        }
+    }
+}
+
+fn check(request: &RegisterRequest) -> Result<(), Status> {
+    let allowed = |character: char| character.is_ascii_alphanumeric() || "._-".contains(character);
+    let name = &request.name;
+    if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(allowed) {
+        return Err(Status::invalid_argument(format!(
+            "name '{}': 1 to {NAME_BYTES_MAX} letters, digits, '.', '_' or '-'",
+            name.chars().take(64).collect::<String>().escape_default()
+        )));
+    }
+    check_address("peer_address", &request.peer_address)?;
+    if !request.admin_address.is_empty() {
+        check_address("admin_address", &request.admin_address)?;
+    }
+    for (field, text) in [("failure_domain", &request.failure_domain), ("version", &request.version)] {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(Status::invalid_argument(format!(
+                "{field} has {} bytes: at most {TEXT_BYTES_MAX}",
+                text.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn check_address(field: &str, text: &str) -> Result<(), Status> {
+    let parts = text.rsplit_once(':').filter(|_| text.len() <= TEXT_BYTES_MAX);
+    match parts {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => Ok(()),
+        _ => Err(Status::invalid_argument(format!(
+            "{field} '{}': write host:port, as other nodes reach it",
+            text.chars().take(64).collect::<String>().escape_default()
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> RegisterRequest {
+        RegisterRequest {
+            name: "node-1.example_x".to_owned(),
+            peer_address: "[::1]:7000".to_owned(),
+            ..RegisterRequest::default()
+        }
+    }
+
+    #[test]
+    fn a_registration_with_name_and_address_is_taken() {
+        check(&request()).expect("valid");
+    }
+
+    #[test]
+    fn names_and_addresses_that_cannot_work_are_refused_with_words() {
+        let long = "x".repeat(NAME_BYTES_MAX + 1);
+        for name in ["", "a/b", "a b", "ä", "\n", &long] {
+            let refused = check(&RegisterRequest { name: name.to_owned(), ..request() }).expect_err(name);
+            assert!(refused.message().contains("letters, digits"), "{refused}");
+        }
+        for address in ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", &format!("{long}:1")] {
+            let refused =
+                check(&RegisterRequest { peer_address: address.to_owned(), ..request() }).expect_err(address);
+            assert!(refused.message().contains("host:port"), "{refused}");
+        }
+        let version = long.clone();
+        assert!(check(&RegisterRequest { version, ..request() }).is_err());
+    }
+}

@@ -1,0 +1,287 @@
+//! Every metric of the control plane: names, help, units, labels. Labels are enums, so their number is bounded.
+
+use std::time::Duration;
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::{Registry, Unit};
+use reprise_controlplane_core::{DirectorySize, MemberState};
+
+/// Prefix of every name.
+const PREFIX: &str = "reprise_controlplane";
+/// First bucket of the latency histograms; 16 doublings reach 0.65 s.
+const LATENCY_FIRST_SECONDS: f64 = 20e-6;
+const LATENCY_BUCKETS: u16 = 16;
+
+/// Handles of all metrics; clones are the same metrics.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    /// Registrations granted.
+    pub registrations: Counter,
+    /// Heartbeats.
+    pub heartbeats: Family<BeatLabels, Counter>,
+    /// Nodes declared dead.
+    pub deaths: Counter,
+    /// Nodes by state.
+    nodes: Family<StateLabels, Gauge>,
+    /// Update batches.
+    pub updates: Family<UpdateLabels, Counter>,
+    /// Changes applied.
+    pub changes: Counter,
+    /// Lookups answered.
+    pub lookups: Counter,
+    /// Keys looked up.
+    pub lookup_keys: Counter,
+    /// Keys looked up that had a replica.
+    pub lookup_keys_found: Counter,
+    /// Open watch streams.
+    pub watchers: Family<WatchLabels, Gauge>,
+    /// Times that a watch stream fell behind.
+    pub watch_missed: Family<WatchLabels, Counter>,
+    /// Time of calls.
+    call: Family<CallLabels, Histogram, fn() -> Histogram>,
+    directory_keys: Gauge,
+    directory_replicas: Gauge,
+    directory_stale: Gauge,
+    directory_bytes: Gauge,
+}
+
+/// Outcome of a heartbeat.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BeatLabels {
+    /// The outcome.
+    pub result: BeatResult,
+}
+
+/// Outcomes of a heartbeat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+pub enum BeatResult {
+    /// Known and alive.
+    known,
+    /// Was dead, is back.
+    returned,
+    /// Must register.
+    unknown,
+}
+
+/// Outcome of an update batch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct UpdateLabels {
+    /// The outcome.
+    pub result: UpdateResult,
+}
+
+/// Outcomes of an update batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+pub enum UpdateResult {
+    /// It is in the directory, now or already.
+    applied,
+    /// Something before it is missing.
+    gap,
+    /// An old registration's.
+    fenced,
+    /// Malformed.
+    invalid,
+}
+
+/// A node's state.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabels {
+    state: StateValue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+enum StateValue {
+    alive,
+    dead,
+    absent,
+}
+
+/// What a stream watches.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct WatchLabels {
+    /// What.
+    pub of: WatchOf,
+}
+
+/// What can be watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+pub enum WatchOf {
+    /// The node list.
+    nodes,
+    /// The directory.
+    directory,
+}
+
+/// A timed call.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CallLabels {
+    call: Call,
+}
+
+/// Timed calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+pub enum Call {
+    /// A registration, with its write to the store.
+    register,
+    /// An update batch.
+    update,
+    /// A lookup.
+    lookup,
+}
+
+impl Metrics {
+    /// Creates and registers all metrics.
+    pub fn new() -> (Metrics, Registry) {
+        let metrics = Metrics {
+            registrations: Counter::default(),
+            heartbeats: Family::default(),
+            deaths: Counter::default(),
+            nodes: Family::default(),
+            updates: Family::default(),
+            changes: Counter::default(),
+            lookups: Counter::default(),
+            lookup_keys: Counter::default(),
+            lookup_keys_found: Counter::default(),
+            watchers: Family::default(),
+            watch_missed: Family::default(),
+            call: Family::new_with_constructor(latency as fn() -> Histogram),
+            directory_keys: Gauge::default(),
+            directory_replicas: Gauge::default(),
+            directory_stale: Gauge::default(),
+            directory_bytes: Gauge::default(),
+        };
+        let mut registry = Registry::with_prefix(PREFIX);
+        metrics.register_membership(&mut registry);
+        metrics.register_directory(&mut registry);
+        (metrics, registry)
+    }
+
+    fn register_membership(&self, registry: &mut Registry) {
+        let version = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("build", "Version of the control plane", version);
+        registry.register("registrations", "Registrations granted", self.registrations.clone());
+        registry.register("heartbeats", "Heartbeats by outcome", self.heartbeats.clone());
+        registry.register("deaths", "Nodes declared dead after their silence", self.deaths.clone());
+        registry.register("nodes", "Nodes by state", self.nodes.clone());
+        registry.register("watchers", "Open watch streams", self.watchers.clone());
+        registry.register(
+            "watch_missed",
+            "Times a watch stream fell behind and was told so",
+            self.watch_missed.clone(),
+        );
+        registry.register_with_unit(
+            "call",
+            "Time of calls until their answer",
+            Unit::Seconds,
+            self.call.clone(),
+        );
+    }
+
+    fn register_directory(&self, registry: &mut Registry) {
+        registry.register("updates", "Update batches by outcome", self.updates.clone());
+        registry.register("changes", "Replica changes applied", self.changes.clone());
+        registry.register("lookups", "Lookups answered", self.lookups.clone());
+        registry.register("lookup_keys", "Keys looked up", self.lookup_keys.clone());
+        registry.register(
+            "lookup_keys_found",
+            "Keys looked up with a replica",
+            self.lookup_keys_found.clone(),
+        );
+        registry.register("directory_keys", "Distinct keys in the directory", self.directory_keys.clone());
+        registry.register("directory_replicas", "Replicas in the directory", self.directory_replicas.clone());
+        registry.register(
+            "directory_stale_entries",
+            "Entries a sweep has yet to remove",
+            self.directory_stale.clone(),
+        );
+        registry.register_with_unit(
+            "directory",
+            "Memory of the directory",
+            Unit::Bytes,
+            self.directory_bytes.clone(),
+        );
+    }
+
+    /// A call took this long.
+    pub fn took(&self, call: Call, time: Duration) {
+        self.call.get_or_create(&CallLabels { call }).observe(time.as_secs_f64());
+    }
+
+    /// A heartbeat ended so.
+    pub fn beat(&self, result: BeatResult) {
+        self.heartbeats.get_or_create(&BeatLabels { result }).inc();
+    }
+
+    /// An update batch ended so.
+    pub fn updated(&self, result: UpdateResult) {
+        self.updates.get_or_create(&UpdateLabels { result }).inc();
+    }
+
+    /// Sets what is counted only when somebody asks.
+    pub fn set_sizes(&self, states: impl Iterator<Item = MemberState>, size: &DirectorySize) {
+        let mut counts = [(StateValue::alive, 0), (StateValue::dead, 0), (StateValue::absent, 0)];
+        for state in states {
+            counts[match state {
+                MemberState::Alive => 0,
+                MemberState::Dead => 1,
+                MemberState::Absent => 2,
+            }]
+            .1 += 1;
+        }
+        for (state, count) in counts {
+            self.nodes.get_or_create(&StateLabels { state }).set(count);
+        }
+        let set = |gauge: &Gauge, value: u64| gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        set(&self.directory_keys, size.keys);
+        set(&self.directory_replicas, size.replicas);
+        set(&self.directory_stale, size.stale_entries);
+        set(&self.directory_bytes, size.bytes);
+    }
+}
+
+/// The registry in OpenMetrics text.
+pub fn text(registry: &Registry) -> String {
+    let mut text = String::new();
+    encode(&mut text, registry).expect("writing to a string cannot fail");
+    text
+}
+
+fn latency() -> Histogram {
+    Histogram::new(exponential_buckets(LATENCY_FIRST_SECONDS, 2.0, LATENCY_BUCKETS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_metric_has_the_prefix_and_a_help_text() {
+        let (metrics, registry) = Metrics::new();
+        metrics.took(Call::lookup, Duration::from_millis(1));
+        metrics.beat(BeatResult::known);
+        metrics.updated(UpdateResult::applied);
+        metrics.watchers.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
+        metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
+        metrics.set_sizes([MemberState::Alive].into_iter(), &DirectorySize::default());
+        let text = text(&registry);
+        let named: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        assert!(named.iter().all(|line| line.starts_with("reprise_controlplane_")), "{text}");
+        assert!(text.contains("reprise_controlplane_nodes{state=\"alive\"} 1"), "{text}");
+        assert!(text.contains("reprise_controlplane_call_seconds_bucket{le="), "{text}");
+        assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
+        let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
+        let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
+        assert_eq!((helps, types), (17, 17));
+    }
+}

@@ -1,0 +1,250 @@
+//! Names to numbers: node identities and their epochs in the store.
+//!
+//! | key              | value                                                        |
+//! |------------------|--------------------------------------------------------------|
+//! | `nodes/<name>`   | JSON: number, epoch, addresses, capacities, as last registered |
+//! | `next_node`      | the next number to give out, decimal                          |
+//!
+//! Numbers start at 1 (0 means "no node" in requests) and are never given out twice. A registration is one conditional
+//! transaction, so members that share a store cannot give one number to two names or one epoch twice.
+
+use std::sync::Arc;
+
+use reprise_controlplane_core::{NodeDetails, NodeRecord};
+use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, StoreError, Transaction, Write};
+use reprise_policy::{Epoch, NodeId};
+use serde::{Deserialize, Serialize};
+
+const NODES_PREFIX: &str = "nodes/";
+const NEXT_NODE: &[u8] = b"next_node";
+/// Nodes at the most: numbers are 16 bits and begin at 1.
+const NODES_MAX: usize = u16::MAX as usize;
+/// Attempts against concurrent registrations. Each failure means that another registration succeeded.
+const ATTEMPTS_MAX: usize = 64;
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct Registry {
+    store: Arc<dyn Store>,
+}
+
+/// Why a node cannot be registered.
+#[derive(Debug, thiserror::Error)]
+pub enum RegistryError {
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// What the store holds is not a record of ours.
+    #[error(
+        "the store's record {key} cannot be read ({reason}): restore the store from a backup or start a new one"
+    )]
+    Record {
+        /// Which.
+        key: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// All numbers are given out.
+    #[error(
+        "{NODES_MAX} node names have been registered, no number is left: reuse names, or start a new store"
+    )]
+    Full,
+    /// Others were always faster.
+    #[error("{ATTEMPTS_MAX} concurrent registrations came first: try again")]
+    Busy,
+}
+
+/// The stored form of a node.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    node: u16,
+    epoch: u64,
+    peer_address: String,
+    admin_address: String,
+    dram_bytes: u64,
+    nvme_bytes: u64,
+    failure_domain: String,
+    version: String,
+}
+
+impl Registry {
+    /// A registry over a store.
+    pub fn new(store: Arc<dyn Store>) -> Registry {
+        Registry { store }
+    }
+
+    /// All nodes ever registered.
+    pub async fn nodes(&self) -> Result<Vec<NodeRecord>, RegistryError> {
+        let range = self.store.range(NODES_PREFIX.as_bytes(), NODES_MAX).await?;
+        range.entries.iter().map(read).collect()
+    }
+
+    /// Gives the node its number (the same as ever for its name) and a higher epoch than ever; both are durable when
+    /// this returns.
+    pub async fn register(&self, name: &str, details: NodeDetails) -> Result<NodeRecord, RegistryError> {
+        let key = format!("{NODES_PREFIX}{name}").into_bytes();
+        for _ in 0..ATTEMPTS_MAX {
+            let (record, transaction) = match self.store.get(&key).await? {
+                Some(entry) => self.again(&key, &entry, &details)?,
+                None => self.first(&key, name, &details).await?,
+            };
+            if let Outcome::Committed(_) = self.store.transact(transaction).await? {
+                return Ok(record);
+            }
+        }
+        Err(RegistryError::Busy)
+    }
+
+    /// A name that is known.
+    fn again(
+        &self,
+        key: &[u8],
+        entry: &KeyValue,
+        details: &NodeDetails,
+    ) -> Result<(NodeRecord, Transaction), RegistryError> {
+        let known = read(entry)?;
+        let record = NodeRecord { epoch: Epoch(known.epoch.0 + 1), details: details.clone(), ..known };
+        let conditions = vec![Condition::Modified { key: key.to_vec(), revision: entry.modified }];
+        let writes = vec![Write::Put { key: key.to_vec(), value: written(&record) }];
+        Ok((record, Transaction { conditions, writes }))
+    }
+
+    /// A name that is new: it takes the next number.
+    async fn first(
+        &self,
+        key: &[u8],
+        name: &str,
+        details: &NodeDetails,
+    ) -> Result<(NodeRecord, Transaction), RegistryError> {
+        let counter = self.store.get(NEXT_NODE).await?;
+        let unchanged = match &counter {
+            None => Condition::Absent { key: NEXT_NODE.to_vec() },
+            Some(entry) => Condition::Modified { key: NEXT_NODE.to_vec(), revision: entry.modified },
+        };
+        let next = counter.map_or(Ok(1), |entry| read_counter(&entry))?;
+        let node = NodeId(u16::try_from(next).map_err(|_| RegistryError::Full)?);
+        let record = NodeRecord { node, name: name.to_owned(), epoch: Epoch(1), details: details.clone() };
+        let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
+        let writes = vec![
+            Write::Put { key: key.to_vec(), value: written(&record) },
+            Write::Put { key: NEXT_NODE.to_vec(), value: (next + 1).to_string().into_bytes() },
+        ];
+        Ok((record, Transaction { conditions, writes }))
+    }
+}
+
+fn read_counter(entry: &KeyValue) -> Result<u32, RegistryError> {
+    std::str::from_utf8(&entry.value)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .filter(|number| *number > 0)
+        .ok_or_else(|| bad(entry, "it is no number from 1 on"))
+}
+
+fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
+    let name = std::str::from_utf8(&entry.key).ok().and_then(|key| key.strip_prefix(NODES_PREFIX));
+    let name = name.ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
+    let stored: Stored =
+        serde_json::from_slice(&entry.value).map_err(|error| bad(entry, &error.to_string()))?;
+    let details = NodeDetails {
+        peer_address: stored.peer_address,
+        admin_address: stored.admin_address,
+        dram_bytes: stored.dram_bytes,
+        nvme_bytes: stored.nvme_bytes,
+        failure_domain: stored.failure_domain,
+        version: stored.version,
+    };
+    Ok(NodeRecord { node: NodeId(stored.node), name, epoch: Epoch(stored.epoch), details })
+}
+
+fn bad(entry: &KeyValue, reason: &str) -> RegistryError {
+    RegistryError::Record { key: String::from_utf8_lossy(&entry.key).into_owned(), reason: reason.to_owned() }
+}
+
+fn written(record: &NodeRecord) -> Vec<u8> {
+    let details = record.details.clone();
+    let stored = Stored {
+        node: record.node.0,
+        epoch: record.epoch.0,
+        peer_address: details.peer_address,
+        admin_address: details.admin_address,
+        dram_bytes: details.dram_bytes,
+        nvme_bytes: details.nvme_bytes,
+        failure_domain: details.failure_domain,
+        version: details.version,
+    };
+    serde_json::to_vec(&stored).expect("a record of strings and numbers is always JSON")
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_controlplane_store::MemoryStore;
+
+    use super::*;
+
+    async fn put(store: &MemoryStore, key: &[u8], value: &[u8]) {
+        let write = Write::Put { key: key.to_vec(), value: value.to_vec() };
+        store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+    }
+
+    #[tokio::test]
+    async fn a_name_keeps_its_number_and_each_registration_has_a_higher_epoch() {
+        let registry = Registry::new(Arc::new(MemoryStore::new()));
+        let register = async |name| {
+            let record = registry.register(name, NodeDetails::default()).await.expect("registered");
+            (record.node.0, record.epoch.0)
+        };
+        assert_eq!(register("a").await, (1, 1));
+        assert_eq!(register("b").await, (2, 1));
+        assert_eq!(register("a").await, (1, 2));
+        assert_eq!(register("a").await, (1, 3));
+        let nodes = registry.nodes().await.expect("readable");
+        assert_eq!(nodes.iter().map(|node| node.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn concurrent_registrations_never_share_a_number_or_an_epoch() {
+        let registry = Registry::new(Arc::new(MemoryStore::new()));
+        let tasks: Vec<_> = (0..40)
+            .map(|task| {
+                let registry = registry.clone();
+                tokio::spawn(async move {
+                    let name = format!("n{}", task % 8);
+                    registry.register(&name, NodeDetails::default()).await.expect("registered")
+                })
+            })
+            .collect();
+        let mut given = std::collections::BTreeSet::new();
+        for task in tasks {
+            let record = task.await.expect("no panic");
+            assert!(given.insert((record.node, record.epoch)), "{record:?} was given out twice");
+        }
+        let mut numbers: Vec<_> = given.iter().map(|(node, _)| node.0).collect();
+        numbers.dedup();
+        assert_eq!(numbers, (1..=8).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn the_last_number_is_65535_and_then_names_are_refused_with_words() {
+        let store = MemoryStore::new();
+        put(&store, NEXT_NODE, b"65535").await;
+        let registry = Registry::new(Arc::new(store));
+        assert_eq!(
+            registry.register("last", NodeDetails::default()).await.expect("one left").node,
+            NodeId(65535)
+        );
+        let refused = registry.register("more", NodeDetails::default()).await.expect_err("none left");
+        assert!(refused.to_string().contains("no number is left"), "{refused}");
+        assert_eq!(registry.register("last", NodeDetails::default()).await.expect("known").epoch, Epoch(2));
+    }
+
+    #[tokio::test]
+    async fn a_record_that_cannot_be_read_is_an_error_with_its_key() {
+        let store = MemoryStore::new();
+        put(&store, b"nodes/x", b"{").await;
+        let registry = Registry::new(Arc::new(store));
+        let refused = registry.nodes().await.expect_err("unreadable");
+        assert!(refused.to_string().contains("nodes/x"), "{refused}");
+        assert!(registry.register("x", NodeDetails::default()).await.is_err());
+    }
+}

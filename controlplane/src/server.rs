@@ -1,0 +1,199 @@
+//! Start, background tasks and shutdown of a control-plane member.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use reprise_controlplane_core::MemberSettings;
+use reprise_controlplane_store::{EmbeddedStore, MemoryStore, Store};
+use reprise_proto::controlplane::directory_server::DirectoryServer;
+use reprise_proto::controlplane::membership_server::MembershipServer;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+
+use crate::admin::{self, Admin};
+use crate::cluster::Cluster;
+use crate::config::{Config, StoreConfig, StoreKind};
+use crate::directory::DirectoryService;
+use crate::membership::MembershipService;
+use crate::metrics::Metrics;
+use crate::registry::Registry;
+
+/// A message at the most: 8,192 keys with operations are 136 KiB.
+const MESSAGE_BYTES_MAX: usize = 1 << 20;
+/// HTTP/2 windows: a whole batch of keys and of answers without a wait for the other side.
+const STREAM_WINDOW_BYTES: u32 = 1 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
+/// Calls at once on one connection.
+const STREAMS_MAX: u32 = 1024;
+/// A connection whose other end is gone without a word is noticed within both.
+const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
+/// Pause between two sweeps while there is something to sweep; and between two looks while there is not.
+const SWEEP_EVERY: Duration = Duration::from_millis(20);
+/// Never expire in a tighter loop than this.
+const EXPIRE_MIN: Duration = Duration::from_millis(1);
+/// Time for calls under way at shutdown; streams are told to end.
+const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
+
+/// A running member.
+#[derive(Debug)]
+pub struct ControlPlane {
+    /// Where the gRPC services listen.
+    pub grpc: SocketAddr,
+    /// Where the admin endpoint listens.
+    pub admin: SocketAddr,
+    cluster: Arc<Cluster>,
+    admin_state: Arc<Admin>,
+    stop: watch::Sender<bool>,
+    grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
+    admin_task: JoinHandle<std::io::Result<()>>,
+    background: [JoinHandle<()>; 2],
+}
+
+impl ControlPlane {
+    /// Opens the store, binds both addresses, serves. Errors say what to change.
+    pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
+        config.check()?;
+        let store = open_store(config.store.clone()).await?;
+        let registry = Registry::new(store);
+        let known = registry.nodes().await.context("cannot read the node records")?;
+        let (metrics, metric_registry) = Metrics::new();
+        let settings = MemberSettings {
+            dead_after: config.membership.dead_after.0,
+            forget_after: config.membership.forget_after.0,
+        };
+        let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, metrics));
+        cluster.restore(known);
+
+        let grpc_listener = bind("listen", config.listen).await?;
+        let admin_listener = bind("admin", config.admin).await?;
+        let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
+        let admin_state = Admin::new(cluster.clone(), metric_registry);
+        let stop = watch::Sender::new(false);
+        let services = Services {
+            membership: MembershipService::new(cluster.clone(), registry, config.membership.clone()),
+            directory: DirectoryService::new(cluster.clone(), config.limits.lookups_at_once),
+        };
+        let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
+        let routes = admin::router(admin_state.clone());
+        let stopped = wait(stop.subscribe());
+        let admin_task =
+            tokio::spawn(
+                async move { axum::serve(admin_listener, routes).with_graceful_shutdown(stopped).await },
+            );
+        let background = [
+            tokio::spawn(expire_for_ever(cluster.clone(), settings.dead_after)),
+            tokio::spawn(sweep_for_ever(cluster.clone())),
+        ];
+        admin_state.set_ready();
+        Ok(ControlPlane { grpc, admin, cluster, admin_state, stop, grpc_task, admin_task, background })
+    }
+
+    /// Ends all streams, lets calls under way finish within two seconds, and stops.
+    pub async fn shutdown(self) {
+        self.admin_state.set_closing();
+        self.cluster.close();
+        self.stop.send_replace(true);
+        for task in &self.background {
+            task.abort();
+        }
+        let (mut grpc_task, mut admin_task) = (self.grpc_task, self.admin_task);
+        let both = async {
+            let served = (&mut grpc_task).await;
+            if let Ok(Err(error)) = served {
+                tracing::error!(%error, "the gRPC server ended with an error");
+            }
+            let served = (&mut admin_task).await;
+            if let Ok(Err(error)) = served {
+                tracing::error!(%error, "the admin server ended with an error");
+            }
+        };
+        if timeout(SHUTDOWN_WAIT, both).await.is_err() {
+            tracing::warn!("connections were still open at shutdown and are cut");
+            grpc_task.abort();
+            admin_task.abort();
+        }
+    }
+
+    /// Returns when a server has ended by itself, which is an error.
+    pub async fn failed(&mut self) -> anyhow::Error {
+        tokio::select! {
+            ended = &mut self.grpc_task => anyhow::anyhow!("the gRPC server ended: {ended:?}"),
+            ended = &mut self.admin_task => anyhow::anyhow!("the admin server ended: {ended:?}"),
+        }
+    }
+}
+
+struct Services {
+    membership: MembershipService,
+    directory: DirectoryService,
+}
+
+async fn serve_grpc(
+    listener: TcpListener,
+    services: Services,
+    stop: watch::Receiver<bool>,
+) -> Result<(), tonic::transport::Error> {
+    let membership = MembershipServer::new(services.membership).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let directory = DirectoryServer::new(services.directory).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    Server::builder()
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_concurrent_streams(STREAMS_MAX)
+        .http2_keepalive_interval(Some(KEEP_ALIVE_EVERY))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
+        .add_service(membership)
+        .add_service(directory)
+        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), wait(stop))
+        .await
+}
+
+async fn wait(mut stop: watch::Receiver<bool>) {
+    // The sender going away means the same.
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
+async fn bind(field: &'static str, address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address)
+        .await
+        .with_context(|| format!("cannot listen on {address}: change '{field}' or free it"))
+}
+
+async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
+    match config.kind {
+        StoreKind::Memory => Ok(Arc::new(MemoryStore::new())),
+        StoreKind::Embedded => {
+            let path: PathBuf = config.path.context("store.path is missing")?;
+            let opened = tokio::task::spawn_blocking(move || EmbeddedStore::open(&path)).await?;
+            Ok(Arc::new(opened.context("cannot open the store")?))
+        }
+    }
+}
+
+/// Finds dead nodes at the instant they die.
+async fn expire_for_ever(cluster: Arc<Cluster>, dead_after: Duration) {
+    loop {
+        let next = cluster.expire().unwrap_or(dead_after);
+        // A registration meanwhile dies no sooner than `dead_after` from now.
+        sleep(next.min(dead_after).max(EXPIRE_MIN)).await;
+    }
+}
+
+/// Removes what inventories have replaced, little by little.
+async fn sweep_for_ever(cluster: Arc<Cluster>) {
+    let mut ticks = interval(SWEEP_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        if cluster.directory().stale_entries() > 0 {
+            cluster.sweep();
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The process: its ready line, its exit, its configuration, its store after `kill -9`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::{RegisterReply, RegisterRequest};
+use tokio::runtime::Runtime;
+use tonic::transport::Channel;
+
+/// Longest wait for anything that must happen.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A running process; killed when dropped.
+struct Process {
+    child: Child,
+    grpc: String,
+}
+
+impl Process {
+    /// Starts it and waits for the ready line.
+    fn start(config: &Path) -> Process {
+        let mut child =
+            command(config).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+        let ready: serde_json::Value = serde_json::from_str(&line).expect("the ready line is JSON");
+        assert_eq!(ready["ready"], true, "{line}");
+        assert!(ready["admin"].as_str().is_some_and(|address| address.starts_with("127.0.0.1:")), "{line}");
+        let grpc = ready["grpc"].as_str().expect("an address").to_owned();
+        Process { child, grpc }
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        let status = Command::new("kill").args([format!("-{name}"), pid]).status().expect("kill runs");
+        assert!(status.success());
+    }
+
+    async fn client(&self) -> MembershipClient<Channel> {
+        MembershipClient::connect(format!("http://{}", self.grpc)).await.expect("connected")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn registration(name: &str) -> RegisterRequest {
+    RegisterRequest {
+        name: name.to_owned(),
+        peer_address: "127.0.0.1:1".to_owned(),
+        ..RegisterRequest::default()
+    }
+}
+
+fn command(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_reprise-controlplane"));
+    command.arg("--config").arg(config);
+    command
+}
+
+fn write_config(directory: &Path, store: &str) -> std::path::PathBuf {
+    let path = directory.join("config.toml");
+    let text = format!("listen = '127.0.0.1:0'\nadmin = '127.0.0.1:0'\n[store]\n{store}\n");
+    std::fs::write(&path, text).expect("written");
+    path
+}
+
+fn embedded(directory: &Path) -> std::path::PathBuf {
+    let store = directory.join("store");
+    write_config(directory, &format!("kind = 'embedded'\npath = '{}'", store.display()))
+}
+
+fn output(mut command: Command) -> (Output, String) {
+    let output = command.output().expect("runs");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    (output, told)
+}
+
+#[test]
+fn sigterm_and_sigint_end_it_cleanly_with_one_line_of_output() {
+    for name in ["TERM", "INT"] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let config = write_config(directory.path(), "kind = 'memory'");
+        let mut child =
+            command(&config).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
+        let mut reader = BufReader::new(child.stdout.take().expect("piped"));
+        let mut line = String::new();
+        reader.read_line(&mut line).expect("a line");
+        let process = Process { child, grpc: String::new() };
+        process.signal(name);
+        let mut rest = String::new();
+        reader.read_to_string(&mut rest).expect("the end");
+        let mut process = process;
+        assert!(process.child.wait().expect("ended").success(), "SIG{name}");
+        assert_eq!(rest, "", "nothing but the ready line");
+    }
+}
+
+/// Registrations that were answered before `kill -9` are there after it, whatever was being written meanwhile.
+#[test]
+fn answered_registrations_survive_kill_9() {
+    const ROUNDS: u32 = 10;
+    const NAMES: u32 = 9;
+    let directory = tempfile::tempdir().expect("a directory");
+    let config = embedded(directory.path());
+    let runtime = Runtime::new().expect("a runtime");
+    // Name → number and the highest epoch answered.
+    let mut answered = BTreeMap::<String, (u32, u64)>::new();
+    for round in 0..ROUNDS {
+        let process = Process::start(&config);
+        let (answers, received) = std::sync::mpsc::channel();
+        let mut client = runtime.block_on(process.client());
+        // Registers one after the other until the process is gone: one is always under way when it dies.
+        let registering = runtime.spawn(async move {
+            for number in round.. {
+                let name = format!("n{}", number % NAMES);
+                let Ok(granted) = client.register(registration(&name)).await else { return };
+                answers.send((name, granted.into_inner())).expect("the test still listens");
+            }
+        });
+        let mut check = |name: String, granted: RegisterReply| {
+            let (node, epoch) = answered.get(&name).copied().unwrap_or((granted.node, 0));
+            assert_eq!(node, granted.node, "{name} keeps its number");
+            assert!(granted.epoch > epoch, "{name}: epoch {} after {epoch}", granted.epoch);
+            answered.insert(name, (node, granted.epoch));
+        };
+        for _ in 0..5 + round {
+            let (name, granted) = received.recv_timeout(PATIENCE).expect("registrations go on");
+            check(name, granted);
+        }
+        process.signal("KILL");
+        runtime.block_on(registering).expect("no panic");
+        received.into_iter().for_each(|(name, granted)| check(name, granted));
+    }
+    let numbers: BTreeSet<u32> = answered.values().map(|(node, _)| *node).collect();
+    assert_eq!(numbers.len(), answered.len(), "no number was given out twice");
+}
+
+#[test]
+fn a_second_process_on_the_same_store_is_refused_with_words() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let config = embedded(directory.path());
+    let _first = Process::start(&config);
+    let (output, told) = output(command(&config));
+    assert!(!output.status.success());
+    assert!(told.contains("in use by another process"), "{told}");
+    assert!(output.stdout.is_empty(), "no ready line");
+}
+
+#[test]
+fn the_default_configuration_is_printed_and_accepted() {
+    let mut print = Command::new(env!("CARGO_BIN_EXE_reprise-controlplane"));
+    print.arg("--print-default-config");
+    let (printed, _) = output(print);
+    assert!(printed.status.success());
+    let text = String::from_utf8(printed.stdout).expect("text");
+    assert!(text.contains("dead_after = \"1500ms\""), "{text}");
+    reprise_controlplane::config::Config::parse(&text).expect("its own default");
+}
+
+#[test]
+fn a_wrong_configuration_is_refused_with_words() {
+    let directory = tempfile::tempdir().expect("a directory");
+    for (store, words) in
+        [("kind = 'memory'\nfile = 'x'", "file"), ("kind = 'memory'\n[log]\nlevel = '!!'", "log.level")]
+    {
+        let (output, told) = output(command(&write_config(directory.path(), store)));
+        assert!(!output.status.success());
+        assert!(told.contains(words), "{told}");
+    }
+    let (missing, told) = output(command(&directory.path().join("none.toml")));
+    assert!(!missing.status.success());
+    assert!(told.contains("none.toml"), "{told}");
+}

@@ -1,0 +1,165 @@
+//! Updates and lookups: sequence, inventories, bounds, bad input, large inventories, and heartbeats beside them.
+
+use std::time::{Duration, Instant};
+
+use reprise_proto::controlplane::{DescribeRequest, LookupRequest, UpdateRequest};
+use tonic::Code;
+
+use crate::harness::{self, Node};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lookup_finds_replicas_of_others_by_tier_in_the_order_of_its_keys() {
+    let member = harness::start().await;
+    let mut first = Node::register(&member, "a").await;
+    let mut second = Node::register(&member, "b").await;
+    first.announce(harness::keys(0..2), 1).await;
+    first.announce(harness::keys(1..3), 2).await;
+    second.announce(harness::keys(2..4), 2).await;
+    assert_eq!(
+        second.lookup(harness::keys(0..5)).await,
+        [vec![(1, 1)], vec![(1, 1), (1, 2)], vec![(1, 2)], vec![], vec![]],
+        "without the asking node's own"
+    );
+    assert_eq!(first.lookup(harness::keys(2..4)).await, [vec![(2, 2)], vec![(2, 2)]]);
+    first.announce(harness::keys(1..2), 0x81).await;
+    assert_eq!(second.lookup(harness::keys(1..2)).await, [vec![(1, 2)]], "withdrawn from DRAM only");
+    let request = LookupRequest { keys: harness::keys(2..3).into(), asking_node: 0 };
+    let everywhere = harness::directory(&member).await.lookup(request).await.expect("answered").into_inner();
+    assert_eq!(harness::replicas(&everywhere), [vec![(1, 2), (2, 2)]], "0 is no node: nothing is left out");
+    assert_eq!(first.lookup(Vec::new()).await, Vec::<Vec<(u16, u8)>>::new());
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gap_is_told_and_nothing_after_it_is_applied_until_an_inventory_comes() {
+    let member = harness::start().await;
+    let mut node = Node::register(&member, "a").await;
+    let mut asking = Node::register(&member, "b").await;
+    node.announce(harness::keys(0..10), 2).await;
+    let late = UpdateRequest { sequence: 15, ..node.update(harness::keys(20..21), 2) };
+    let reply = node.send(late).await;
+    assert_eq!((reply.fenced, reply.expected_sequence), (false, 10));
+    assert_eq!(asking.lookup(harness::keys(20..21)).await, [vec![]]);
+
+    let again = UpdateRequest { sequence: 5, ..node.update(harness::keys(5..12), 2) };
+    let reply = node.send(again).await;
+    assert_eq!(reply.expected_sequence, 12, "what was there is skipped, the rest applied");
+    assert_eq!(asking.lookup(harness::keys(9..12)).await, vec![vec![(1, 2)]; 3]);
+
+    let inventory = UpdateRequest { sequence: 30, reset: true, ..node.update(harness::keys(50..52), 1) };
+    let reply = node.send(inventory.clone()).await;
+    assert_eq!(reply.expected_sequence, 32);
+    assert_eq!(asking.lookup(harness::keys(9..10)).await, [vec![]], "the inventory replaces what was there");
+    assert_eq!(asking.lookup(harness::keys(50..51)).await, [vec![(1, 1)]]);
+    node.sequence = 32;
+    node.announce(harness::keys(60..61), 1).await;
+    assert_eq!(node.send(inventory).await.expected_sequence, 33, "an inventory sent twice forgets nothing");
+    assert_eq!(asking.lookup(harness::keys(60..61)).await, [vec![(1, 1)]]);
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn garbage_is_refused_with_words_and_changes_nothing() {
+    let member = harness::start().await;
+    let mut node = Node::register(&member, "a").await;
+    let good = node.update(harness::keys(0..2), 2);
+    let long = node.update(harness::keys(0..8193), 2);
+    for (request, words) in [
+        (UpdateRequest { keys: vec![0; 31].into(), ..good.clone() }, "16-byte keys"),
+        (UpdateRequest { operations: vec![1].into(), ..good.clone() }, "one operation byte"),
+        (UpdateRequest { operations: vec![1, 3].into(), ..good.clone() }, "tier 1 (DRAM) or 2 (NVMe)"),
+        (UpdateRequest { operations: vec![0x80, 1].into(), ..good.clone() }, "index 0"),
+        (UpdateRequest { node: 1 << 20, ..good.clone() }, "node numbers"),
+        (UpdateRequest { sequence: u64::MAX, ..good.clone() }, "count changes from 0"),
+        (long, "at most 8192"),
+    ] {
+        let refused = node.directory.update(request).await.expect_err(words);
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains(words), "{refused}");
+    }
+    for (request, words) in [
+        (LookupRequest { keys: vec![0; 15].into(), asking_node: 1 }, "16-byte keys"),
+        (LookupRequest { keys: harness::keys(0..8193).into(), asking_node: 1 }, "at most 8192"),
+        (LookupRequest { keys: harness::keys(0..1).into(), asking_node: 1 << 16 }, "node numbers"),
+    ] {
+        let refused = node.directory.lookup(request).await.expect_err(words);
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains(words), "{refused}");
+    }
+    let unknown = UpdateRequest { node: 77, ..good.clone() };
+    assert!(node.send(unknown).await.fenced, "a node that never registered");
+    let described = node.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
+    assert_eq!((described.keys, described.updates), (0, 0));
+    assert_eq!(node.send(good).await.expected_sequence, 2, "and the sequence did not move");
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_million_entries_are_announced_found_described_and_replaced() {
+    const ENTRIES: u64 = 1_000_000;
+    const BATCH: u64 = 8192;
+    let member = harness::start().await;
+    let mut node = Node::register(&member, "a").await;
+    let mut asking = Node::register(&member, "b").await;
+    for first in (0..ENTRIES).step_by(BATCH as usize) {
+        let mut request = node.update(harness::keys(first..ENTRIES.min(first + BATCH)), 2);
+        request.reset = first == 0;
+        node.sequence += request.operations.len() as u64;
+        let reply = node.send(request).await;
+        assert_eq!(reply.expected_sequence, node.sequence);
+        assert!(asking.beat().await && node.beat().await);
+    }
+    let described = node.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
+    assert_eq!((described.keys, described.replicas, described.updates), (ENTRIES, ENTRIES, ENTRIES));
+    assert!(described.bytes <= 64 * ENTRIES, "{} bytes", described.bytes);
+    assert_eq!((described.nodes[0].node, described.nodes[0].nvme), (node.granted.node, ENTRIES));
+    for first in [0, 123_456, ENTRIES - BATCH] {
+        let found = asking.lookup(harness::keys(first..first + BATCH)).await;
+        assert!(found.iter().all(|replicas| *replicas == [(1, 2)]), "all of {first}..");
+    }
+    let absent = asking.lookup(harness::keys(ENTRIES..ENTRIES + BATCH)).await;
+    assert!(absent.iter().all(Vec::is_empty));
+    let nothing = UpdateRequest { reset: true, ..node.update(Vec::new(), 2) };
+    assert_eq!(node.send(nothing).await.expected_sequence, node.sequence);
+    assert!(asking.lookup(harness::keys(0..BATCH)).await.iter().all(Vec::is_empty), "gone at once");
+    member.shutdown().await;
+}
+
+/// Heartbeats on a connection of their own, while other connections keep all workers busy with batches.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn heartbeats_are_answered_while_updates_and_lookups_keep_the_member_busy() {
+    const LOADED_FOR: Duration = Duration::from_secs(2);
+    let member = harness::start().await;
+    let mut beating = Node::register(&member, "beating").await;
+    let end = Instant::now() + LOADED_FOR;
+    let mut load = Vec::new();
+    for loader in 0..4 {
+        let mut node = Node::register(&member, &format!("loader-{loader}")).await;
+        load.push(tokio::spawn(async move {
+            let keys = harness::keys(loader * 100_000..loader * 100_000 + 8192);
+            let mut batches = 0_u32;
+            while Instant::now() < end {
+                node.announce(keys.clone(), 1).await;
+                node.announce(keys.clone(), 0x81).await;
+                node.lookup(keys.clone()).await;
+                batches += 1;
+            }
+            batches
+        }));
+    }
+    let mut slowest = Duration::ZERO;
+    let mut beats = 0_u32;
+    while Instant::now() < end {
+        let start = Instant::now();
+        assert!(beating.beat().await);
+        slowest = slowest.max(start.elapsed());
+        beats += 1;
+    }
+    let mut batches = 0;
+    for task in load {
+        batches += task.await.expect("no panic");
+    }
+    assert!(batches > 0 && beats > 0);
+    assert!(slowest < Duration::from_millis(500), "a beat took {slowest:?} beside {batches} batches");
+    member.shutdown().await;
+}

@@ -1,0 +1,160 @@
+//! A member in this process and a node that talks to it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use reprise_controlplane::config::{Config, StoreConfig, StoreKind};
+use reprise_controlplane::server::ControlPlane;
+use reprise_policy::BlockKey;
+use reprise_proto::controlplane::directory_client::DirectoryClient;
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::{
+    HeartbeatRequest, LookupReply, LookupRequest, RegisterReply, RegisterRequest, UpdateReply, UpdateRequest,
+};
+use tonic::transport::{Channel, Endpoint};
+
+/// Longest wait for anything that must happen.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Configuration on free ports with a store in memory.
+pub(crate) fn config() -> Config {
+    Config {
+        listen: "127.0.0.1:0".parse().expect("an address"),
+        admin: "127.0.0.1:0".parse().expect("an address"),
+        store: StoreConfig { kind: StoreKind::Memory, path: None },
+        ..Config::default()
+    }
+}
+
+/// The same with a store in a file.
+pub(crate) fn config_with_store(path: &Path) -> Config {
+    Config { store: StoreConfig { kind: StoreKind::Embedded, path: Some(path.to_owned()) }, ..config() }
+}
+
+pub(crate) async fn start() -> ControlPlane {
+    ControlPlane::start(config()).await.expect("started")
+}
+
+pub(crate) async fn channel(member: &ControlPlane) -> Channel {
+    Endpoint::from_shared(format!("http://{}", member.grpc))
+        .expect("an address")
+        .connect()
+        .await
+        .expect("connected")
+}
+
+pub(crate) async fn membership(member: &ControlPlane) -> MembershipClient<Channel> {
+    MembershipClient::new(channel(member).await)
+}
+
+pub(crate) async fn directory(member: &ControlPlane) -> DirectoryClient<Channel> {
+    DirectoryClient::new(channel(member).await)
+}
+
+pub(crate) fn registration(name: &str) -> RegisterRequest {
+    RegisterRequest {
+        name: name.to_owned(),
+        peer_address: "127.0.0.1:7000".to_owned(),
+        admin_address: "127.0.0.1:7001".to_owned(),
+        dram_bytes: 1 << 30,
+        nvme_bytes: 1 << 40,
+        failure_domain: "rack-1".to_owned(),
+        version: "0.1.0".to_owned(),
+    }
+}
+
+/// A uniform key, as SHA-256 would give it.
+pub(crate) fn key(number: u64) -> BlockKey {
+    let mix = |seed: u64| {
+        let mut value = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        value ^ (value >> 31)
+    };
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&mix(2 * number + 1).to_le_bytes());
+    bytes[8..].copy_from_slice(&mix(2 * number + 2).to_le_bytes());
+    BlockKey(bytes)
+}
+
+pub(crate) fn keys(numbers: std::ops::Range<u64>) -> Vec<u8> {
+    numbers.flat_map(|number| key(number).0).collect()
+}
+
+/// A registered node with its sequence of changes.
+pub(crate) struct Node {
+    pub(crate) membership: MembershipClient<Channel>,
+    pub(crate) directory: DirectoryClient<Channel>,
+    pub(crate) granted: RegisterReply,
+    pub(crate) sequence: u64,
+}
+
+impl Node {
+    pub(crate) async fn register(member: &ControlPlane, name: &str) -> Node {
+        let mut membership = membership(member).await;
+        let granted = membership.register(registration(name)).await.expect("registered").into_inner();
+        Node { membership, directory: directory(member).await, granted, sequence: 0 }
+    }
+
+    pub(crate) async fn beat(&mut self) -> bool {
+        let request = HeartbeatRequest { node: self.granted.node, epoch: self.granted.epoch };
+        self.membership.heartbeat(request).await.expect("answered").into_inner().known
+    }
+
+    /// A request that continues this node's changes.
+    pub(crate) fn update(&self, keys: Vec<u8>, operation: u8) -> UpdateRequest {
+        let operations = vec![operation; keys.len() / BlockKey::SIZE];
+        UpdateRequest {
+            node: self.granted.node,
+            epoch: self.granted.epoch,
+            sequence: self.sequence,
+            keys: keys.into(),
+            operations: operations.into(),
+            reset: false,
+        }
+    }
+
+    pub(crate) async fn send(&mut self, request: UpdateRequest) -> UpdateReply {
+        self.directory.update(request).await.expect("answered").into_inner()
+    }
+
+    /// Sends changes and expects them to be taken.
+    pub(crate) async fn announce(&mut self, keys: Vec<u8>, operation: u8) {
+        let request = self.update(keys, operation);
+        self.sequence += request.operations.len() as u64;
+        let reply = self.send(request).await;
+        assert_eq!((reply.fenced, reply.expected_sequence), (false, self.sequence));
+    }
+
+    pub(crate) async fn lookup(&mut self, keys: Vec<u8>) -> Vec<Vec<(u16, u8)>> {
+        let request = LookupRequest { keys: keys.into(), asking_node: self.granted.node };
+        replicas(&self.directory.lookup(request).await.expect("answered").into_inner())
+    }
+}
+
+/// Node and tier of each key's replicas.
+pub(crate) fn replicas(reply: &LookupReply) -> Vec<Vec<(u16, u8)>> {
+    let packed: Vec<(u16, u8)> = reply
+        .replicas
+        .chunks(4)
+        .map(|replica| {
+            assert_eq!(replica[3], 0);
+            (u16::from_le_bytes([replica[0], replica[1]]), replica[2])
+        })
+        .collect();
+    assert_eq!(reply.offsets.first(), Some(&0));
+    assert_eq!(reply.offsets.last().map(|last| *last as usize), Some(packed.len()));
+    reply.offsets.windows(2).map(|bounds| packed[bounds[0] as usize..bounds[1] as usize].to_vec()).collect()
+}
+
+/// Asks the admin endpoint; the status and the body.
+pub(crate) async fn http(member: &ControlPlane, path: &str) -> (u16, String) {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(member.admin).await.expect("connected");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: admin\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("received");
+    let status = answer.split(' ').nth(1).expect("a status line").parse().expect("a number");
+    let body = answer.split_once("\r\n\r\n").expect("a body").1.to_owned();
+    (status, body)
+}

@@ -1,0 +1,176 @@
+//! Registration, heartbeats, death and return.
+
+use std::time::{Duration, Instant};
+
+use reprise_controlplane::server::ControlPlane;
+use reprise_policy::Interval;
+use reprise_proto::controlplane::{HeartbeatRequest, ListNodesRequest, RegisterRequest, WatchNodesRequest};
+use tokio::time::timeout;
+use tonic::Code;
+
+use crate::harness::{self, Node, PATIENCE};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_registered_node_is_listed_with_what_it_said() {
+    let member = harness::start().await;
+    let mut node = Node::register(&member, "a").await;
+    assert_eq!((node.granted.node, node.granted.epoch), (1, 1));
+    assert_eq!((node.granted.heartbeat_every_us, node.granted.dead_after_us), (250_000, 1_500_000));
+    let listed = node.membership.list_nodes(ListNodesRequest {}).await.expect("answered").into_inner().nodes;
+    assert_eq!(listed.len(), 1);
+    let said = harness::registration("a");
+    assert_eq!((listed[0].node, listed[0].epoch, listed[0].alive), (1, 1, true));
+    assert_eq!((&listed[0].name, &listed[0].peer_address), (&said.name, &said.peer_address));
+    assert_eq!((listed[0].dram_bytes, listed[0].nvme_bytes), (said.dram_bytes, said.nvme_bytes));
+    assert_eq!((&listed[0].failure_domain, &listed[0].version), (&said.failure_domain, &said.version));
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_same_name_gets_the_same_number_and_fences_the_older_registration() {
+    let member = harness::start().await;
+    let mut old = Node::register(&member, "a").await;
+    old.announce(harness::keys(0..3), 1).await;
+    let other = Node::register(&member, "b").await;
+    let mut new = Node::register(&member, "a").await;
+    assert_eq!((new.granted.node, new.granted.epoch), (old.granted.node, old.granted.epoch + 1));
+    assert_ne!(other.granted.node, new.granted.node);
+    assert!(!old.beat().await, "the older registration is told to register again");
+    assert!(new.beat().await);
+    let reply = old.send(old.update(harness::keys(3..4), 1)).await;
+    assert!(reply.fenced);
+    let mut other = other;
+    assert_eq!(
+        other.lookup(harness::keys(0..4)).await,
+        vec![vec![]; 4],
+        "a new registration has no inventory yet"
+    );
+    member.shutdown().await;
+}
+
+/// The figures of DESIGN §7 with the default configuration: not offered within two seconds of the last beat.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_silent_node_is_not_offered_within_two_seconds_and_back_with_its_next_beat() {
+    let member = harness::start().await;
+    let mut asking = Node::register(&member, "asking").await;
+    let mut silent = Node::register(&member, "silent").await;
+    silent.announce(harness::keys(0..1), 2).await;
+    let node = u16::try_from(silent.granted.node).expect("a number");
+    let mut changes =
+        asking.membership.watch_nodes(WatchNodesRequest {}).await.expect("answered").into_inner();
+    assert!(silent.beat().await);
+    let last_beat = Instant::now();
+    let mut seen_dead = None;
+    while seen_dead.is_none() {
+        assert!(asking.beat().await);
+        let offered = asking.lookup(harness::keys(0..1)).await == [vec![(node, 2)]];
+        let silence = last_beat.elapsed();
+        assert!(silence < Duration::from_secs(2), "still offered after {silence:?}");
+        assert!(offered || silence >= Duration::from_millis(1400), "not offered after {silence:?} already");
+        if !offered {
+            seen_dead = Some(silence);
+        }
+    }
+    let told = timeout(PATIENCE, async {
+        loop {
+            let change = changes.message().await.expect("a change").expect("the stream goes on");
+            let info = change.node.expect("a node");
+            if info.node == silent.granted.node && !info.alive {
+                return;
+            }
+        }
+    });
+    told.await.expect("watchers are told of the death");
+    assert!(silent.beat().await, "its registration stands");
+    assert_eq!(asking.lookup(harness::keys(0..1)).await, [vec![(node, 2)]], "and its inventory was kept");
+    silent.announce(harness::keys(1..2), 1).await;
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_silent_for_long_is_forgotten_and_must_register_again() {
+    let mut config = harness::config();
+    config.membership.heartbeat_every = Interval(Duration::from_millis(20));
+    config.membership.dead_after = Interval(Duration::from_millis(50));
+    config.membership.forget_after = Interval(Duration::from_millis(100));
+    let member = ControlPlane::start(config).await.expect("started");
+    let mut node = Node::register(&member, "a").await;
+    node.announce(harness::keys(0..1000), 2).await;
+    let gone = timeout(PATIENCE, async {
+        // Beats of another epoch do not keep a node alive; counts say when it has been swept.
+        while !harness::http(&member, "/directory").await.1.contains("\"keys\":0,") {
+            let request = HeartbeatRequest { node: node.granted.node, epoch: node.granted.epoch + 1 };
+            let reply = node.membership.heartbeat(request).await.expect("answered");
+            assert!(!reply.into_inner().known);
+        }
+    });
+    gone.await.expect("forgotten and swept");
+    assert!(!node.beat().await);
+    assert!(node.send(node.update(harness::keys(0..1), 1)).await.fenced);
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_that_make_no_sense_are_refused_with_words() {
+    let member = harness::start().await;
+    let mut membership = harness::membership(&member).await;
+    for (request, words) in [
+        (RegisterRequest { name: String::new(), ..harness::registration("a") }, "letters, digits"),
+        (RegisterRequest { name: "a/../b".to_owned(), ..harness::registration("a") }, "letters, digits"),
+        (RegisterRequest { peer_address: "nowhere".to_owned(), ..harness::registration("a") }, "host:port"),
+        (RegisterRequest { admin_address: "1".to_owned(), ..harness::registration("a") }, "host:port"),
+        (RegisterRequest { version: "x".repeat(1000), ..harness::registration("a") }, "at most"),
+    ] {
+        let refused = membership.register(request).await.expect_err("refused");
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains(words), "{refused}");
+    }
+    let refused =
+        membership.heartbeat(HeartbeatRequest { node: 70_000, epoch: 1 }).await.expect_err("refused");
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    let unknown = membership.heartbeat(HeartbeatRequest { node: 7, epoch: 1 }).await.expect("answered");
+    assert!(!unknown.into_inner().known);
+    assert!(
+        membership.list_nodes(ListNodesRequest {}).await.expect("answered").into_inner().nodes.is_empty()
+    );
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_admin_endpoint_shows_nodes_counts_metrics_and_health() {
+    let member = harness::start().await;
+    let mut node = Node::register(&member, "a").await;
+    node.announce(harness::keys(0..10), 2).await;
+    node.announce(harness::keys(0..4), 1).await;
+    node.lookup(harness::keys(0..10)).await;
+    assert!(node.beat().await);
+    assert_eq!(harness::http(&member, "/healthz").await, (200, "ok\n".to_owned()));
+    assert_eq!(harness::http(&member, "/readyz").await.0, 200);
+    assert_eq!(harness::http(&member, "/nothing").await.0, 404);
+    let (_, nodes) = harness::http(&member, "/nodes").await;
+    let nodes: serde_json::Value = serde_json::from_str(&nodes).expect("JSON");
+    assert_eq!(
+        (&nodes[0]["name"], &nodes[0]["alive"], &nodes[0]["node"]),
+        (&"a".into(), &true.into(), &1.into())
+    );
+    let (_, counts) = harness::http(&member, "/directory").await;
+    let counts: serde_json::Value = serde_json::from_str(&counts).expect("JSON");
+    assert_eq!(
+        (&counts["keys"], &counts["replicas"], &counts["lookups"]),
+        (&10.into(), &14.into(), &10.into())
+    );
+    assert_eq!((&counts["nodes"][0]["dram"], &counts["nodes"][0]["nvme"]), (&4.into(), &10.into()));
+    let (_, metrics) = harness::http(&member, "/metrics").await;
+    for line in [
+        "reprise_controlplane_registrations_total 1",
+        "reprise_controlplane_heartbeats_total{result=\"known\"} 1",
+        "reprise_controlplane_nodes{state=\"alive\"} 1",
+        "reprise_controlplane_changes_total 14",
+        "reprise_controlplane_updates_total{result=\"applied\"} 2",
+        "reprise_controlplane_lookup_keys_total 10",
+        "reprise_controlplane_directory_replicas 14",
+    ] {
+        assert!(metrics.contains(line), "{line} is missing in\n{metrics}");
+    }
+    member.shutdown().await;
+}
