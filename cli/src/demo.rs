@@ -190,8 +190,8 @@ fn evictions(cluster: &Cluster) -> anyhow::Result<Evictions> {
     for agent in cluster.file().agents {
         let status: serde_json::Value = serde_json::from_str(&http::get(&agent.admin, "/status")?)?;
         let counter = |name: &str| status["counters"][name].as_u64().unwrap_or(0);
-        sum.dram += counter("evictions_dram");
-        sum.nvme += counter("evictions_nvme");
+        sum.dram += counter("dram_evictions");
+        sum.nvme += counter("nvme_evictions");
     }
     Ok(sum)
 }

@@ -172,10 +172,16 @@ fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Res
     Ok(bytes as f64 / started.elapsed().as_secs_f64() / 1e9)
 }
 
-/// Device syncs of an agent so far.
+/// Device syncs of an agent so far, from its metrics.
 fn syncs(admin: &str) -> anyhow::Result<u64> {
-    let status: serde_json::Value = serde_json::from_str(&http::get(admin, "/status")?)?;
-    status["devices"][0]["syncs"].as_u64().context("the agent's status has no devices[0].syncs")
+    let metrics = http::get(admin, "/metrics")?;
+    let counts: Vec<f64> = metrics
+        .lines()
+        .filter(|line| line.starts_with("reprise_agent_device_sync_seconds_count"))
+        .filter_map(|line| line.rsplit(' ').next()?.parse().ok())
+        .collect();
+    ensure!(!counts.is_empty(), "the agent's metrics do not count device syncs");
+    Ok(counts.iter().sum::<f64>() as u64)
 }
 
 impl Bare {
