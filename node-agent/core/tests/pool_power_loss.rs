@@ -2,6 +2,7 @@
 
 mod pool_world;
 
+use pool_world::places::{DEVICE_BYTES, bank_headers, is_in_bank};
 use pool_world::random::SeedGuard;
 use pool_world::{World, layout, params};
 use reprise_agent_core::pool::{DeviceError, DeviceOpKind, RecoveryReport};
@@ -13,9 +14,7 @@ const LIVES: u64 = 8;
 /// Worlds of the random test: 8 crashes each.
 const WORLDS: u64 = 500;
 
-/// 5 segments of 2 MiB: slots of 4 pages (128 a segment), 16 (32) and 31 (16), so that segments change size often.
-const DEVICE_BYTES: u64 = 12 << 20;
-
+/// Slots of 4 pages (128 a segment), 16 (32) and 31 (16) on five segments, so that these change size often.
 fn layouts() -> [Layout; 3] {
     [layout(3), layout(15), layout(30)]
 }
@@ -51,14 +50,14 @@ fn act(world: &mut World, met: &mut Met) {
         }
         30..45 => (0..world.random.below(20)).for_each(|_| world.free_one()),
         // Appends of many pages, and segments that become empty.
-        45 => (0..world.model.stored_pages().len()).for_each(|_| world.free_one()),
-        46..50 => world.flush(),
-        50 if world.random.chance(1, 3) => world.quarantine_one(),
+        45..48 => (0..world.model.stored_pages().len()).for_each(|_| world.free_one()),
+        48..50 => world.flush(),
+        50 if world.random.chance(1, 12) => world.quarantine_one(),
         _ => {
             let steps = world.random.below(12);
             for _ in 0..steps {
                 world.step_with(|random, kind| match kind {
-                    DeviceOpKind::WriteBlock { .. } if random.chance(1, 1500) => Err(DeviceError::Media),
+                    DeviceOpKind::WriteBlock { .. } if random.chance(1, 6000) => Err(DeviceError::Media),
                     _ => Ok(()),
                 });
             }
@@ -73,6 +72,14 @@ fn live_and_crash(seed: u64, met: &mut Met) {
         let actions = world.random.below(220);
         for _ in 0..actions {
             act(&mut world, met);
+        }
+        if world.random.chance(1, 4) {
+            // Crash in the middle of an append of many pages.
+            (0..world.model.stored_pages().len()).for_each(|_| world.free_one());
+            world.flush();
+            for _ in 0..world.random.below(6) {
+                world.step();
+            }
         }
         world.check_usage();
         met.bank_changes += world.pool.usage().checkpoints;
@@ -163,4 +170,44 @@ fn a_crash_after_any_operation_of_a_change_of_banks_loses_nothing() {
         steps += 1;
     }
     assert!(steps > 300, "the script is long enough to change banks: {steps}");
+}
+
+/// Brings a world to where bank 1 is being written and nothing of that has been executed.
+fn begin_change_of_banks(world: &mut World) {
+    let outside = |kind: &DeviceOpKind| !matches!(kind, DeviceOpKind::WritePages { offset, .. } if is_in_bank(1, *offset));
+    loop {
+        world.settle_where(outside);
+        if !world.in_flight.is_empty() {
+            return;
+        }
+        world.start_batch(1, &[layout(1)]);
+    }
+}
+
+#[test]
+fn what_a_change_of_banks_left_behind_when_it_was_cut_off_is_never_read_again() {
+    let outside = |kind: &DeviceOpKind| !matches!(kind, DeviceOpKind::WritePages { offset, .. } if is_in_bank(1, *offset));
+    let no_header = |kind: &DeviceOpKind| !matches!(kind, DeviceOpKind::WritePages { offset, .. } if bank_headers(1).contains(offset));
+    let mut world = World::new(&params(DEVICE_BYTES), 1);
+    begin_change_of_banks(&mut world);
+    // Six pages of records are committed while the checkpoint is copied, so the new log begins with six pages.
+    let pages: Vec<_> = (0..350).map(|_| world.allocate(layout(1))).collect();
+    world.write(&pages, layout(1));
+    world.settle_where(outside);
+    world.settle_where(no_header);
+    assert_eq!(world.in_flight.len(), 2, "both copies of the header: {:?}", world.in_flight);
+    let report = world.lose_power_and_all_that_is_volatile();
+    assert_eq!(report.bank_epoch, 1);
+    // Once more, with a single page this time. Behind it the other five still lie there.
+    world.flush();
+    world.settle();
+    assert_eq!(world.pool.usage().journal_bytes_used, 4096);
+    for page in &pages[340..] {
+        world.model.free_requested(*page);
+        world.pool.free(*page);
+    }
+    world.flush();
+    world.settle();
+    let report = world.lose_power();
+    assert_eq!((report.bank_epoch, report.log_pages), (2, 2), "{report:?}");
 }

@@ -6,7 +6,7 @@ use super::geometry::{Geometry, PoolParams, SUPERBLOCK_OFFSETS};
 use super::header::{HeaderFields, encode_header};
 use super::journal::{Journal, JournalPart, JournalPosition, JournalWants, Queued};
 use super::operations::{Operations, Purpose, SyncGate, Waiter};
-use super::record::{Record, RecordKind};
+use super::record::{BankLife, Record, RecordKind};
 use super::slots::{SlotContent, Slots, short, slot_pages};
 use super::superblock::{BankHeader, Superblock};
 use super::{
@@ -15,8 +15,8 @@ use super::{
 use reprise_policy::ContentId;
 use reprise_policy::layout::PAGE_BYTES;
 
-/// Epoch of the first bank of a new pool.
-const FIRST_EPOCH: u64 = 1;
+/// Life of the first bank of a new pool, whose next generation is 1.
+const FIRST_LIFE: BankLife = BankLife { epoch: 1, begun: 1 };
 
 /// The pool of one device.
 #[derive(Debug)]
@@ -101,7 +101,7 @@ impl DevicePool {
             geometry: Geometry::plan(params)?,
         };
         let header =
-            BankHeader { epoch: FIRST_EPOCH, next_generation: 1, checkpoint_records: 0, checkpoint_pages: 0 };
+            BankHeader { life: FIRST_LIFE, next_generation: 1, checkpoint_records: 0, checkpoint_pages: 0 };
         let [active, other] = [0, 1].map(|bank| superblock.geometry.header_offsets(bank));
         let header_page = header.encode(&superblock, 0);
         let blank = vec![0; header_page.len()];

@@ -30,7 +30,7 @@ use super::geometry::GROUP_PAGES_MAX;
 use super::geometry::SUPERBLOCK_OFFSETS;
 use super::page::PAGE;
 use super::record::{
-    Area, PageHead, PageOwner, RECORDS_PER_PAGE, Record, encode_group, encode_page, group_pages,
+    Area, BankLife, PageHead, PageOwner, RECORDS_PER_PAGE, Record, encode_group, encode_page, group_pages,
 };
 use super::slots::{SlotPlace, Slots};
 use super::superblock::{BankHeader, Superblock};
@@ -87,8 +87,8 @@ pub(super) struct JournalWants {
 pub(super) struct JournalPosition {
     /// The active bank.
     pub(super) bank: usize,
-    /// Its epoch.
-    pub(super) epoch: u64,
+    /// Its life.
+    pub(super) life: BankLife,
     /// First log page that may be written.
     pub(super) log_next: u32,
     /// What has to be made good first.
@@ -119,10 +119,10 @@ pub(super) struct Journal {
 #[derive(Debug)]
 struct Flip {
     bank: usize,
+    /// Blocks of the generation in which this life was begun, and later ones, are in the tail or behind it, if they are
+    /// stored at all.
     owner: PageOwner,
     phase: FlipPhase,
-    /// Blocks of this and later generations are in the tail or behind it, if they are stored at all.
-    generation_limit: u64,
     cursor: SlotPlace,
     copied: Copied,
     pages: u32,
@@ -201,7 +201,7 @@ impl Journal {
         match flip.phase {
             FlipPhase::BodySync => {
                 let header = BankHeader {
-                    epoch: flip.owner.epoch,
+                    life: flip.owner.life,
                     next_generation,
                     checkpoint_records: flip.records,
                     checkpoint_pages: flip.pages,
@@ -215,7 +215,7 @@ impl Journal {
             FlipPhase::HeaderSync => {
                 self.position = JournalPosition {
                     bank: flip.bank,
-                    epoch: flip.owner.epoch,
+                    life: flip.owner.life,
                     log_next: flip.tail_pages,
                     repair: None,
                 };
@@ -253,12 +253,11 @@ impl Journal {
     }
 
     fn begin_flip(&mut self, next_generation: u64) {
-        let epoch = self.position.epoch + 1;
+        let life = BankLife { epoch: self.position.life.epoch + 1, begun: next_generation };
         self.flip = Some(Flip {
             bank: 1 - self.position.bank,
-            owner: PageOwner { pool_uuid: self.superblock.pool_uuid, epoch, area: Area::Checkpoint },
+            owner: PageOwner { pool_uuid: self.superblock.pool_uuid, life, area: Area::Checkpoint },
             phase: FlipPhase::Copy,
-            generation_limit: next_generation,
             cursor: Slots::FIRST_PLACE,
             copied: Copied::Partly,
             pages: 0,
@@ -310,7 +309,7 @@ impl Journal {
         self.group.extend(self.queue.drain(..records));
         let records: Vec<Record> = self.group.iter().map(|queued| queued.record).collect();
         let owner =
-            PageOwner { pool_uuid: self.superblock.pool_uuid, epoch: self.position.epoch, area: Area::Log };
+            PageOwner { pool_uuid: self.superblock.pool_uuid, life: self.position.life, area: Area::Log };
         let first = self.position.log_next;
         self.position.log_next += group_pages(records.len());
         wants.writes.push(JournalWrite {
@@ -358,7 +357,7 @@ impl Flip {
                 };
                 self.cursor = next;
                 records.extend(
-                    slots.record_at(place).filter(|record| record.generation < self.generation_limit),
+                    slots.record_at(place).filter(|record| record.generation < self.owner.life.begun),
                 );
             }
             if records.is_empty() {

@@ -4,7 +4,7 @@
 //! table, so a lost page costs exactly the records it held and no other page's meaning.
 //! A page holds up to 63 records behind a 60-byte header and before its checksum (see [`page`](super::page)).
 //!
-//! Invariant: a page is only accepted for the place that it names (pool, bank epoch, sequence), so stale pages of
+//! Invariant: a page is only accepted for the place that it names (pool, life of the bank, sequence), so stale pages of
 //! an earlier epoch or of an earlier pool on the same device, and misdirected writes, read as absent.
 
 use reprise_policy::{BlockKey, ContentId, Layout};
@@ -30,6 +30,7 @@ const EPOCH_AT: usize = 24;
 const SEQUENCE_AT: usize = 32;
 const GROUP_FIRST_AT: usize = 36;
 const NEXT_GENERATION_AT: usize = 40;
+const BEGUN_AT: usize = 48;
 
 const KIND_AT: usize = 0;
 const PRIORITY_AT: usize = 1;
@@ -45,7 +46,7 @@ const LAYOUT_BYTES: usize = 14;
 
 const _: () = assert!(PAGE_HEADER + RECORDS_PER_PAGE * RECORD_BYTES == CRC_AT);
 const _: () = assert!(LAYOUT_AT + LAYOUT_BYTES == PAGE_AT && CONTENT_AT + 16 == RECORD_BYTES);
-const _: () = assert!(NEXT_GENERATION_AT + 8 <= PAGE_HEADER);
+const _: () = assert!(BEGUN_AT + 8 <= PAGE_HEADER);
 
 /// What a record says about its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,13 +157,26 @@ impl Area {
     }
 }
 
-/// The pool and the bank epoch that a page belongs to.
+/// One life of a bank: from the change of banks that begins it to the one that overwrites it.
+///
+/// A change that is cut off is begun again, with the same epoch, over what the first one left behind. The generation that
+/// was next when it began tells the two apart: if anything was committed in between, it is greater the second time, and
+/// if nothing was, the first one has left no records that the second one does not write as well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct BankLife {
+    /// Counts bank changes.
+    pub(super) epoch: u64,
+    /// The next generation when the bank was begun.
+    pub(super) begun: u64,
+}
+
+/// The pool and the life of a bank that a page belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageOwner {
     /// The pool.
     pub(super) pool_uuid: [u8; 16],
-    /// The bank's epoch.
-    pub(super) epoch: u64,
+    /// The bank's life.
+    pub(super) life: BankLife,
     /// Where in the bank.
     pub(super) area: Area,
 }
@@ -192,7 +206,8 @@ pub(super) fn encode_page(out: &mut [u8], owner: &PageOwner, head: &PageHead, re
     put(out, COUNT_AT, &count.to_le_bytes());
     put(out, GROUP_PAGES_AT, &head.group_pages.to_le_bytes());
     put(out, UUID_AT, &owner.pool_uuid);
-    put(out, EPOCH_AT, &owner.epoch.to_le_bytes());
+    put(out, EPOCH_AT, &owner.life.epoch.to_le_bytes());
+    put(out, BEGUN_AT, &owner.life.begun.to_le_bytes());
     put(out, SEQUENCE_AT, &head.sequence.to_le_bytes());
     put(out, GROUP_FIRST_AT, &head.group_first.to_le_bytes());
     put(out, NEXT_GENERATION_AT, &head.next_generation.to_le_bytes());
@@ -238,20 +253,25 @@ pub(super) fn group_pages(records: usize) -> u32 {
 pub(super) enum FoundPage<'a> {
     /// The page.
     Page(PageHead, PageRecords<'a>),
-    /// It was this page, but its checksum is wrong: torn while it was written, or rotten.
+    /// Traces of a page of this pool, but no intact one: torn while it was written, or rotten.
     Damaged,
-    /// Something else: nothing, an earlier epoch's page, another pool's.
+    /// Something else: nothing, an intact page of an earlier epoch, another pool's.
     Absent,
 }
 
 /// Checks the page found where page `sequence` of `owner` belongs.
 pub(super) fn decode_page<'a>(bytes: &'a [u8], owner: &PageOwner, sequence: u32) -> FoundPage<'a> {
-    let ours = bytes.len() == PAGE
-        && bytes_at(bytes, MAGIC_AT) == owner.area.magic()
-        && bytes_at(bytes, UUID_AT) == owner.pool_uuid
-        && u64_at(bytes, EPOCH_AT) == owner.epoch
-        && u32_at(bytes, SEQUENCE_AT) == sequence;
-    if !ours {
+    if bytes.len() != PAGE {
+        return FoundPage::Damaged;
+    }
+    let kin = [bytes_at(bytes, MAGIC_AT) == owner.area.magic(), bytes_at(bytes, UUID_AT) == owner.pool_uuid];
+    if kin == [false; 2] {
+        return FoundPage::Absent;
+    }
+    if intact(bytes).is_none() {
+        return FoundPage::Damaged;
+    }
+    if kin != [true; 2] || life_of(bytes) != owner.life || u32_at(bytes, SEQUENCE_AT) != sequence {
         return FoundPage::Absent;
     }
     let count = usize::from(u16_at(bytes, COUNT_AT));
@@ -261,10 +281,15 @@ pub(super) fn decode_page<'a>(bytes: &'a [u8], owner: &PageOwner, sequence: u32)
         group_pages: u16_at(bytes, GROUP_PAGES_AT),
         next_generation: u64_at(bytes, NEXT_GENERATION_AT),
     };
-    if intact(bytes).is_none() || count > RECORDS_PER_PAGE || head.group_first > sequence {
+    if count > RECORDS_PER_PAGE || head.group_first > sequence {
         return FoundPage::Damaged;
     }
     FoundPage::Page(head, PageRecords { records: &bytes[PAGE_HEADER..PAGE_HEADER + count * RECORD_BYTES] })
+}
+
+/// The life of the bank that a page says it belongs to, whatever else it is.
+pub(super) fn life_of(page: &[u8]) -> BankLife {
+    BankLife { epoch: u64_at(page, EPOCH_AT), begun: u64_at(page, BEGUN_AT) }
 }
 
 /// The records of an intact page.

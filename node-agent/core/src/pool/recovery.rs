@@ -37,7 +37,9 @@ use super::error::PoolError;
 use super::geometry::{Geometry, SEGMENT_ALIGNMENT, SUPERBLOCK_OFFSETS};
 use super::journal::{JournalPosition, Repair};
 use super::page::{PAGE, is_blank};
-use super::record::{Area, FoundPage, LayoutCache, PageOwner, PageRecords, decode_page};
+use super::record::{
+    Area, BankLife, FoundPage, LayoutCache, PageHead, PageOwner, PageRecords, decode_page, life_of,
+};
 use super::slots::{Restored, Slots};
 use super::superblock::{BankHeader, FoundSuperblock, GENERATION_MAX, Superblock};
 use log_scan::{LogEnd, LogScan};
@@ -98,17 +100,18 @@ enum Purpose {
     },
     Checkpoint {
         bank: usize,
-        epoch: u64,
+        life: BankLife,
     },
     Log {
         bank: usize,
-        epoch: u64,
+        life: BankLife,
         scan: LogScan,
     },
-    /// Was this bank without a header active once?
+    /// Was this bank without a header active once, in this epoch?
     Probe {
         bank: usize,
         epoch: u64,
+        life: Option<BankLife>,
     },
 }
 
@@ -199,17 +202,20 @@ impl Recovery {
             }
             Purpose::Blankness => check_blankness(page)?,
             Purpose::BankHeader { bank } => self.take_header(*bank, page),
-            Purpose::Checkpoint { bank, epoch } => {
-                let (bank, epoch) = (*bank, *epoch);
-                if self.take_checkpoint_page(page, epoch, sequence) == Usable::No && self.start_over(bank) {
+            Purpose::Checkpoint { bank, life } => {
+                let (bank, life) = (*bank, *life);
+                if self.take_checkpoint_page(page, life, sequence) == Usable::No && self.start_over(bank) {
                     return Ok(());
                 }
             }
-            Purpose::Log { epoch, scan, .. } => self.take_log_page(page, *epoch, sequence, scan),
-            Purpose::Probe { epoch, .. } => {
-                let epoch = *epoch;
-                match self.probe(page, epoch, sequence) {
-                    Some(pages) if sequence == 0 => stage.pages.end = pages,
+            Purpose::Log { life, scan, .. } => self.take_log_page(page, *life, sequence, scan),
+            Purpose::Probe { epoch, life, .. } => {
+                let found = page.map(life_of).filter(|found| found.epoch == *epoch);
+                let Some(known) = life.or(found) else { return Ok(()) };
+                *life = Some(known);
+                match self.probe(page, known, sequence) {
+                    Some(head) if sequence == 0 => stage.pages.end = u32::from(head.group_pages) + 1,
+                    Some(head) if stage.pages.is_empty() && head.group_first != sequence => return Ok(()),
                     Some(_) => {}
                     None => return Ok(()),
                 }
@@ -235,8 +241,8 @@ impl Recovery {
                 self.log_done(bank, scan);
                 Ok(())
             }
-            Purpose::Probe { bank, epoch } => {
-                self.other_was_active(bank, epoch);
+            Purpose::Probe { bank, life, .. } => {
+                self.other_was_active(bank, life.expect("a probe that found nothing ends early"));
                 Ok(())
             }
         }
@@ -284,24 +290,24 @@ impl Recovery {
     fn banks_known(&mut self) -> Result<(), PoolError> {
         let banks = rank_banks(&self.headers)?;
         let (active, other) = (banks[0], banks.get(1).copied());
-        self.report.bank_epoch = active.header.epoch;
+        self.report.bank_epoch = active.header.life.epoch;
         let geometry = self.reader().superblock.geometry;
         self.stages.extend(Stage::bank(&geometry, &active));
         if other.is_none() {
-            let (bank, epoch) = (1 - active.index, active.header.epoch + 1);
-            let probe = Purpose::Probe { bank, epoch };
+            let (bank, epoch) = (1 - active.index, active.header.life.epoch + 1);
+            let probe = Purpose::Probe { bank, epoch, life: None };
             self.stages.push_back(Stage::new(probe, geometry.log_offset(bank, 0), 1));
         }
         let reader = self.reader_mut();
         reader.active = Some((active, None));
-        reader.spare = other.filter(|other| other.header.epoch + 1 == active.header.epoch);
+        reader.spare = other.filter(|other| other.header.life.epoch + 1 == active.header.life.epoch);
         let known = banks.iter().map(|bank| bank.header.next_generation).max();
         reader.next_generation = known.unwrap_or_default();
         Ok(())
     }
 
-    fn take_checkpoint_page(&mut self, page: Option<&[u8]>, epoch: u64, sequence: u32) -> Usable {
-        let owner = self.owner(epoch, Area::Checkpoint);
+    fn take_checkpoint_page(&mut self, page: Option<&[u8]>, life: BankLife, sequence: u32) -> Usable {
+        let owner = self.owner(life, Area::Checkpoint);
         match page.map(|page| decode_page(page, &owner, sequence)) {
             Some(FoundPage::Page(head, records)) => {
                 self.report.checkpoint_records += self.take_records(head.next_generation, records);
@@ -314,8 +320,8 @@ impl Recovery {
         }
     }
 
-    fn take_log_page(&mut self, page: Option<&[u8]>, epoch: u64, sequence: u32, scan: &mut LogScan) {
-        let owner = self.owner(epoch, Area::Log);
+    fn take_log_page(&mut self, page: Option<&[u8]>, life: BankLife, sequence: u32, scan: &mut LogScan) {
+        let owner = self.owner(life, Area::Log);
         match page.map(|page| decode_page(page, &owner, sequence)) {
             Some(FoundPage::Page(head, records)) => {
                 scan.valid(&head);
@@ -378,26 +384,24 @@ impl Recovery {
         }
     }
 
-    /// Looks at a page of the log of a bank without a header: how many pages to look at, `None` when it was never active.
-    fn probe(&self, page: Option<&[u8]>, epoch: u64, sequence: u32) -> Option<u32> {
-        let owner = self.owner(epoch, Area::Log);
+    /// Looks at a page of the log of a bank without a header; `None` when it does not show that the bank was active.
+    fn probe(&self, page: Option<&[u8]>, life: BankLife, sequence: u32) -> Option<PageHead> {
+        let owner = self.owner(life, Area::Log);
         let FoundPage::Page(head, _) = decode_page(page?, &owner, sequence) else { return None };
-        let pages = u32::from(head.group_pages) + 1;
-        let fits = pages <= self.reader().superblock.geometry.log_pages;
-        fits.then_some(pages)
+        (u32::from(head.group_pages) < self.reader().superblock.geometry.log_pages).then_some(head)
     }
 
-    fn other_was_active(&mut self, bank: usize, epoch: u64) {
+    fn other_was_active(&mut self, bank: usize, life: BankLife) {
         let geometry = self.reader().superblock.geometry;
-        self.report.bank_epoch = epoch;
+        self.report.bank_epoch = life.epoch;
         self.report.other_bank_used = true;
-        let header = BankHeader { epoch, next_generation: 0, checkpoint_records: 0, checkpoint_pages: 0 };
+        let header = BankHeader { life, next_generation: 0, checkpoint_records: 0, checkpoint_pages: 0 };
         self.reader_mut().active = Some((Bank { index: bank, header, copies_bad: 2 }, None));
-        self.stages.push_back(Stage::log(&geometry, bank, epoch));
+        self.stages.push_back(Stage::log(&geometry, bank, life));
     }
 
-    fn owner(&self, epoch: u64, area: Area) -> PageOwner {
-        PageOwner { pool_uuid: self.reader().superblock.pool_uuid, epoch, area }
+    fn owner(&self, life: BankLife, area: Area) -> PageOwner {
+        PageOwner { pool_uuid: self.reader().superblock.pool_uuid, life, area }
     }
 
     fn reader(&self) -> &JournalReader {
@@ -429,7 +433,7 @@ impl JournalReader {
         report.repair_due = !report.is_clean() || log.torn_inside > 0 || active.copies_bad > 0;
         let repair = report.repair_due.then_some(Repair { superblock_copies: self.superblock_copies_bad });
         let position =
-            JournalPosition { bank: active.index, epoch: active.header.epoch, log_next: log.next, repair };
+            JournalPosition { bank: active.index, life: active.header.life, log_next: log.next, repair };
         let recovered = Recovered {
             superblock: self.superblock,
             slots: self.slots,
@@ -447,18 +451,18 @@ impl Stage {
 
     /// Checkpoint and log of a bank.
     fn bank(geometry: &Geometry, bank: &Bank) -> Vec<Stage> {
-        let (index, epoch, pages) = (bank.index, bank.header.epoch, bank.header.checkpoint_pages);
+        let (index, life, pages) = (bank.index, bank.header.life, bank.header.checkpoint_pages);
         let checkpoint = Stage::new(
-            Purpose::Checkpoint { bank: index, epoch },
+            Purpose::Checkpoint { bank: index, life },
             geometry.checkpoint_offset(index, 0),
             pages,
         );
-        let stages = [checkpoint, Stage::log(geometry, index, epoch)];
+        let stages = [checkpoint, Stage::log(geometry, index, life)];
         stages.into_iter().filter(|stage| !stage.pages.is_empty()).collect()
     }
 
-    fn log(geometry: &Geometry, bank: usize, epoch: u64) -> Stage {
-        let purpose = Purpose::Log { bank, epoch, scan: LogScan::default() };
+    fn log(geometry: &Geometry, bank: usize, life: BankLife) -> Stage {
+        let purpose = Purpose::Log { bank, life, scan: LogScan::default() };
         Stage::new(purpose, geometry.log_offset(bank, 0), geometry.log_pages)
     }
 

@@ -7,6 +7,7 @@
 use super::error::PoolError;
 use super::geometry::Geometry;
 use super::page::{PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
+use super::record::BankLife;
 
 /// The format that this build reads and writes.
 pub const FORMAT_VERSION: u32 = 1;
@@ -38,6 +39,7 @@ const BANK_EPOCH_AT: usize = 32;
 const BANK_GENERATION_AT: usize = 40;
 const BANK_RECORDS_AT: usize = 48;
 const BANK_PAGES_AT: usize = 56;
+const BANK_BEGUN_AT: usize = 64;
 
 /// Identity and geometry of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,8 +148,8 @@ impl Superblock {
 /// The header of a journal bank, written last when the bank is begun: it makes the bank valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BankHeader {
-    /// Counts bank changes; the valid bank of the highest epoch is the active one.
-    pub(super) epoch: u64,
+    /// The life of the bank; the valid bank of the higher epoch is the active one.
+    pub(super) life: BankLife,
     /// Every generation issued before the header was written is smaller.
     pub(super) next_generation: u64,
     /// Records of the checkpoint.
@@ -163,10 +165,11 @@ impl BankHeader {
         put(&mut page, 0, &BANK_MAGIC);
         page[BANK_INDEX_AT] = u8::try_from(bank).expect("there are two banks");
         put(&mut page, BANK_UUID_AT, &superblock.pool_uuid);
-        put(&mut page, BANK_EPOCH_AT, &self.epoch.to_le_bytes());
+        put(&mut page, BANK_EPOCH_AT, &self.life.epoch.to_le_bytes());
         put(&mut page, BANK_GENERATION_AT, &self.next_generation.to_le_bytes());
         put(&mut page, BANK_RECORDS_AT, &self.checkpoint_records.to_le_bytes());
         put(&mut page, BANK_PAGES_AT, &self.checkpoint_pages.to_le_bytes());
+        put(&mut page, BANK_BEGUN_AT, &self.life.begun.to_le_bytes());
         seal(&mut page);
         page
     }
@@ -175,7 +178,7 @@ impl BankHeader {
     pub(super) fn decode(page: &[u8], superblock: &Superblock, bank: usize) -> Option<BankHeader> {
         intact(page)?;
         let header = BankHeader {
-            epoch: u64_at(page, BANK_EPOCH_AT),
+            life: BankLife { epoch: u64_at(page, BANK_EPOCH_AT), begun: u64_at(page, BANK_BEGUN_AT) },
             next_generation: u64_at(page, BANK_GENERATION_AT),
             checkpoint_records: u64_at(page, BANK_RECORDS_AT),
             checkpoint_pages: u32_at(page, BANK_PAGES_AT),
@@ -184,7 +187,7 @@ impl BankHeader {
             && usize::from(page[BANK_INDEX_AT]) == bank
             && bytes_at(page, BANK_UUID_AT) == superblock.pool_uuid
             && header.checkpoint_pages <= superblock.geometry.checkpoint_pages
-            && header.epoch < GENERATION_MAX
+            && header.life.epoch < GENERATION_MAX
             && header.next_generation < GENERATION_MAX;
         ours.then_some(header)
     }

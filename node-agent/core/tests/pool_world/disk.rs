@@ -12,6 +12,9 @@ use super::random::Random;
 /// What a disk writes whole or not at all.
 const SECTOR: usize = 512;
 
+/// What may become of a write that was not synced: nothing, everything, a beginning, any pages, any sectors.
+const FATES: u64 = 5;
+
 /// The disk.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
@@ -130,18 +133,25 @@ impl Disk {
 
     /// Power fails: any part of what was not durable is there afterwards.
     pub(crate) fn lose_power(&mut self, random: &mut Random) {
-        self.crash(random, |random, _| random.below(4));
+        self.crash(random, |random, _| random.below(FATES));
+    }
+
+    /// Power fails, and nothing that was not durable is there afterwards.
+    pub(crate) fn forget_volatile(&mut self) {
+        self.volatile.clear();
+        self.syncs.clear();
     }
 
     /// The writing process dies: what was reported is there, and any part of what was not.
     pub(crate) fn kill(&mut self, random: &mut Random) {
-        self.crash(random, |random, write| if write.reported { 1 } else { random.below(4) });
+        self.crash(random, |random, write| if write.reported { 1 } else { random.below(FATES) });
     }
 
     /// Whether nothing was written durably since `other` was cloned from this disk.
     pub(crate) fn same_bytes(&self, other: &Disk) -> bool {
-        let same = |(a, b): ((&u64, &Rc<[u8]>), (&u64, &Rc<[u8]>))| a.0 == b.0 && Rc::ptr_eq(a.1, b.1);
-        self.pages.len() == other.pages.len() && self.pages.iter().zip(&other.pages).all(same)
+        let mut pairs = self.pages.iter().zip(&other.pages);
+        self.pages.len() == other.pages.len()
+            && pairs.all(|((number, page), (other, same))| number == other && Rc::ptr_eq(page, same))
     }
 
     fn crash(&mut self, random: &mut Random, mut fate: impl FnMut(&mut Random, &Write) -> u64) {
@@ -155,6 +165,11 @@ impl Disk {
                 2 => {
                     let kept = random.index(write.bytes.len() / SECTOR + 1);
                     self.apply(write.offset, &write.bytes, |sector| sector < kept);
+                }
+                3 => {
+                    let pages: Vec<bool> =
+                        (0..write.bytes.len() / 4096).map(|_| random.chance(1, 2)).collect();
+                    self.apply(write.offset, &write.bytes, |sector| pages[sector * SECTOR / 4096]);
                 }
                 _ => self.apply(write.offset, &write.bytes, |_| random.chance(1, 2)),
             }

@@ -8,6 +8,7 @@
 
 pub(crate) mod disk;
 pub(crate) mod model;
+pub(crate) mod places;
 pub(crate) mod random;
 
 use reprise_agent_core::effect::{ArenaSlot, RegionId};
@@ -125,7 +126,11 @@ pub(crate) struct World {
 impl World {
     /// A new pool.
     pub(crate) fn new(params: &PoolParams, seed: u64) -> World {
-        let disk = formatted(params);
+        World::on(formatted(params), seed)
+    }
+
+    /// An empty pool on a formatted disk.
+    pub(crate) fn on(disk: Disk, seed: u64) -> World {
         let (pool, stored, report) = recover(&disk).expect("a formatted disk opens");
         assert!(stored.is_empty() && report.is_clean(), "{report:?}");
         World {
@@ -166,6 +171,36 @@ impl World {
         started
     }
 
+    /// Takes a slot.
+    pub(crate) fn allocate(&mut self, layout: Layout) -> PageNumber {
+        let page = self.pool.allocate(layout.slot_bytes()).expect("room");
+        self.model.allocated(page, &layout);
+        page
+    }
+
+    /// Writes new blocks to these slots as one batch; returns their keys.
+    pub(crate) fn write(&mut self, pages: &[PageNumber], layout: Layout) -> Vec<BlockKey> {
+        self.write_with(pages, layout, ContentId::UNKNOWN)
+    }
+
+    /// As [`World::write`], with a content id.
+    pub(crate) fn write_with(
+        &mut self,
+        pages: &[PageNumber],
+        layout: Layout,
+        content: ContentId,
+    ) -> Vec<BlockKey> {
+        let blocks: Vec<BlockWrite> = pages
+            .iter()
+            .map(|page| BlockWrite { content, ..block_write(self.model.new_key(), layout, *page) })
+            .collect();
+        let keys = blocks.iter().map(|block| block.key).collect();
+        let batch = self.model.begin_batch(&blocks);
+        let ops = self.pool.write_batch(batch, blocks);
+        self.take(ops);
+        keys
+    }
+
     /// Frees one stored block, if there is any.
     pub(crate) fn free_one(&mut self) {
         if let Some(page) = self.model.pick_stored(&mut self.random) {
@@ -203,6 +238,19 @@ impl World {
         }
         let op = self.in_flight.swap_remove(self.random.index(self.in_flight.len()));
         let result = fate(&mut self.random, &op.kind);
+        self.report(&op, result);
+        true
+    }
+
+    /// Lets the disk execute whatever fits, until nothing in flight does.
+    pub(crate) fn settle_where(&mut self, fits: impl Fn(&DeviceOpKind) -> bool) {
+        while let Some(index) = self.in_flight.iter().position(|op| fits(&op.kind)) {
+            let op = self.in_flight.swap_remove(index);
+            self.report(&op, Ok(()));
+        }
+    }
+
+    fn report(&mut self, op: &DeviceOp, result: Result<(), DeviceError>) {
         match (&op.kind, result) {
             (DeviceOpKind::Sync, Ok(())) => self.disk.sync_done(op.token.0),
             (_, Ok(())) => self.disk.write_done(op.token.0),
@@ -218,7 +266,6 @@ impl World {
         }
         self.events.extend(events);
         self.take(ops);
-        true
     }
 
     /// Executes until nothing is in flight.
@@ -229,6 +276,12 @@ impl World {
     /// Power fails; what survives is opened and compared with the model, and becomes the world.
     pub(crate) fn lose_power(&mut self) -> RecoveryReport {
         self.disk.lose_power(&mut self.random);
+        self.reopen()
+    }
+
+    /// Power fails, and nothing that was not synced survives.
+    pub(crate) fn lose_power_and_all_that_is_volatile(&mut self) -> RecoveryReport {
+        self.disk.forget_volatile();
         self.reopen()
     }
 

@@ -43,7 +43,8 @@ pub(crate) struct Model {
     pub(crate) blocks: BTreeMap<BlockKey, Known>,
     /// First page and pages of every slot that must not be handed out.
     taken: BTreeMap<u32, u32>,
-    quarantined: BTreeSet<u32>,
+    /// Slots whose quarantine is durable, with their pages.
+    quarantined: BTreeMap<u32, u32>,
     /// Quarantines whose record is not known to be durable.
     quarantining: BTreeSet<u32>,
     stored: Vec<PageNumber>,
@@ -156,7 +157,7 @@ impl Model {
                 for key in failed {
                     let page = self.blocks[key].page.0;
                     self.known(key).fate = Fate::Gone;
-                    self.quarantined.insert(page);
+                    self.quarantined.insert(page, self.taken[&page]);
                 }
             }
             PoolEvent::SpaceFreed => {}
@@ -182,7 +183,7 @@ impl Model {
     /// The world goes on with what recovery found.
     pub(crate) fn crashed(&mut self, stored: &[StoredBlock]) {
         let found: BTreeSet<BlockKey> = stored.iter().map(|block| block.key).collect();
-        self.taken.clear();
+        self.taken.clone_from(&self.quarantined);
         for (key, known) in &mut self.blocks {
             known.fate = if found.contains(key) { Fate::Stored } else { Fate::Gone };
         }

@@ -54,6 +54,7 @@ pub(crate) struct SeedGuard {
 }
 
 impl Drop for SeedGuard {
+    #[expect(clippy::print_stderr, reason = "a failing test says how to replay it")]
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("failed with seed {}; to replay, call {}({}) alone", self.seed, self.run, self.seed);

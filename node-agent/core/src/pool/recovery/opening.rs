@@ -100,11 +100,11 @@ pub(super) fn is_journal_page(page: &[u8]) -> bool {
 /// When there is none: [`PoolError::NotFormatted`] if no header was ever written, else [`PoolError::Corrupt`].
 pub(super) fn rank_banks(found: &[FoundHeader]) -> Result<Vec<Bank>, PoolError> {
     let mut banks: Vec<Bank> = (0..2).filter_map(|index| newest_copy(index, found)).collect();
-    banks.sort_by_key(|bank| std::cmp::Reverse(bank.header.epoch));
+    banks.sort_by_key(|bank| std::cmp::Reverse(bank.header.life.epoch));
     match banks.as_slice() {
         [] if found.iter().all(|copy| copy.trace == Trace::Blank) => Err(PoolError::NotFormatted),
         [] => Err(PoolError::Corrupt { what: "no header of either journal bank is readable".to_owned() }),
-        [first, second] if first.header.epoch == second.header.epoch => {
+        [first, second] if first.header.life.epoch == second.header.life.epoch => {
             Err(PoolError::Corrupt { what: "both journal banks claim the same epoch".to_owned() })
         }
         _ => Ok(banks),
@@ -114,7 +114,7 @@ pub(super) fn rank_banks(found: &[FoundHeader]) -> Result<Vec<Bank>, PoolError> 
 fn newest_copy(index: usize, found: &[FoundHeader]) -> Option<Bank> {
     let copies: Vec<Option<BankHeader>> =
         found.iter().filter(|copy| copy.bank == index).map(|copy| copy.header).collect();
-    let header = copies.iter().flatten().copied().max_by_key(|header| header.epoch)?;
+    let header = copies.iter().flatten().copied().max_by_key(|header| header.life.epoch)?;
     let copies_bad = copies.iter().filter(|copy| **copy != Some(header)).count() as u64;
     Some(Bank { index, header, copies_bad })
 }
