@@ -25,17 +25,19 @@ use super::{Settings, one_page, resident};
 /// Blocks of one write batch.
 const BATCH_BLOCKS: usize = 1000;
 
-/// Bytes of a block's slot on the device: header page and one page of payload.
-const SLOT_BYTES: u64 = 8192;
+/// Device bytes for each block that a pool's journal has room for (docs/FORMAT.md). The file is sparse: only
+/// superblocks and journal take space.
+const DEVICE_BYTES_PER_BLOCK: u64 = 64 << 10;
 
-/// Room for journal and superblocks beside the slots, as a share of them.
-const OVERHEAD_SHARE: u64 = 8;
+/// Room beside that, for the journal itself.
+const DEVICE_BYTES_EXTRA: u64 = 1 << 30;
+
+/// The pool that the agent formats for itself before it gets the long one.
+const FIRST_POOL_BYTES: u64 = 512 << 20;
 
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
-    let slots = entries as u64 * SLOT_BYTES;
-    let bytes =
-        (slots + slots / OVERHEAD_SHARE).next_multiple_of(SEGMENT_BYTES_DEFAULT) + 4 * SEGMENT_BYTES_DEFAULT;
-    let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(bytes) };
+    let bytes = entries as u64 * DEVICE_BYTES_PER_BLOCK + DEVICE_BYTES_EXTRA;
+    let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(FIRST_POOL_BYTES) };
     let mut cluster = Cluster::start(&settings.directory, 1, sizes)?;
     let empty = resident::anonymous_bytes(pid(&cluster)?)?;
     cluster.kill_agent(0)?;
