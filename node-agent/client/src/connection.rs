@@ -12,6 +12,7 @@
 //! Answers that nobody waits for any more (a call timed out, a pending load was dropped) are given back: their
 //! leases are aborted, their load is released. So a timeout never leaks a slot for the life of the session.
 
+use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -92,11 +93,18 @@ impl Connection {
         let ongoing =
             Ongoing::new(Arc::clone(self), pending::Question { id, call, timeout, deadline }, answer);
         self.outbox.push(&Request { id, body: Some(body) })?;
-        if let Err(error) = self.outbox.flush(&self.socket, Patience::Until(deadline)) {
-            self.end(&format!("the agent does not read its socket: {error}"));
-            return Err(self.lost());
+        match self.outbox.flush(&self.socket, Patience::Until(deadline)) {
+            Ok(()) => Ok(ongoing),
+            // The agent has closed the session. Why it did may be in the socket still: the reader thread comes upon
+            // these words, then upon the end, and fails the call.
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+                Ok(ongoing)
+            }
+            Err(error) => {
+                self.end(&format!("the agent does not read its socket: {error}"));
+                Err(self.lost())
+            }
         }
-        Ok(ongoing)
     }
 
     /// Sends a request whose answer does not matter, without waiting for room in the socket beyond one
@@ -196,6 +204,8 @@ impl Connection {
         self.take_descriptors(&body, descriptors)?;
         match body {
             response::Body::Durable(notice) => self.board.post(&notice),
+            // About the session instead of a request: the agent refuses or ends it, and says why.
+            response::Body::Failure(failure) if response.id == 0 => Err(ClientError::refused(failure)),
             body => {
                 if let Some(unwanted) = self.pending.answer(response.id, body) {
                     self.give_back(unwanted);

@@ -40,6 +40,22 @@ fn another_protocol_version_is_refused_in_the_words_of_the_agent() {
 }
 
 #[test]
+fn a_session_that_is_refused_before_its_greeting_is_read_ends_in_the_words_of_the_agent() {
+    for _ in 0..50 {
+        let agent = FakeAgent::start(|peer| {
+            let failure = local::Failure {
+                kind: local::FailureKind::Busy as i32,
+                message: "256 sessions are open".into(),
+            };
+            peer.reply(0, response::Body::Failure(failure));
+        });
+        let error = Client::connect(agent.options()).expect_err("refused");
+        assert!(error.to_string().contains("256 sessions are open"), "{error}");
+        agent.join();
+    }
+}
+
+#[test]
 fn the_greeting_carries_version_namespace_layout_and_name() {
     let agent = FakeAgent::start(|peer| {
         let hello = peer.greet();
