@@ -1,5 +1,6 @@
 //! CRC32C (CRC-32/ISCSI) of memory of this process, and copying with it. How is in `kernel`.
 
+use crate::error::BufferError;
 use crate::kernel;
 use crate::span::Span;
 
@@ -28,6 +29,16 @@ impl Crc32c {
     pub fn update_span(&mut self, span: &Span) {
         // SAFETY: the span keeps its memory mapped.
         self.state = unsafe { kernel::checksum(self.state, span.as_ptr(), span.len()) };
+    }
+
+    /// Copies bytes to a span of the same length and adds what was copied; an error when the lengths differ or the
+    /// span is read-only.
+    pub fn copy_in(&mut self, src: &[u8], dst: &Span) -> Result<(), BufferError> {
+        let destination = dst.destination_of(src)?;
+        // SAFETY: `destination` is valid for writing as many bytes as `src` has, and no reference into it exists;
+        // `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
+        self.state = unsafe { kernel::copy_checked(self.state, src.as_ptr(), destination, src.len()) };
+        Ok(())
     }
 
     /// The checksum of what was added.

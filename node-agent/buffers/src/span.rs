@@ -114,7 +114,7 @@ impl Span {
     }
 
     /// Where to copy `src`: valid for writing `src.len()` bytes.
-    fn destination_of(&self, src: &[u8]) -> Result<*mut u8, BufferError> {
+    pub(crate) fn destination_of(&self, src: &[u8]) -> Result<*mut u8, BufferError> {
         let dst = self.as_mut_ptr().ok_or(BufferError::ReadOnly)?;
         if src.len() != self.bytes {
             return Err(BufferError::LengthMismatch {
