@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Invariants:
-//! * a destination is handed out ([`Inbound::landing`]) only while its block is `Arriving` and only for bytes
-//!   that have not arrived before; what comes for an ended block or an unknown stream is skipped;
+//! * a destination is written ([`Inbound::deliver`]) only while its block is `Arriving` and only where nothing has
+//!   arrived before; what comes for an ended block or an unknown stream is dropped;
 //! * events of a block come in order, layers only grow, and the event that ends a block is its last;
 //! * several ranges of one block coalesce into one `Layers` event until [`Inbound::flush`].
 //!
@@ -46,14 +46,6 @@ pub(crate) struct Inbound {
 pub(crate) struct NewFetch {
     pub(crate) layout: Layout,
     pub(crate) blocks: Vec<FetchBlock>,
-}
-
-/// Where the next bytes of the arriving range go.
-pub(crate) enum Landing {
-    /// Into this memory, exactly the rest of the range.
-    Into(Span),
-    /// Nowhere: so many bytes are to be read and thrown away.
-    Skip(u64),
 }
 
 /// What came to its end.
@@ -136,17 +128,18 @@ impl Inbound {
         let objects = fetch.layout.objects() as usize;
         let layout = fetch.layout;
         let slot = fetch.block(block)?;
-        match std::mem::replace(slot, Block::Ended) {
+        let (fill, into) = match slot {
+            Block::Ended => return Ok(()),
+            Block::Arriving(_) => return Err(ProtocolError::Malformed("second header of a block")),
             Block::Wanted { .. } if checksums.len() != objects => {
-                Err(ProtocolError::Malformed("block header: number of checksums does not match the layout"))
+                return Err(ProtocolError::Malformed(
+                    "block header: number of checksums does not match the layout",
+                ));
             }
-            Block::Wanted { fill, into } => {
-                *slot = Block::Arriving(Box::new(Arrival::new(fill, into, layout, (tier, checksums))));
-                Ok(())
-            }
-            Block::Arriving(_) => Err(ProtocolError::Malformed("second header of a block")),
-            Block::Ended => Ok(()),
-        }
+            Block::Wanted { fill, into } => (*fill, into.clone()),
+        };
+        *slot = Block::Arriving(Box::new(Arrival::new(fill, into, layout, (tier, checksums))));
+        Ok(())
     }
 
     /// The peer does not have a block.
@@ -162,7 +155,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// A range of a block's payload begins to arrive; [`Inbound::landing`] says where it goes.
+    /// A range of a block's payload begins to arrive.
     pub(crate) fn begin(
         &mut self,
         (stream, block): (u64, u32),
@@ -191,46 +184,31 @@ impl Inbound {
         Ok(())
     }
 
-    /// Where the rest of the arriving range goes; `None` when no range is arriving.
-    pub(crate) fn landing(&self) -> Option<Landing> {
-        let current = self.current.as_ref()?;
-        let rest = current.end - current.position;
-        let arrival = self.fetches.get(&current.place.stream).and_then(|fetch| {
-            match fetch.blocks.get(current.place.block as usize) {
-                Some(Block::Arriving(arrival)) if current.wanted => Some(arrival),
-                _ => None,
-            }
-        });
-        Some(match arrival {
-            Some(arrival) => Landing::Into(arrival.destination(current.position, rest)),
-            None => Landing::Skip(rest),
-        })
+    /// Bytes of the arriving range that are still to come; 0 when no range is arriving.
+    pub(crate) fn rest(&self) -> u64 {
+        self.current.as_ref().map_or(0, |current| current.end - current.position)
     }
 
-    /// The next `bytes` bytes of the arriving range are in their destination, or were thrown away.
-    pub(crate) fn landed(&mut self, bytes: u64, counters: &Counters) {
-        let current = self.current.as_mut().expect("bytes land only while a range is arriving");
-        let place = current.place;
-        let from = current.position;
-        current.position += bytes;
-        assert!(current.position <= current.end, "no more lands than was announced");
-        let wanted = current.wanted;
+    /// The next bytes of the arriving range: copies them to their destination and checksums what was copied, or
+    /// drops them when nobody wants them any more.
+    pub(crate) fn deliver(&mut self, bytes: &[u8], counters: &Counters) {
+        let current = self.current.as_mut().expect("bytes come only while a range is arriving");
+        let (place, from, wanted) = (current.place, current.position, current.wanted);
+        current.position += bytes.len() as u64;
+        assert!(current.position <= current.end, "no more comes than was announced");
         if current.position == current.end {
             self.current = None;
         }
-        let arrival =
-            match self.fetches.get_mut(&place.stream).map(|fetch| &mut fetch.blocks[place.block as usize]) {
-                Some(Block::Arriving(arrival)) if wanted => arrival,
-                _ => {
-                    add(&counters.discarded_bytes, bytes);
-                    return;
-                }
-            };
-        add(&counters.received_bytes, bytes);
-        match arrival.verify(from, bytes) {
+        let block = self.fetches.get_mut(&place.stream).map(|fetch| &mut fetch.blocks[place.block as usize]);
+        let Some(Block::Arriving(arrival)) = block.filter(|_| wanted) else {
+            add(&counters.discarded_bytes, bytes.len() as u64);
+            return;
+        };
+        add(&counters.received_bytes, bytes.len() as u64);
+        match arrival.deliver(from, bytes) {
             Outcome::Partial => {}
             Outcome::NewLayers => {
-                self.burst_bytes += bytes;
+                self.burst_bytes += bytes.len() as u64;
                 if !std::mem::replace(&mut arrival.in_burst, true) {
                     self.burst.push(place);
                 }

@@ -88,24 +88,22 @@ impl Arrival {
         Ok(())
     }
 
-    /// The memory of `bytes` bytes of the payload from `offset` on.
-    pub(super) fn destination(&self, offset: u64, bytes: u64) -> Span {
-        self.part(offset, bytes)
-    }
-
-    /// `bytes` bytes have been written at `offset`: checksums them.
-    pub(super) fn verify(&mut self, offset: u64, bytes: u64) -> Outcome {
+    /// Copies bytes to `offset` of the payload and checksums what was copied. `check_range` has passed for them.
+    pub(super) fn deliver(&mut self, offset: u64, bytes: &[u8]) -> Outcome {
         let object_bytes = self.layout.object_bytes();
         let layers_before = self.layers();
         let mut at = offset;
-        let end = offset + bytes;
-        while at < end {
+        let mut rest = bytes;
+        while !rest.is_empty() {
             let object = at / object_bytes;
-            let stop = end.min((object + 1) * object_bytes);
-            let piece = self.part(at, stop - at);
-            let filled = at - object * object_bytes + piece.len() as u64;
+            let missing = (object + 1) * object_bytes - at;
+            let (piece, behind) =
+                rest.split_at(usize::try_from(missing).map_or(rest.len(), |missing| missing.min(rest.len())));
             let mut crc = self.partial.take().map_or_else(Crc32c::new, |partial| partial.crc);
-            crc.update_span(&piece);
+            crc.copy_in(piece, &self.part(at, piece.len())).expect("fetch found the destination writable");
+            at += piece.len() as u64;
+            rest = behind;
+            let filled = at - object * object_bytes;
             let object = u32::try_from(object).expect("at most OBJECTS_MAX objects");
             if filled < object_bytes {
                 self.partial = Some(PartialObject { object, filled, crc });
@@ -114,7 +112,6 @@ impl Arrival {
             } else {
                 return Outcome::Mismatch;
             }
-            at = stop;
         }
         if self.count == self.layout.objects() {
             Outcome::Complete
@@ -155,9 +152,8 @@ impl Arrival {
         }
     }
 
-    fn part(&self, offset: u64, bytes: u64) -> Span {
+    fn part(&self, offset: u64, bytes: usize) -> Span {
         let offset = usize::try_from(offset).expect("a block is at most 128 MiB");
-        let bytes = usize::try_from(bytes).expect("a block is at most 128 MiB");
         self.into
             .slice(offset, bytes)
             .expect("fetch found the span as long as a block, and the range is inside")

@@ -8,7 +8,7 @@ use reprise_buffers::{PIECE_BYTES, Span};
 use crate::api::{FetchRequest, TransportEvent};
 use crate::counters::{Counters, add, raise};
 use crate::error::TransportError;
-use crate::inbound::{Inbound, Landing, NewFetch};
+use crate::inbound::{Inbound, NewFetch};
 use crate::limits::{BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUESTS_PER_CONNECTION_MAX};
 use crate::outbound::{BlockDone, Body, Finished, OutFrame, Outbound, Step};
 use crate::wire::{Kind, RequestBody, decode_block_header};
@@ -150,20 +150,14 @@ impl Channel {
     fn copy(&mut self, span: &Span, corrupt: bool, counters: &Counters) {
         let mut buffer = vec![0; PIECE_BYTES];
         let mut at = 0;
-        while let Some(landing) = self.inbound.landing() {
-            let bytes = PIECE_BYTES.min(span.len() - at);
-            if let Landing::Into(rest) = landing {
-                let piece = &mut buffer[..bytes];
-                span.slice(at, bytes).expect("the piece lies inside").copy_out(piece);
-                if corrupt && at == 0 {
-                    piece[0] ^= 1;
-                }
-                rest.slice(0, bytes)
-                    .and_then(|destination| destination.copy_in(piece))
-                    .expect("fetch found the destination writable");
+        while self.inbound.rest() > 0 {
+            let piece = &mut buffer[..PIECE_BYTES.min(span.len() - at)];
+            span.slice(at, piece.len()).expect("the piece lies inside").copy_out(piece);
+            if corrupt && at == 0 {
+                piece[0] ^= 1;
             }
-            self.inbound.landed(bytes as u64, counters);
-            at += bytes;
+            self.inbound.deliver(piece, counters);
+            at += piece.len();
         }
         self.consumed += span.len() as u64;
         if self.consumed >= (self.window / CREDIT_PARTS).max(1) {

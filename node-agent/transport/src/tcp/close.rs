@@ -35,6 +35,27 @@ impl From<ProtocolError> for Close {
     }
 }
 
+impl Close {
+    /// A connection that the kernel gave up for lack of acknowledgements (TCP_USER_TIMEOUT), or a send that made no
+    /// progress, is a stall; the rest is a loss.
+    pub(super) fn io(error: io::Error) -> Close {
+        match error.kind() {
+            io::ErrorKind::TimedOut => Close::Stalled("it takes no data"),
+            _ => Close::Io(error),
+        }
+    }
+
+    /// Of the reasons of a connection's two threads the one that came first: the other saw its consequence, an end of
+    /// the stream or a broken pipe.
+    pub(super) fn first(reading: Close, writing: Option<Close>) -> Close {
+        match (reading, writing) {
+            (reading, None) => reading,
+            (reading @ (Close::Stalled(_) | Close::Protocol(_)), Some(Close::Io(_))) => reading,
+            (_, Some(writing)) => writing,
+        }
+    }
+}
+
 impl Ending<'_> {
     /// Counts and logs the end: once per connection, and only here.
     pub(super) fn report(&self, close: &Close, counters: &Counters) {

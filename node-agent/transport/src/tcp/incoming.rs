@@ -19,6 +19,9 @@ use crate::counters::add;
 use crate::outbound::{Misuse, Outbound};
 use crate::wire::{HELLO_BYTES, Hello, Kind, ProtocolError, RequestBody};
 
+/// Requests are received in pieces of at most this size: the largest is nine of them.
+const READ_BYTES: usize = 16 << 10;
+
 /// A connection whose requester has greeted.
 pub(super) struct Incoming {
     pub(super) common: Arc<Common>,
@@ -74,9 +77,9 @@ fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
                 if left.is_zero() {
                     return Err(Close::Stalled("it connected and does not greet"));
                 }
-                wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::Io)?;
+                wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::io)?;
             }
-            Err(error) => return Err(Close::Io(error)),
+            Err(error) => return Err(Close::io(error)),
         }
     }
     let hello = Hello::decode(&bytes);
@@ -84,7 +87,7 @@ fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
         let answer = common.hello().encode();
         let mut gather = Gather::with_capacity(1);
         gather.bytes(&answer);
-        socket.send_all(gather).map_err(Close::Io)?;
+        socket.send_all(gather).map_err(Close::io)?;
     }
     Ok(hello?)
 }
@@ -111,8 +114,7 @@ fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) 
     incoming.end();
     let write_close = writer.join().unwrap_or(Some(Close::Ours("the writing thread panicked")));
     let aborted = incoming.lock().outbound.abort_all();
-    // When writing failed, reading only saw the consequence.
-    let close = write_close.unwrap_or(read_close);
+    let close = Close::first(read_close, write_close);
     Ending { direction: "incoming", peer, open: aborted.len() }.report(&close, &common.counters);
     for serve in aborted {
         incoming.report_aborted(serve);
@@ -150,7 +152,7 @@ impl Incoming {
     }
 
     fn read(self: &Arc<Self>) -> Result<Never, Close> {
-        let mut reader = FrameReader::new();
+        let mut reader = FrameReader::new(READ_BYTES);
         let socket = Arc::clone(&self.socket);
         loop {
             let header = reader.header(&socket, |boundary| self.wait(boundary))?;
@@ -181,6 +183,8 @@ impl Incoming {
             self.common.unroute(serve);
             return Err(error.into());
         }
+        // From now on the peer wants to hear from this side.
+        self.changed.notify_one();
         add(&self.common.counters.requests, 1);
         let RequestBody { layout, deadline, keys } = body;
         (self.common.sink)(TransportEvent::Request(IncomingRequest { serve, keys, layout, deadline }));
@@ -194,7 +198,7 @@ impl Incoming {
             Boundary::BetweenFrames => settings.idle_timeout * 2,
             Boundary::InsideFrame => settings.stall_timeout,
         };
-        let ready = wait(Some((&self.socket, Readiness::Readable)), None, Some(limit)).map_err(Close::Io)?;
+        let ready = wait(Some((&self.socket, Readiness::Readable)), None, Some(limit)).map_err(Close::io)?;
         if ready.socket {
             return Ok(());
         }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::Common;
 use super::incoming;
+use super::settings::name_congestion;
 use super::socket::{Wake, wait_accept};
 use crate::error::TransportError;
 
@@ -24,6 +25,11 @@ impl Listener {
         let listen = common.settings.listen;
         let cannot_listen = |error| TransportError::os(format!("cannot listen on {listen}"), error);
         let listener = TcpListener::bind(listen).map_err(cannot_listen)?;
+        name_congestion(&listener, &common.settings.congestion).map_err(|error| {
+            TransportError::invalid(format!(
+                "this kernel does not have or allow that congestion control: {error}"
+            ))
+        })?;
         listener.set_nonblocking(true).map_err(cannot_listen)?;
         let address = listener.local_addr().map_err(cannot_listen)?;
         let wake = Arc::new(Wake::new().map_err(cannot_listen)?);

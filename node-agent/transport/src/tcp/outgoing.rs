@@ -263,6 +263,7 @@ impl Outgoing {
             if self.expire(&mut state, now) {
                 self.wake.wake();
             }
+            // The end of the last fetch wakes nobody, so idleness is noticed up to a stall timeout late.
             let (limit, closing) = if state.deadline_of.is_empty() {
                 (state.since + self.common.settings.idle_timeout, Closing::Ours("idle"))
             } else {

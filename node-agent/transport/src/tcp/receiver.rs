@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::sync::mpsc;
 
 use super::close::{Close, Ending};
-use super::frames::{Boundary, FrameReader, Progress};
+use super::frames::{Boundary, FrameReader};
 use super::outgoing::Outgoing;
 use super::socket::{Gather, Readiness, Socket, wait};
 use crate::counters::add;
-use crate::inbound::{Inbound, Landing};
+use crate::inbound::Inbound;
 use crate::wire::{FrameHeader, HELLO_BYTES, Hello, Kind, ProtocolError, decode_block_header};
 
 /// Payload is received and checksummed in pieces of this size: half of a second-level cache of 512 KiB.
@@ -23,22 +23,23 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Verified layers are reported at the latest after this much payload: one event per 160 µs at 6.3 GB/s.
 const REPORT_BYTES: u64 = 1 << 20;
 
-/// Late payload is read into a buffer of this size and forgotten.
-const SCRATCH_BYTES: usize = 64 << 10;
-
 /// State of the thread.
 struct Receiver<'a> {
     connection: &'a Arc<Outgoing>,
     inbound: Inbound,
     /// Consumed payload that was not given back yet.
     consumed: u64,
-    scratch: Vec<u8>,
 }
 
 /// Body of the receiving thread.
 pub(super) fn run(connection: &Arc<Outgoing>) {
-    let mut receiver = Receiver { connection, inbound: Inbound::new(), consumed: 0, scratch: Vec::new() };
+    let mut receiver = Receiver { connection, inbound: Inbound::new(), consumed: 0 };
     let Err(close) = receiver.live();
+    // An order ends the socket too, and the end of the socket may be seen first.
+    let close = match (close, connection.take_orders().close) {
+        (Close::Ended(_) | Close::Io(_), Some(ordered)) => ordered,
+        (close, _) => close,
+    };
     // From here on no request is taken, so what is in the inbox now is all there is to fail.
     for (stream, fetch) in connection.over() {
         receiver.inbound.insert(stream, fetch);
@@ -58,7 +59,7 @@ impl Receiver<'_> {
         self.greet(&socket)?;
         add(&self.connection.common.counters.connections_opened, 1);
         self.connection.opened(&socket);
-        let mut reader = FrameReader::new();
+        let mut reader = FrameReader::new(PIECE_BYTES);
         loop {
             self.frame(&socket, &mut reader)?;
         }
@@ -67,9 +68,9 @@ impl Receiver<'_> {
     fn connect(&mut self) -> Result<Socket, Close> {
         let address = self.resolve()?;
         let options = self.connection.common.settings.socket_options();
-        let socket = Socket::connect(&address, &options).map_err(Close::Io)?;
+        let socket = Socket::connect(&address, &options).map_err(Close::io)?;
         while !self.wait(Some((&socket, Readiness::Writable)))? {}
-        socket.finish_connect().map_err(Close::Io)?;
+        socket.finish_connect().map_err(Close::io)?;
         self.connection.note_progress();
         Ok(socket)
     }
@@ -90,7 +91,7 @@ impl Receiver<'_> {
                 let _ = answer.send(found);
                 connection.wake.wake();
             })
-            .map_err(Close::Io)?;
+            .map_err(Close::io)?;
         loop {
             match answered.try_recv() {
                 Ok(Ok(Some(address))) => return Ok(address),
@@ -98,7 +99,7 @@ impl Receiver<'_> {
                     let text = "the peer's name has no address";
                     return Err(Close::Io(io::Error::new(io::ErrorKind::NotFound, text)));
                 }
-                Ok(Err(error)) => return Err(Close::Io(error)),
+                Ok(Err(error)) => return Err(Close::io(error)),
                 Err(mpsc::TryRecvError::Empty) => self.wait(None).map(|_| ())?,
             }
         }
@@ -108,7 +109,7 @@ impl Receiver<'_> {
         let hello = self.connection.common.hello().encode();
         let mut gather = Gather::with_capacity(1);
         gather.bytes(&hello);
-        socket.send_all(gather).map_err(Close::Io)?;
+        socket.send_all(gather).map_err(Close::io)?;
         let mut answer = [0; HELLO_BYTES];
         let mut filled = 0;
         while filled < answer.len() {
@@ -118,7 +119,7 @@ impl Receiver<'_> {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.wait(Some((socket, Readiness::Readable)))?;
                 }
-                Err(error) => return Err(Close::Io(error)),
+                Err(error) => return Err(Close::io(error)),
             }
         }
         let hello = Hello::decode(&answer)?;
@@ -162,30 +163,19 @@ impl Receiver<'_> {
             u64::from(header.argument),
             u64::from(header.length),
         )?;
-        while let Some(landing) = self.inbound.landing() {
-            let progress = match landing {
-                Landing::Into(rest) => {
-                    let bytes = rest.len().min(PIECE_BYTES);
-                    let piece = rest.slice(0, bytes).expect("not longer than the rest");
-                    reader.payload(socket, &piece, bytes == rest.len())?
-                }
-                Landing::Skip(rest) => {
-                    let bytes = usize::try_from(rest).unwrap_or(usize::MAX).min(SCRATCH_BYTES);
-                    self.scratch.resize(SCRATCH_BYTES, 0);
-                    reader.skip(socket, &mut self.scratch[..bytes])?
-                }
-            };
-            match progress {
-                Progress::WouldBlock => self.wait_readable(socket)?,
-                Progress::Bytes(bytes) => self.consumed(bytes as u64),
-            }
+        let connection = self.connection;
+        while self.inbound.rest() > 0 {
+            let rest = usize::try_from(self.inbound.rest()).expect("a frame is at most 8 MiB");
+            let bytes = reader.payload(socket, rest, |_| self.wait_readable(socket))?;
+            self.inbound.deliver(bytes, &connection.common.counters);
+            let bytes = bytes.len() as u64;
+            self.consumed(bytes);
         }
         Ok(())
     }
 
     fn consumed(&mut self, bytes: u64) {
         self.connection.note_progress();
-        self.inbound.landed(bytes, &self.connection.common.counters);
         if self.inbound.unreported_bytes() >= REPORT_BYTES {
             self.inbound.flush();
         }
@@ -202,7 +192,7 @@ impl Receiver<'_> {
 
     /// Waits for the socket or an order; whether the socket is ready.
     fn wait(&mut self, socket: Option<(&Socket, Readiness)>) -> Result<bool, Close> {
-        let ready = wait(socket, Some(&self.connection.wake), None).map_err(Close::Io)?;
+        let ready = wait(socket, Some(&self.connection.wake), None).map_err(Close::io)?;
         if ready.woken {
             self.obey()?;
         }

@@ -1,7 +1,7 @@
 //! Settings of the TCP transport and their checks.
 
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
@@ -103,10 +103,10 @@ impl TcpSettings {
     }
 }
 
-/// Gives a connection the congestion control that it is to have.
-pub(crate) fn name_congestion(stream: &TcpStream, congestion: &Congestion) -> io::Result<()> {
+/// Gives a socket the congestion control that it is to have.
+pub(crate) fn name_congestion(socket: impl AsFd, congestion: &Congestion) -> io::Result<()> {
     match congestion {
         Congestion::System => Ok(()),
-        Congestion::Named(name) => set_congestion(stream.as_fd(), name),
+        Congestion::Named(name) => set_congestion(socket.as_fd(), name),
     }
 }

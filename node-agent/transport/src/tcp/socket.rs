@@ -106,22 +106,6 @@ impl Socket {
         transferred(received)
     }
 
-    /// Receives what is there into `into`, and what comes behind it into `tail`.
-    pub(crate) fn receive_into(&self, into: &Span, tail: &mut [u8]) -> io::Result<usize> {
-        let Some(start) = into.as_mut_ptr() else { return Err(io::ErrorKind::PermissionDenied.into()) };
-        let mut buffers = [
-            libc::iovec { iov_base: start.cast(), iov_len: into.len() },
-            libc::iovec { iov_base: tail.as_mut_ptr().cast(), iov_len: tail.len() },
-        ];
-        let mut message = empty_message();
-        message.msg_iov = buffers.as_mut_ptr();
-        message.msg_iovlen = if tail.is_empty() { 1 } else { 2 };
-        // SAFETY: both buffers are writable for their lengths: `into` keeps its mapping alive and is writable,
-        // `tail` is ours alone; the message and the buffer list outlive the call (recvmsg(2)).
-        let received = unsafe { libc::recvmsg(self.fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
-        transferred(received)
-    }
-
     /// Sends everything. Waits while the socket is full; `TimedOut` when nothing could be sent for the stall
     /// timeout. Returns the number of system calls.
     pub(crate) fn send_all(&self, mut gather: Gather<'_>) -> io::Result<u32> {

@@ -108,14 +108,14 @@ fn send_alive(incoming: &Incoming) -> Option<Close> {
     let frame = FrameHeader::bare(Kind::Alive, 0, 0).encode();
     let mut gather = Gather::with_capacity(1);
     gather.bytes(&frame);
-    incoming.socket.send_all(gather).err().map(failed)
+    incoming.socket.send_all(gather).err().map(Close::io)
 }
 
 fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
     let sent = incoming.socket.send_all(batch.gather());
     // After the call nothing reads the spans: sendmsg copies, or has failed.
     if let Err(error) = sent {
-        return Some(failed(error));
+        return Some(Close::io(error));
     }
     add(&incoming.common.counters.sent_bytes, batch.payload_bytes as u64);
     for done in batch.frames.drain(..).filter_map(|frame| frame.done) {
@@ -136,13 +136,6 @@ fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
     }
     batch.payload_bytes = 0;
     None
-}
-
-fn failed(error: std::io::Error) -> Close {
-    match error.kind() {
-        std::io::ErrorKind::TimedOut => Close::Stalled("it takes no data"),
-        _ => Close::Io(error),
-    }
 }
 
 impl Batch {

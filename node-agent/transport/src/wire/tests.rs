@@ -1,0 +1,98 @@
+//! The bytes on the wire, as they must stay for this protocol version.
+
+use proptest::prelude::*;
+use reprise_policy::{Dtype, LayoutSpec, Parts};
+
+use super::*;
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn layout() -> Layout {
+    LayoutSpec {
+        layers: 32,
+        parts: Parts::KeyValue,
+        kv_heads: 8,
+        head_dim: 128,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: 0,
+        tp_size: 1,
+    }
+    .validate()
+    .expect("valid")
+}
+
+fn hello() -> Hello {
+    Hello { node_name: "node-a".into(), credit_bytes: 64 << 20, stall_timeout: Duration::from_secs(2) }
+}
+
+#[test]
+fn a_greeting_has_the_bytes_of_version_1() {
+    let bytes = hello().encode();
+    assert_eq!(hex(&bytes[..32]), "525052535045455201000600d007000000000004000000006e6f64652d610000");
+    assert!(bytes[32..124].iter().all(|byte| *byte == 0));
+    assert_eq!(hex(&bytes[124..]), "c261d1d8");
+    assert_eq!(Hello::decode(&bytes), Ok(hello()));
+}
+
+#[test]
+fn frame_headers_have_the_bytes_of_version_1() {
+    let header = FrameHeader { kind: Kind::Data, stream: 7, block: 3, argument: 65_536, length: 32_768 };
+    assert_eq!(hex(&header.encode()), "525052460111000007000000000000000300000000000100008000009ac51c2d");
+    assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
+    let credit = FrameHeader::bare(Kind::Credit, 16 << 20, 0);
+    assert_eq!(hex(&credit.encode()), "52505246010200000000000100000000000000000000000000000000e3ec781b");
+}
+
+#[test]
+fn a_request_has_the_bytes_of_version_1() {
+    let keys = vec![BlockKey([0x11; 16]), BlockKey([0x22; 16])];
+    let request = RequestBody { layout: layout(), deadline: Duration::from_millis(1500), keys };
+    let body = request.encode();
+    assert_eq!(
+        hex(&body),
+        "2000020108008000100000000100000060e316000000000002000000000000001111111111111111111111111111111122222222222222222222222222222222"
+    );
+    assert_eq!(RequestBody::decode(&body), Ok(request));
+    let header = FrameHeader::with_body(Kind::Request, 1, 0, &body);
+    assert_eq!(hex(&header.encode()), "5250524601010000010000000000000000000000bd1b7b6f400000006b8fbde5");
+    assert_eq!(header.check_body(&body), Ok(()));
+}
+
+#[test]
+fn a_block_header_has_the_bytes_of_version_1() {
+    let body = encode_block_header(Tier::Nvme, &[0x0102_0304, 0xffff_fffe]);
+    assert_eq!(hex(&body), "0200000004030201feffffff");
+    let checksums = vec![0x0102_0304, 0xffff_fffe].into_boxed_slice();
+    assert_eq!(decode_block_header(&body), Ok((Tier::Nvme, checksums)));
+}
+
+#[test]
+fn a_newer_version_is_named_whatever_else_it_changed() {
+    let mut bytes = hello().encode();
+    bytes[8] = 2;
+    bytes[100] = 1;
+    let error = Hello::decode(&bytes).expect_err("refused");
+    assert_eq!(error, ProtocolError::Version { found: 2 });
+    assert!(error.to_string().contains("version 2") && error.to_string().contains("speaks 1"), "{error}");
+}
+
+proptest! {
+    #[test]
+    fn decoding_any_bytes_neither_panics_nor_accepts_a_wrong_checksum(
+        bytes in prop::collection::vec(any::<u8>(), 0..300),
+        flip in 0usize..32 * 8,
+    ) {
+        // Decoding is total; what it says about random bytes does not matter here.
+        let _ = RequestBody::decode(&bytes);
+        let _ = decode_block_header(&bytes);
+        if let Some(hello) = bytes.first_chunk::<HELLO_BYTES>() {
+            prop_assert!(Hello::decode(hello).is_err());
+        }
+        let mut header = FrameHeader::bare(Kind::Absent, 9, 1).encode();
+        header[flip / 8] ^= 1 << (flip % 8);
+        prop_assert!(FrameHeader::decode(&header).is_err());
+    }
+}

@@ -1,0 +1,69 @@
+//! Shutting down ends every thread of a transport. Alone in its process, so that threads can be counted.
+
+#[path = "harness/mod.rs"]
+mod harness;
+
+use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use harness::{LATER, Own, Tracker, by_hand, key, recording_sink, small_layout, wanted};
+use reprise_transport::{TcpSettings, TcpTransport, Transport};
+
+/// Threads of this process whose name is one of the transport's.
+fn transport_threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("procfs");
+    tasks
+        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
+        .map(|name| name.trim().to_owned())
+        .filter(|name| name.starts_with("peer-"))
+        .collect()
+}
+
+#[test]
+fn shutdown_joins_all_threads_whatever_they_wait_for() {
+    let settings = TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "node");
+    let own = Own::default();
+    let (sink, events) = recording_sink(&own, by_hand());
+    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("loopback can be listened on"));
+    let shared: Arc<dyn Transport> = transport.clone();
+    own.set(&shared);
+    // Fetches from itself (nobody answers), from a peer that never greets, from one that does not accept.
+    let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback");
+    let peers = [
+        transport.local_address().to_string(),
+        silent.local_addr().expect("it has an address").to_string(),
+        // TEST-NET-1 (RFC 5737): no route, or nobody.
+        "192.0.2.1:9".to_owned(),
+    ];
+    let mut tracker = Tracker::default();
+    for (fill, peer) in (0..).zip(&peers) {
+        let wanted = wanted(small_layout(), &[key(0)], fill, LATER);
+        tracker.expect(&wanted.request);
+        transport.fetch(peer, wanted.request).expect("taken");
+    }
+    // A connection that has not greeted and one that has sent half of it.
+    let _quiet = TcpStream::connect(transport.local_address()).expect("connected");
+    let mut half = TcpStream::connect(transport.local_address()).expect("connected");
+    half.write_all(b"RPRSP").expect("sent");
+    let request = events.recv_timeout(Duration::from_secs(10)).expect("our own request arrives");
+    assert!(matches!(request, reprise_transport::TransportEvent::Request(_)), "{request:?}");
+    assert!(!transport_threads().is_empty());
+
+    let started = Instant::now();
+    transport.shutdown();
+    assert!(started.elapsed() < Duration::from_millis(1500), "waited for a timeout: {:?}", started.elapsed());
+    assert_eq!(transport_threads(), Vec::<String>::new());
+
+    // Every fetch and every serve has been reported, before `shutdown` returned.
+    let mut aborted = 0;
+    for event in events.try_iter() {
+        match event {
+            reprise_transport::TransportEvent::ServeAborted { .. } => aborted += 1,
+            event => tracker.take(&event),
+        }
+    }
+    assert!(tracker.is_over());
+    assert_eq!(aborted, 1);
+}

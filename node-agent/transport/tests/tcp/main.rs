@@ -1,0 +1,92 @@
+//! What only real sockets show: peers that stall, die, lie or talk nonsense, bytes that change on the way, limits.
+//!
+//! Times are bounds, not measurements: what must be prompt is compared with a stall timeout of several seconds.
+
+#[path = "../harness/mod.rs"]
+mod harness;
+mod limits;
+mod proxy;
+mod serving;
+mod stalls;
+mod violations;
+mod wire;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+use reprise_buffers::Span;
+use reprise_transport::{FetchFailure, TcpSettings, TcpTransport, Transport, TransportEvent};
+
+use harness::{Fate, LATER, Own, PATIENCE, Serve, Tracker, key, recording_sink, small_layout, wanted};
+
+/// A node with its recorded events.
+pub(crate) struct Node {
+    pub(crate) transport: Arc<TcpTransport>,
+    pub(crate) events: Receiver<TransportEvent>,
+}
+
+pub(crate) fn settings() -> TcpSettings {
+    TcpSettings {
+        credit_bytes: 1 << 20,
+        stall_timeout: Duration::from_secs(5),
+        ..TcpSettings::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "node")
+    }
+}
+
+/// Settings of a node that takes 300 ms of silence for a stall.
+pub(crate) fn impatient() -> TcpSettings {
+    TcpSettings { stall_timeout: Duration::from_millis(300), ..settings() }
+}
+
+pub(crate) fn node(settings: TcpSettings, serve: Serve) -> Node {
+    let own = Own::default();
+    let (sink, events) = recording_sink(&own, serve);
+    let transport = Arc::new(TcpTransport::bind(settings, sink).expect("loopback can be listened on"));
+    let shared: Arc<dyn Transport> = transport.clone();
+    own.set(&shared);
+    Node { transport, events }
+}
+
+impl Node {
+    pub(crate) fn next(&self) -> TransportEvent {
+        self.events.recv_timeout(PATIENCE).expect("an event comes")
+    }
+
+    pub(crate) fn serve_number(&self) -> u64 {
+        match self.next() {
+            TransportEvent::Request(request) => request.serve,
+            other => panic!("{other:?} instead of a request"),
+        }
+    }
+
+    pub(crate) fn finish(&self, tracker: &mut Tracker) {
+        while !tracker.is_over() {
+            tracker.take(&self.next());
+        }
+    }
+
+    /// Fetches `count` blocks of the small layout, fills 0, 1, …
+    pub(crate) fn fetch(&self, peer: &str, count: u32) -> (Tracker, Vec<Span>) {
+        let keys: Vec<_> = (0..count).map(key).collect();
+        let wanted = wanted(small_layout(), &keys, 0, LATER);
+        let mut tracker = Tracker::default();
+        tracker.expect(&wanted.request);
+        self.transport.fetch(peer, wanted.request).expect("the fetch is taken");
+        (tracker, wanted.spans)
+    }
+}
+
+pub(crate) fn assert_lost(tracker: &Tracker, fill: u64) {
+    assert_eq!(tracker.fates[&fill], Fate::Failed(FetchFailure::PeerLost), "fill {fill}");
+}
+
+/// Waits for something that follows, without an event, from what has happened.
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let started = std::time::Instant::now();
+    while !holds() {
+        assert!(started.elapsed() < PATIENCE, "never: {what}");
+        std::thread::yield_now();
+    }
+}

@@ -1,0 +1,150 @@
+//! A proxy between two honest nodes that flips a bit or cuts the line.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+
+use reprise_transport::{FetchFailure, Transport};
+
+use crate::harness::{Block, Fate, by_hand, bytes_of, small_layout};
+use crate::{Node, node, settings};
+
+/// What the proxy does to the bytes from server to requester.
+#[derive(Clone, Copy)]
+enum Harm {
+    /// Flips the lowest bit of this byte of the stream.
+    Flip(usize),
+    /// Closes both sides before this byte.
+    Cut(usize),
+}
+
+/// Bytes of the server's stream: greeting, then per block a header frame of 8 checksums and a data frame.
+const GREETING: usize = 128;
+const HEADER_FRAME: usize = 32 + 4 + 8 * 4;
+const DATA_FRAME: usize = 32 + 8 * 4096;
+
+/// Starts a proxy for one connection; its address.
+fn proxy(server: SocketAddr, harm: Harm) -> String {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback");
+    let address = listener.local_addr().expect("it has an address").to_string();
+    std::thread::spawn(move || {
+        let (requester, _) = listener.accept().expect("a connection");
+        let server = TcpStream::connect(server).expect("connected");
+        let (mut up_from, mut up_to) =
+            (requester.try_clone().expect("a clone"), server.try_clone().expect("a clone"));
+        let upward = std::thread::spawn(move || {
+            // Ends when either side is closed.
+            let _ = std::io::copy(&mut up_from, &mut up_to);
+            let _ = up_to.shutdown(Shutdown::Write);
+        });
+        downward(server, requester, harm);
+        upward.join().expect("the copying thread ends");
+    });
+    address
+}
+
+fn downward(mut from: TcpStream, mut to: TcpStream, harm: Harm) {
+    let mut buffer = vec![0; 8 << 10];
+    let mut at = 0;
+    while let Ok(bytes) = from.read(&mut buffer) {
+        let mut piece = &mut buffer[..bytes];
+        match harm {
+            Harm::Flip(byte) if (at..at + bytes).contains(&byte) => piece[byte - at] ^= 1,
+            Harm::Cut(byte) if at + bytes > byte => piece = &mut piece[..byte - at],
+            _ => {}
+        }
+        if piece.is_empty() || to.write_all(piece).is_err() || piece.len() < bytes {
+            break;
+        }
+        at += bytes;
+    }
+    // Either may be closed already.
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+struct Outcome {
+    fates: Vec<Fate>,
+    requester: Node,
+}
+
+/// Fetches four blocks through the harm and checks that what arrived is right.
+fn through(harm: Harm) -> Outcome {
+    let blocks: Vec<Block> = (0..4).map(|number| Block::new(number, small_layout())).collect();
+    let inorder = blocks.clone();
+    // One block after the other, so that the place of every byte in the stream is known.
+    let server = node(
+        settings(),
+        std::sync::Arc::new(move |transport, request| {
+            for (index, block) in (0..).zip(&inorder) {
+                transport.serve_header(request.serve, index, reprise_policy::Tier::Dram, &block.checksums);
+                let range = (0, block.layout.block_bytes());
+                let last = reprise_transport::ServeLast::Last;
+                transport.serve_objects(block.objects(request.serve, index, range, last));
+            }
+        }),
+    );
+    let requester = node(settings(), by_hand());
+    let address = proxy(server.transport.local_address(), harm);
+    let (mut tracker, spans) = requester.fetch(&address, 4);
+    requester.finish(&mut tracker);
+    let fates: Vec<Fate> = (0..4).map(|fill| tracker.fates[&fill].clone()).collect();
+    for ((fate, block), span) in fates.iter().zip(&blocks).zip(&spans) {
+        if matches!(fate, Fate::Arrived { .. }) {
+            assert!(bytes_of(span) == block.bytes[..], "a changed byte got through");
+        }
+    }
+    Outcome { fates, requester }
+}
+
+fn arrived(outcome: &Outcome) -> Vec<bool> {
+    outcome.fates.iter().map(|fate| matches!(fate, Fate::Arrived { .. })).collect()
+}
+
+#[test]
+fn a_bit_that_flips_in_a_payload_fails_that_block_alone() {
+    let second = GREETING + HEADER_FRAME + DATA_FRAME + HEADER_FRAME + 32;
+    for byte in [second, second + 5000, second + 8 * 4096 - 1] {
+        let outcome = through(Harm::Flip(byte));
+        assert_eq!(outcome.fates[1], Fate::Failed(FetchFailure::Corrupt));
+        assert_eq!(arrived(&outcome), [true, false, true, true]);
+        assert_eq!(outcome.requester.transport.stats().protocol_errors, 0);
+    }
+}
+
+#[test]
+fn a_bit_that_flips_anywhere_else_ends_the_connection() {
+    let block = GREETING + HEADER_FRAME + DATA_FRAME;
+    // Magic, kind, stream, offset, length, checksum of a frame header; a checksum of the block header.
+    for byte in [0, 5, 9, 21, 25, 30, 32, 40] {
+        let outcome = through(Harm::Flip(block + byte));
+        assert_eq!(arrived(&outcome), [true, false, false, false], "byte {byte}");
+        assert_eq!(outcome.fates[1], Fate::Failed(FetchFailure::PeerLost));
+        assert_eq!(outcome.requester.transport.stats().protocol_errors, 1, "byte {byte}");
+    }
+    for byte in [0, 8, 30, 127] {
+        let outcome = through(Harm::Flip(byte));
+        assert_eq!(arrived(&outcome), [false; 4], "byte {byte} of the greeting");
+        assert_eq!(outcome.requester.transport.stats().protocol_errors, 1, "byte {byte}");
+    }
+}
+
+#[test]
+fn a_line_that_is_cut_anywhere_fails_what_had_not_arrived() {
+    let per_block = HEADER_FRAME + DATA_FRAME;
+    for (byte, whole) in [
+        (10, 0),
+        (GREETING, 0),
+        (GREETING + 10, 0),
+        (GREETING + HEADER_FRAME + 32 + 10_000, 0),
+        (GREETING + per_block, 1),
+        (GREETING + per_block + HEADER_FRAME - 1, 1),
+        (GREETING + 3 * per_block + HEADER_FRAME + 32 + 8 * 4096 - 1, 3),
+    ] {
+        let outcome = through(Harm::Cut(byte));
+        let expected: Vec<bool> = (0..4).map(|block| block < whole).collect();
+        assert_eq!(arrived(&outcome), expected, "cut at {byte}");
+        for fate in &outcome.fates[whole..] {
+            assert_eq!(*fate, Fate::Failed(FetchFailure::PeerLost));
+        }
+    }
+}

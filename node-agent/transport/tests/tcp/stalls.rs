@@ -1,0 +1,187 @@
+//! Peers that fall silent and peers that go away, seen by the requester.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use reprise_transport::{Transport, TransportEvent};
+
+use crate::harness::{Block, Fate, by_hand, bytes_of, is_untouched, small_layout};
+use crate::wire::{ALIVE, FakeServer, block_header, data, header};
+use crate::{Node, assert_lost, impatient, node, settings};
+
+/// Stall timeout of `impatient`, and what a loaded machine may add.
+const STALL: std::ops::RangeInclusive<Duration> = Duration::from_millis(300)..=Duration::from_secs(4);
+
+/// Well below the stall timeout of `settings`.
+const PROMPT: Duration = Duration::from_secs(3);
+
+/// Fetches from a server that does `misbehave` after the request; both blocks must be lost.
+fn lost_after(node: &Node, misbehave: impl FnOnce(std::net::TcpStream, u64)) -> Duration {
+    let server = FakeServer::new();
+    let (mut tracker, spans) = node.fetch(&server.address(), 2);
+    let (stream, number) = server.accept_request();
+    let started = Instant::now();
+    // The socket is kept open until the outcome is known, unless `misbehave` drops it.
+    misbehave(stream, number);
+    node.finish(&mut tracker);
+    let elapsed = started.elapsed();
+    assert_lost(&tracker, 0);
+    assert_lost(&tracker, 1);
+    assert!(is_untouched(&spans[1]));
+    elapsed
+}
+
+#[test]
+fn a_peer_that_accepts_and_never_greets_is_lost_after_the_stall_timeout() {
+    let node = node(impatient(), by_hand());
+    let server = FakeServer::new();
+    let started = Instant::now();
+    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let _silent = server.accept();
+    node.finish(&mut tracker);
+    assert_lost(&tracker, 0);
+    assert!(STALL.contains(&started.elapsed()), "{:?}", started.elapsed());
+    assert!(is_untouched(&spans[0]));
+    assert_eq!(node.transport.stats().stalls, 1);
+}
+
+#[test]
+fn a_peer_that_greets_and_never_answers_is_lost_after_the_stall_timeout() {
+    let node = node(impatient(), by_hand());
+    let mut held = None;
+    let elapsed = lost_after(&node, |stream, _| held = Some(stream));
+    assert!(elapsed <= *STALL.end(), "{elapsed:?}");
+    assert_eq!(node.transport.stats().stalls, 1);
+}
+
+#[test]
+fn a_peer_that_sends_half_a_frame_header_is_lost_after_the_stall_timeout() {
+    let node = node(impatient(), by_hand());
+    let mut held = None;
+    let elapsed = lost_after(&node, |mut stream, number| {
+        stream.write_all(&header(ALIVE, number, 0, 0, 0)[..20]).expect("sent");
+        held = Some(stream);
+    });
+    assert!(elapsed <= *STALL.end(), "{elapsed:?}");
+}
+
+#[test]
+fn a_peer_that_sends_half_a_payload_is_lost_after_the_stall_timeout() {
+    let node = node(impatient(), by_hand());
+    let block = Block::new(0, small_layout());
+    let mut held = None;
+    let elapsed = lost_after(&node, |mut stream, number| {
+        stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
+        let frame = data(number, 0, 0, &block.bytes);
+        stream.write_all(&frame[..frame.len() / 2]).expect("sent");
+        held = Some(stream);
+    });
+    assert!(elapsed <= *STALL.end(), "{elapsed:?}");
+}
+
+#[test]
+fn a_peer_that_says_it_is_alive_may_take_longer_than_the_stall_timeout() {
+    let node = node(impatient(), by_hand());
+    let block = Block::new(0, small_layout());
+    let server = FakeServer::new();
+    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut stream, number) = server.accept_request();
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_millis(1200) {
+        stream.write_all(&header(ALIVE, 0, 0, 0, 0)).expect("still connected");
+        // This is the peer's pace, not a wait for something to happen.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
+    stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
+    node.finish(&mut tracker);
+    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+}
+
+#[test]
+fn a_server_whose_core_is_slow_keeps_its_connection() {
+    let requester = node(impatient(), by_hand());
+    let server = node(settings(), by_hand());
+    let block = Block::new(0, small_layout());
+    let (mut tracker, _) = requester.fetch(&server.transport.local_address().to_string(), 1);
+    let serve = server.serve_number();
+    // Four stall timeouts of the requester, in which the server's core says nothing.
+    assert!(requester.events.recv_timeout(Duration::from_millis(1200)).is_err());
+    server.transport.serve_header(serve, 0, reprise_policy::Tier::Nvme, &block.checksums);
+    server.transport.serve_objects(block.objects(
+        serve,
+        0,
+        (0, 8 * 4096),
+        reprise_transport::ServeLast::Last,
+    ));
+    requester.finish(&mut tracker);
+    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+}
+
+#[test]
+fn a_peer_that_closes_or_resets_is_lost_at_once() {
+    for reset in [false, true] {
+        let node = node(settings(), by_hand());
+        let elapsed = lost_after(&node, |stream, _| {
+            if reset {
+                reset_on_close(&stream);
+            }
+            drop(stream);
+        });
+        assert!(elapsed < PROMPT, "{elapsed:?}");
+        assert_eq!(node.transport.stats().stalls, 0);
+    }
+}
+
+#[test]
+fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_stand() {
+    let node = node(settings(), by_hand());
+    let block = Block::new(0, small_layout());
+    let server = FakeServer::new();
+    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut stream, number) = server.accept_request();
+    let started = Instant::now();
+    stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
+    let frame = data(number, 0, 0, &block.bytes);
+    stream.write_all(&frame[..32 + 5 * 4096]).expect("sent");
+    drop(stream);
+    // Five objects are two layers and a half.
+    match node.next() {
+        event @ TransportEvent::Layers { layers: 1..=2, .. } => tracker.take(&event),
+        other => panic!("{other:?} instead of layers"),
+    }
+    node.finish(&mut tracker);
+    assert_lost(&tracker, 0);
+    assert!(started.elapsed() < PROMPT);
+    assert!(bytes_of(&spans[0])[..4 * 4096] == block.bytes[..4 * 4096]);
+}
+
+#[test]
+fn after_a_loss_the_next_fetch_opens_a_new_connection() {
+    let node = node(settings(), by_hand());
+    let server = FakeServer::new();
+    let (mut tracker, _) = node.fetch(&server.address(), 1);
+    drop(server.accept_request());
+    node.finish(&mut tracker);
+    assert_lost(&tracker, 0);
+    let block = Block::new(0, small_layout());
+    let (mut tracker, spans) = node.fetch(&server.address(), 1);
+    let (mut stream, number) = server.accept_request();
+    stream.write_all(&block_header(number, 0, &block.checksums)).expect("sent");
+    stream.write_all(&data(number, 0, 0, &block.bytes)).expect("sent");
+    node.finish(&mut tracker);
+    assert!(bytes_of(&spans[0]) == block.bytes[..]);
+    assert_eq!(node.transport.stats().connections_opened, 2);
+}
+
+/// Makes closing the socket send RST.
+fn reset_on_close(stream: &std::net::TcpStream) {
+    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+    let size = size_of::<libc::linger>() as libc::socklen_t;
+    let fd = std::os::fd::AsRawFd::as_raw_fd(stream);
+    // SAFETY: `linger` is what SO_LINGER takes and outlives the call (socket(7)).
+    let result =
+        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, (&raw const linger).cast(), size) };
+    assert_eq!(result, 0);
+}
