@@ -276,7 +276,6 @@ impl AgentCore {
     }
 
     fn update_gauges(&mut self) {
-        let pool = self.devices.usage();
         let counters = &mut self.counters;
         counters.sessions = self.sessions.len() as u64;
         counters.loads_held = self.loads.len() as u64;
@@ -291,15 +290,6 @@ impl AgentCore {
         counters.read_leases = self.frames.read_leases();
         counters.dram_blocks = self.resident_blocks;
         counters.nvme_blocks = self.index.stored_blocks();
-        counters.pool_capacity_bytes = pool.capacity_bytes;
-        counters.pool_used_bytes = pool.slot_bytes_used;
-        counters.pool_free_bytes = pool.slot_bytes_free;
-        counters.pool_pending_free_bytes = pool.pending_frees_bytes;
-        counters.pool_quarantined_slots = pool.slots_quarantined;
-        counters.journal_used_bytes = pool.journal_bytes_used;
-        counters.journal_capacity_bytes = pool.journal_bytes_capacity;
-        counters.journal_checkpoints = pool.checkpoints;
-        counters.journal_records = pool.journal_records;
     }
 }
 

@@ -26,6 +26,15 @@ pub(super) struct Devices {
     devices: Vec<Device>,
     /// Stored blocks that are not being read.
     order: Box<dyn EvictionPolicy>,
+    attention: Attention,
+}
+
+/// Whether the space of the devices may have changed since it was last looked at. Looking costs about a microsecond,
+/// and most events are reports of fills that change nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Attention {
+    Wanted,
+    Unneeded,
 }
 
 /// One device.
@@ -68,6 +77,7 @@ impl Devices {
         Devices {
             devices: pools.into_iter().take(DEVICES_MAX).map(device).collect(),
             order: eviction.build(),
+            attention: Attention::Wanted,
         }
     }
 
@@ -111,6 +121,7 @@ impl Devices {
     /// A block may be evicted from its device, as the one used last.
     pub(super) fn enter_order(&mut self, entry: EntryIndex, class: u8) {
         self.order.insert(entry, class);
+        self.attention = Attention::Wanted;
     }
 
     /// It may not.
@@ -130,7 +141,7 @@ impl Devices {
 
     /// A device has read well.
     pub(super) fn read_succeeded(&mut self, device: DeviceId) {
-        self.device_mut(device).read_errors = 0;
+        self.devices[usize::from(device.0)].read_errors = 0;
     }
 
     /// Whether any usable device has slots that a block of so many bytes fits into.
@@ -172,6 +183,7 @@ impl Devices {
     }
 
     fn device_mut(&mut self, id: DeviceId) -> &mut Device {
+        self.attention = Attention::Wanted;
         &mut self.devices[usize::from(id.0)]
     }
 }
@@ -228,21 +240,39 @@ impl AgentCore {
 
     /// Keeps a share of the pool free, and sees to it that ends of blocks become durable.
     pub(super) fn keep_pool_free(&mut self) {
+        if self.devices.attention == Attention::Unneeded {
+            return;
+        }
         let mut evicted = 0;
-        while evicted < POOL_EVICTIONS_PER_APPLY && self.pool_short() {
-            if !self.evict_stored() {
-                break;
-            }
+        while evicted < POOL_EVICTIONS_PER_APPLY && self.pool_short() && self.evict_stored() {
             evicted += 1;
         }
-        for id in self.devices.ids() {
+        for id in self.devices.ids().filter(|id| self.devices.device(*id).owes_flush()).collect::<Vec<_>>() {
             let device = self.devices.device_mut(id);
-            if device.owes_flush() {
-                device.records_owed = 0;
-                let ops = device.pool.flush_frees();
-                self.emit_ops(id, ops);
-            }
+            device.records_owed = 0;
+            let ops = device.pool.flush_frees();
+            self.emit_ops(id, ops);
         }
+        self.update_pool_gauges();
+        self.devices.attention = match evicted {
+            // The rest follows with the next event.
+            POOL_EVICTIONS_PER_APPLY => Attention::Wanted,
+            _ => Attention::Unneeded,
+        };
+    }
+
+    fn update_pool_gauges(&mut self) {
+        let usage = self.devices.usage();
+        let counters = &mut self.counters;
+        counters.pool_capacity_bytes = usage.capacity_bytes;
+        counters.pool_used_bytes = usage.slot_bytes_used;
+        counters.pool_free_bytes = usage.slot_bytes_free;
+        counters.pool_pending_free_bytes = usage.pending_frees_bytes;
+        counters.pool_quarantined_slots = usage.slots_quarantined;
+        counters.journal_used_bytes = usage.journal_bytes_used;
+        counters.journal_capacity_bytes = usage.journal_bytes_capacity;
+        counters.journal_checkpoints = usage.checkpoints;
+        counters.journal_records = usage.journal_records;
     }
 
     /// A block of some size found no slot anywhere: makes some room, unless some is on its way.

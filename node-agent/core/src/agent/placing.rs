@@ -4,6 +4,7 @@
 //! room for one block of a load never evicts another. Reads of one load go out as one batch per device, fetches
 //! as one group per peer, each in the order of the load's keys, so that devices and peers can work layer by layer.
 
+use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LocalTiers, Route};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
@@ -14,6 +15,7 @@ use super::index::Dram;
 use super::limits::LOOKUPS_MAX;
 use super::loads::{Load, LoadBlock};
 use super::lookups::Purpose;
+use super::shapes::ShapeId;
 use super::slab::SlabId;
 use crate::effect::{
     BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, Source,
@@ -38,7 +40,7 @@ pub(super) struct Reads {
 enum Here {
     InDram(FrameIndex),
     OnItsWay(FrameIndex),
-    OnDevice,
+    OnDevice(EntryIndex),
     No,
 }
 
@@ -66,13 +68,16 @@ impl Reads {
 impl AgentCore {
     /// Places what this node has or is getting; returns the rest.
     pub(super) fn place_here(&mut self, id: SlabId, wanted: Vec<Wanted>) -> Vec<Wanted> {
-        let mut on_device = Vec::new();
-        let mut missing = Vec::new();
-        for wanted in wanted {
-            match self.look_here(id, wanted.block) {
+        let Some(load) = self.loads.get(id) else { return Vec::new() };
+        let (mut on_device, mut missing) = (Vec::new(), Vec::new());
+        let keys = wanted.iter().map(|wanted| &load.keys[wanted.block as usize]);
+        let (shape, entries) = (load.shape, self.index.find_all(keys));
+        // Nothing enters or leaves the index in this pass.
+        for (wanted, entry) in wanted.into_iter().zip(entries) {
+            match self.here(entry, shape) {
                 Here::InDram(frame) => self.take_hit(id, wanted.block, frame),
                 Here::OnItsWay(frame) => self.join_fill(id, wanted.block, frame),
-                Here::OnDevice => on_device.push(wanted.block),
+                Here::OnDevice(entry) => on_device.push((wanted.block, entry)),
                 Here::No => missing.push(wanted),
             }
         }
@@ -153,13 +158,18 @@ impl AgentCore {
 
     fn look_here(&self, id: SlabId, block: u32) -> Here {
         let Some(load) = self.loads.get(id) else { return Here::No };
-        let Some(entry) = self.index.find(&load.keys[block as usize]) else { return Here::No };
-        let entry = self.index.entry(entry);
+        self.here(self.index.find(&load.keys[block as usize]), load.shape)
+    }
+
+    /// What an entry means for a load of a shape.
+    fn here(&self, entry: Option<EntryIndex>, shape: ShapeId) -> Here {
+        let Some(index) = entry else { return Here::No };
+        let entry = self.index.entry(index);
         match entry.dram() {
-            _ if entry.shape() != load.shape => Here::No,
+            _ if entry.shape() != shape => Here::No,
             Dram::Resident(frame) => Here::InDram(frame),
             Dram::Filling(frame) => Here::OnItsWay(frame),
-            Dram::Absent => Here::OnDevice,
+            Dram::Absent => Here::OnDevice(index),
         }
     }
 
@@ -193,19 +203,16 @@ impl AgentCore {
         }
     }
 
-    /// Starts reads of blocks that are on devices, one batch per device.
-    fn read_from_devices(&mut self, id: SlabId, blocks: &[u32]) {
+    /// Starts reads of blocks that are on devices, one batch per device. Stored blocks stay in the index meanwhile.
+    fn read_from_devices(&mut self, id: SlabId, blocks: &[(u32, EntryIndex)]) {
         let mut reads = Reads::default();
-        for block in blocks {
+        for (block, entry) in blocks {
             // A duplicate within the load finds the fill of the first.
-            if let Here::OnItsWay(frame) = self.look_here(id, *block) {
+            if let Dram::Filling(frame) = self.index.entry(*entry).dram() {
                 self.join_fill(id, *block, frame);
                 continue;
             }
-            let Some(key) = self.load_key(id, *block) else { return };
-            let entry =
-                self.index.find(&key).expect("found by the caller, and stored blocks stay until read");
-            let Some((device, frame, read)) = self.begin_read(entry) else {
+            let Some((device, frame, read)) = self.begin_read(*entry) else {
                 self.lose_block(id, *block, LossReason::NoSpace);
                 continue;
             };

@@ -191,3 +191,46 @@ fn trim_drops_only_what_is_durable_and_not_read() {
     assert_eq!(resident, [0, 4]);
     assert_eq!(world.core.counters().nvme_blocks, 4);
 }
+
+#[test]
+fn of_two_copies_that_a_restart_finds_one_is_kept() {
+    let setup = Setup { disks: vec![8 << 20, 8 << 20], ..Setup::default() };
+    let (mut world, session) = with(setup);
+    for start in (0..40).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+    }
+    trim(&mut world, session);
+    // The first device seems lost, and its blocks are saved again on the second.
+    let is_first = |job: &Job| matches!(job, Job::Read { device, .. } if device.0 == 0);
+    for start in (0..40).step_by(8) {
+        world.load(session, &keys(start..start + 8), Duration::ZERO, Scope::Local);
+        while let Some(job) = world.jobs.iter().position(is_first) {
+            world.fail(job, FillError::Device);
+        }
+        world.finish_device_ops();
+    }
+    assert!(matches!(world.reports[..], [Report::DeviceLost { device: DeviceId(0), .. }]));
+    world.finish_jobs();
+    for load in world.engines[&session].loads.keys().copied().collect::<Vec<_>>() {
+        world.release(session, load);
+    }
+    for start in (0..40).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+    }
+    assert!(keys(0..40).into_iter().all(|key| on_nvme(&world, key)));
+    let stored_before = world.core.counters().nvme_blocks;
+    assert_eq!(stored_before, 40);
+    world.lost_devices.clear();
+    let mut world = world.crash();
+    assert_eq!(world.core.counters().nvme_blocks, 40);
+    world.finish_jobs();
+    let used = world.core.counters().pool_used_bytes;
+    assert_eq!(used, 40 * (large_layout().slot_bytes() + 4096), "the other copies' slots are free again");
+    assert_eq!(world.core.counters().pool_pending_free_bytes, 0);
+}
+
+#[test]
+fn the_core_can_move_to_another_thread() {
+    fn is_send<T: Send>() {}
+    is_send::<reprise_agent_core::agent::AgentCore>();
+}
