@@ -138,9 +138,13 @@ fn check(request: &RegisterRequest) -> Result<(), Status> {
             name.chars().take(64).collect::<String>().escape_default()
         )));
     }
-    check_address("peer_address", &request.peer_address)?;
-    if !request.admin_address.is_empty() {
-        check_address("admin_address", &request.admin_address)?;
+    for (field, address) in
+        [("peer_address", &request.peer_address), ("admin_address", &request.admin_address)]
+    {
+        // Empty: the node has no such port. Without a peer address it is never offered.
+        if !address.is_empty() {
+            check_address(field, address)?;
+        }
     }
     for (field, text) in [("failure_domain", &request.failure_domain), ("version", &request.version)] {
         if text.len() > TEXT_BYTES_MAX {
@@ -179,6 +183,8 @@ mod tests {
     #[test]
     fn a_registration_with_name_and_address_is_taken() {
         check(&request()).expect("valid");
+        check(&RegisterRequest { peer_address: String::new(), ..request() })
+            .expect("a node that serves nobody");
     }
 
     #[test]
@@ -188,7 +194,7 @@ mod tests {
             let refused = check(&RegisterRequest { name: name.to_owned(), ..request() }).expect_err(name);
             assert!(refused.message().contains("letters, digits"), "{refused}");
         }
-        for address in ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", &format!("{long}:1")] {
+        for address in ["host", "host:", ":1", "host:0", "host:65536", "host:x", &format!("{long}:1")] {
             let refused =
                 check(&RegisterRequest { peer_address: address.to_owned(), ..request() }).expect_err(address);
             assert!(refused.message().contains("host:port"), "{refused}");

@@ -10,6 +10,7 @@
 //!
 //! * `Alive` nodes are offered to others ([`Members::live`]). `Dead` ones are not, but their registration stands and
 //!   what the directory knows of them is kept: a pause or a broken link costs no new inventory.
+//! * A node without a peer address serves nobody: it lives and may ask, but is never offered.
 //! * A beat or registration of an older epoch changes nothing.
 //! * `Absent` nodes are known by name and number (from the store) and must register.
 //!
@@ -35,7 +36,7 @@ pub struct MemberSettings {
 /// What a node says about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeDetails {
-    /// `host:port` of its peer transport.
+    /// `host:port` of its peer transport; empty when it serves nobody.
     pub peer_address: String,
     /// `host:port` of its admin endpoint.
     pub admin_address: String,
@@ -144,8 +145,9 @@ impl Members {
         {
             return Err(StaleEpoch { node, offered, current: known.record.epoch });
         }
-        self.members.insert(node, Member { record, state: MemberState::Alive, last_beat: now });
-        Arc::make_mut(&mut self.live).insert(node);
+        let member = Member { record, state: MemberState::Alive, last_beat: now };
+        member.offer(&mut self.live);
+        self.members.insert(node, member);
         self.expect_change(now.after(self.settings.dead_after));
         Ok(())
     }
@@ -163,7 +165,7 @@ impl Members {
             }
             MemberState::Dead => {
                 (member.state, member.last_beat) = (MemberState::Alive, now);
-                Arc::make_mut(&mut self.live).insert(node);
+                member.offer(&mut self.live);
                 self.expect_change(now.after(self.settings.dead_after));
                 Beat::Returned
             }
@@ -225,6 +227,18 @@ impl Members {
     }
 }
 
+impl Member {
+    /// Sets whether the living node is offered to others.
+    fn offer(&self, live: &mut Arc<LiveNodes>) {
+        let live = Arc::make_mut(live);
+        if self.record.details.peer_address.is_empty() {
+            live.remove(self.record.node);
+        } else {
+            live.insert(self.record.node);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -239,7 +253,7 @@ mod tests {
             node: NodeId(node),
             name: format!("n{node}"),
             epoch: Epoch(epoch),
-            details: NodeDetails::default(),
+            details: NodeDetails { peer_address: "host:1".to_owned(), ..NodeDetails::default() },
         }
     }
 
@@ -275,6 +289,18 @@ mod tests {
             [MemberEvent::Died(NodeId(1))],
             "silence counts from the last beat"
         );
+    }
+
+    #[test]
+    fn a_node_that_serves_nobody_lives_but_is_not_offered() {
+        let mut members = Members::new(SETTINGS);
+        members.register(Tick(0), record(1, 1)).expect("newer");
+        let silent = NodeRecord { details: NodeDetails::default(), ..record(1, 2) };
+        members.register(Tick(1), silent).expect("newer");
+        assert_eq!((state(&members, 1), members.live().contains(NodeId(1))), (MemberState::Alive, false));
+        members.expire(Tick(20));
+        assert_eq!(members.beat(Tick(21), NodeId(1), Epoch(2)), Beat::Returned);
+        assert!(!members.live().contains(NodeId(1)));
     }
 
     #[test]

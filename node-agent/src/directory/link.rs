@@ -37,6 +37,12 @@ use super::{Beats, DirectoryEvent, Granted, Shared, wire};
 /// Pings on the idle connection, and the time for their answer: a half-open connection is noticed within both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(2);
+/// A registration that is lost sooner is renewed with growing delays: two agents of one name would otherwise take it
+/// from each other as fast as they can.
+const SETTLED_AFTER: Duration = Duration::from_secs(5);
+/// HTTP/2 windows: the answer to 8,192 keys (up to 545 KiB) arrives without a wait for our acknowledgement.
+const STREAM_WINDOW_BYTES: u32 = 1 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
 /// Bounds of the heartbeat period that a control plane may ask for.
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
 const HEARTBEAT_MAX: Duration = Duration::from_secs(60);
@@ -56,6 +62,8 @@ pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, endpoint: Option<Endp
                     .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
                     .keep_alive_timeout(KEEP_ALIVE_ANSWER)
                     .keep_alive_while_idle(true)
+                    .initial_stream_window_size(STREAM_WINDOW_BYTES)
+                    .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
                     .connect_lazy();
                 tokio::select! {
                     _ = stop => {}
@@ -83,6 +91,7 @@ async fn within<T>(
 // ---- registration ----------------------------------------------------------------------------------------------
 
 async fn register(shared: &Shared, mut client: MembershipClient<Channel>) {
+    let mut quarrel = Backoff::default();
     loop {
         let granted = register_once(shared, &mut client).await;
         shared.counters.registrations.fetch_add(1, Ordering::Relaxed);
@@ -92,17 +101,17 @@ async fn register(shared: &Shared, mut client: MembershipClient<Channel>) {
         shared.emit(DirectoryEvent::Registered { node: granted.node, epoch: granted.epoch });
         set_connected(shared, Link::Up);
         shared.outbox_changed.notify_one();
-        tracing::info!(node = granted.node.0, epoch = granted.epoch.0, "registered with the control plane");
+        let since = Instant::now();
         let reason = keep(shared, granted).await;
-        tracing::warn!(
-            node = granted.node.0,
-            epoch = granted.epoch.0,
-            reason,
-            "registration lost; registering again"
-        );
+        tracing::info!(node = granted.node.0, epoch = granted.epoch.0, reason, "registering again");
         shared.granted.send_replace(None);
         shared.outbox().lose();
         set_connected(shared, Link::Down);
+        if since.elapsed() >= SETTLED_AFTER {
+            quarrel.reset();
+        } else {
+            sleep(quarrel.next()).await;
+        }
     }
 }
 

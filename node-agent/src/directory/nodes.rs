@@ -12,7 +12,7 @@ pub(crate) struct PeerNode {
     pub(crate) node: NodeId,
     /// Its name.
     pub(crate) name: String,
-    /// `host:port` of its peer transport.
+    /// `host:port` of its peer transport; empty when it serves nobody.
     pub(crate) peer_address: String,
     /// `host:port` of its admin endpoint.
     pub(crate) admin_address: String,
@@ -32,7 +32,8 @@ pub(super) struct NodeMap {
 
 impl NodeMap {
     pub(super) fn peer_address(&self, node: NodeId) -> Option<String> {
-        self.nodes.get(&node).map(|node| node.peer_address.clone())
+        let address = &self.nodes.get(&node)?.peer_address;
+        (!address.is_empty()).then(|| address.clone())
     }
 
     pub(super) fn list(&self) -> Vec<PeerNode> {
@@ -110,6 +111,8 @@ mod tests {
         let mut map = NodeMap::default();
         map.replace(vec![info(1, 1, "a:1"), info(70_000, 1, "b:1")]);
         assert_eq!(map.list().len(), 1);
+        map.change(info(2, 1, ""), Presence::Here);
+        assert_eq!(map.peer_address(NodeId(2)), None, "it serves nobody");
         map.change(info(1, 1, "a:1"), Presence::Removed);
         assert_eq!(map.peer_address(NodeId(1)), None);
     }
