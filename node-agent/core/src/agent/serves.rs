@@ -121,7 +121,6 @@ impl AgentCore {
             return;
         };
         let layout = self.shapes.get(self.frames.get(frame).shape).layout;
-        let from = if header == Header::Due { 0 } else { layers.start };
         if header == Header::Due {
             self.counters.serve_blocks_nvme += 1;
             self.emit_header(id, block, frame, Tier::Nvme);
@@ -133,7 +132,7 @@ impl AgentCore {
             ServeBlock::Waiting { fill, header: Header::Sent }
         };
         self.set_serve_block(id, block, state);
-        self.emit_objects(id, block, frame, from..layers.end);
+        self.emit_objects(id, block, frame, layers);
     }
 
     /// A block that a peer waits for will not come. Its lease ends now, or with its sending if that has begun.

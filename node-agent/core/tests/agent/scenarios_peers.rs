@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{LoadedBlock, LossReason, Reply, Source};
-use reprise_agent_core::event::{Event, FillError, Priority, Replica, Request, Scope};
+use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
 use reprise_policy::{BlockKey, NodeId, SessionId, TenantId, Tier};
 
 use crate::engine::Asked;
@@ -387,4 +387,36 @@ fn the_whole_inventory_names_every_replica() {
     let mut expected: Vec<(BlockKey, Tier)> = keys(0..4).into_iter().map(|key| (key, Tier::Nvme)).collect();
     expected.push((key(0), Tier::Dram));
     assert_eq!(world.announced, expected.into_iter().collect());
+}
+
+#[test]
+fn trim_keeps_what_is_cached_from_a_peer() {
+    let (mut world, session) = world();
+    world.give_peer(ONE, key(10), Tier::Dram);
+    world.load(session, &keys(10..11), LATER, Scope::Cluster);
+    world.finish_jobs();
+    let load = *world.engines[&session].loads.keys().next().expect("answered");
+    world.release(session, load);
+    trim(&mut world, session);
+    assert!(matches!(last_reply(&world, session), Reply::Trimmed { blocks: 4 }));
+    assert!(world.announced.contains(&(key(10), Tier::Dram)));
+}
+
+#[test]
+fn reports_on_what_is_not_known_change_nothing() {
+    let (mut world, _) = world();
+    let before = world.core.counters().clone();
+    let (lookup, serve, fill) = (LookupId(7), ServeId(7), FillId(7));
+    let events = [
+        Event::Found { lookup, found: vec![Vec::new()] },
+        Event::LookupFailed { lookup },
+        Event::ServeDone { serve, block: 3 },
+        Event::ServeAborted { serve },
+        Event::Fill { fill, update: FillUpdate::Failed(FillError::Device) },
+        Event::SessionClosed { session: SessionId(99) },
+    ];
+    for event in events {
+        world.apply(event);
+    }
+    assert_eq!(*world.core.counters(), before);
 }
