@@ -1,1 +1,41 @@
 //! Harness of the end-to-end tests: real processes of Reprise in a temporary directory.
+//!
+//! A test makes a [`World`], starts agents and perhaps a control plane in it, and talks to them as engines do
+//! ([`Engine`]), as a scraper does ([`Admin`]), or as something broken does ([`raw`], [`disk`]). The binaries are those
+//! beside the test's own executable: `cargo build --workspace --bins` first.
+//!
+//! Invariants:
+//! * every byte that is loaded is compared with the function that it was made of ([`content`]); a wrong one fails the
+//!   test, whatever the test is about;
+//! * every wait has a bound;
+//! * at the end of a test the logs of all processes hold no warning, error or panic that the test did not name
+//!   ([`logs`]);
+//! * no process outlives its handle.
+//!
+//! Deliberately absent: fakes. What only simulation shows (power loss, reordering, millions of schedules) is tested
+//! beside the cores.
+
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod agent;
+pub mod config;
+pub mod content;
+pub mod control_plane;
+pub mod disk;
+pub mod engine;
+pub mod logs;
+pub mod process;
+pub mod raw;
+pub mod seed;
+pub mod wait;
+pub mod world;
+
+pub use admin::Admin;
+pub use agent::Agent;
+pub use config::AgentConfig;
+pub use control_plane::ControlPlane;
+pub use engine::{Engine, Loading, Outcome};
+pub use process::{Refused, Running, Starting};
+pub use wait::{PATIENCE, wait_until};
+pub use world::World;

@@ -1,0 +1,100 @@
+//! Configuration files of agents, made of what a test wants to be different from the usual.
+//!
+//! The usual is small: an agent with 16 MiB of arena and a pool of 64 MiB is ready within some tens of milliseconds.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use reprise_policy::{ByteSize, Interval};
+
+/// What an agent is configured with. Fields that a test does not name are the usual ones.
+#[derive(Clone, Debug)]
+pub struct AgentConfig {
+    /// Node name; also names the files of the agent.
+    pub node: String,
+    /// Memory for blocks.
+    pub arena: ByteSize,
+    /// One file of shared memory.
+    pub region: ByteSize,
+    /// Size of the pool's file; `None`: blocks live in memory only.
+    pub pool: Option<ByteSize>,
+    /// Delay of write-back.
+    pub writeback_delay: Duration,
+    /// Silence after which a peer is lost.
+    pub stall_timeout: Duration,
+    /// `host:port` of the control plane; `None`: stand-alone.
+    pub control_plane: Option<String>,
+    /// Lines of the `[session]` section.
+    pub session: String,
+    /// Lines at the end, with their section.
+    pub extra: String,
+}
+
+/// The files of one agent.
+#[derive(Clone, Debug)]
+pub struct AgentFiles {
+    /// Its configuration.
+    pub config: PathBuf,
+    /// The socket of its sessions.
+    pub socket: PathBuf,
+    /// Its pool.
+    pub pool: PathBuf,
+    /// What it writes to standard error.
+    pub log: PathBuf,
+}
+
+impl AgentConfig {
+    /// The usual agent of this name.
+    pub fn named(node: &str) -> AgentConfig {
+        AgentConfig {
+            node: node.to_owned(),
+            arena: ByteSize(16 << 20),
+            region: ByteSize(8 << 20),
+            pool: Some(ByteSize(64 << 20)),
+            writeback_delay: Duration::from_millis(10),
+            stall_timeout: Duration::from_secs(2),
+            control_plane: None,
+            session: String::new(),
+            extra: String::new(),
+        }
+    }
+
+    /// The file's text.
+    pub fn text(&self, files: &AgentFiles) -> String {
+        let device = self.pool.map_or(String::new(), |bytes| {
+            format!("devices = [{{ path = {}, bytes = \"{bytes}\" }}]\n", quoted(&files.pool))
+        });
+        let control_plane = self.control_plane.as_deref().unwrap_or_default();
+        format!(
+            "[node]\nname = \"{node}\"\n[session]\nsocket = {socket}\n{session}\n[arena]\nbytes = \"{arena}\"\n\
+             region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[writeback]\ndelay = \
+             \"{delay}\"\n[peers]\nlisten = \"127.0.0.1:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
+             \"{control_plane}\"\n[admin]\nlisten = \"127.0.0.1:0\"\n{extra}\n",
+            node = self.node,
+            socket = quoted(&files.socket),
+            session = self.session,
+            arena = self.arena,
+            region = self.region,
+            delay = Interval(self.writeback_delay),
+            stall = Interval(self.stall_timeout),
+            extra = self.extra,
+        )
+    }
+}
+
+impl AgentFiles {
+    /// Files in a folder.
+    pub fn within(folder: &Path, node: &str) -> AgentFiles {
+        AgentFiles {
+            config: folder.join(format!("{node}.toml")),
+            socket: folder.join(format!("{node}.sock")),
+            pool: folder.join(format!("{node}.pool")),
+            log: folder.join(format!("{node}.log")),
+        }
+    }
+}
+
+/// A path as a TOML string.
+pub fn quoted(path: &Path) -> String {
+    toml::Value::String(path.to_string_lossy().into_owned()).to_string()
+}

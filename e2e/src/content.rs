@@ -1,0 +1,111 @@
+//! Blocks whose every byte can be checked: content is a function of the block's key and the object's index.
+//!
+//! Nobody keeps a copy: whoever knows a block's number can say what any byte of it must be. One 64-bit word is
+//! `mix(seed + index × odd)` with SplitMix64's finaliser, so that two objects differ in nearly every word, and a word of a
+//! block differs from its neighbours.
+
+use reprise_policy::key::KeyPart;
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, Parts};
+
+/// The namespace of all blocks that the tests save.
+pub const NAMESPACE: NamespaceDigest = NamespaceDigest([0x5e; 32]);
+
+/// Odd constant of SplitMix64's sequence (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// 4 layers of 2 objects of 4 KiB: 32 KiB a block, 36 KiB a slot on a device, 58 slots in a segment of 2 MiB.
+pub fn small() -> Layout {
+    layout_of(4, 1)
+}
+
+/// 16 layers of 2 objects of 32 KiB: 1 MiB a block.
+pub fn large() -> Layout {
+    layout_of(16, 8)
+}
+
+/// Objects of `kv_heads × 4 KiB`: 16 tokens, heads of 128 elements of 2 bytes.
+pub fn layout_of(layers: u16, kv_heads: u16) -> Layout {
+    let spec = LayoutSpec {
+        layers,
+        parts: Parts::KeyValue,
+        kv_heads,
+        head_dim: 128,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: 0,
+        tp_size: 1,
+    };
+    spec.validate().expect("dimensions are positive and the block is small")
+}
+
+/// Bytes that a block takes on a device: its header page and its payload.
+pub fn device_slot_bytes(layout: &Layout) -> u64 {
+    layout.slot_bytes() + reprise_policy::layout::PAGE_BYTES
+}
+
+/// The key of a block.
+pub fn key(number: u64) -> BlockKey {
+    BlockKey::derive(&NAMESPACE, &number.to_le_bytes(), KeyPart::default())
+}
+
+/// The keys of blocks, in order.
+pub fn keys(numbers: &[u64]) -> Vec<BlockKey> {
+    numbers.iter().copied().map(key).collect()
+}
+
+/// Writes the bytes of one object. Its length must be a multiple of 8, as all lengths of objects here are.
+pub fn write_object(key: &BlockKey, object: u32, into: &mut [u8]) {
+    let seed = seed(key, object);
+    let (words, rest) = into.as_chunks_mut::<8>();
+    assert!(rest.is_empty(), "objects are whole words");
+    for (index, word) in words.iter_mut().enumerate() {
+        *word = word_at(seed, index).to_le_bytes();
+    }
+}
+
+/// Offset of the first word of an object that is not what it must be; `None` when all are.
+pub fn first_difference(key: &BlockKey, object: u32, bytes: &[u8]) -> Option<usize> {
+    let seed = seed(key, object);
+    let (words, rest) = bytes.as_chunks::<8>();
+    assert!(rest.is_empty(), "objects are whole words");
+    let differs = |(index, word): (usize, &[u8; 8])| u64::from_le_bytes(*word) != word_at(seed, index);
+    words.iter().enumerate().position(differs).map(|index| index * 8)
+}
+
+fn seed(key: &BlockKey, object: u32) -> u64 {
+    let (words, _) = key.0.as_chunks::<8>();
+    let folded = words.iter().fold(0u64, |sum, word| mix(sum ^ u64::from_le_bytes(*word)));
+    mix(folded ^ u64::from(object))
+}
+
+fn word_at(seed: u64, index: usize) -> u64 {
+    mix(seed.wrapping_add((index as u64).wrapping_mul(GOLDEN)))
+}
+
+fn mix(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_written_object_is_right_and_a_flipped_bit_in_it_is_found() {
+        let mut object = vec![0; 4096];
+        write_object(&key(7), 3, &mut object);
+        assert_eq!(first_difference(&key(7), 3, &object), None);
+        object[1001] ^= 0x10;
+        assert_eq!(first_difference(&key(7), 3, &object), Some(1000));
+    }
+
+    #[test]
+    fn another_block_or_object_has_other_bytes() {
+        let mut object = vec![0; 64];
+        write_object(&key(7), 3, &mut object);
+        assert_eq!(first_difference(&key(8), 3, &object), Some(0));
+        assert_eq!(first_difference(&key(7), 2, &object), Some(0));
+    }
+}

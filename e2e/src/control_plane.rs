@@ -1,0 +1,101 @@
+//! The control plane of a test.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::admin::Admin;
+use crate::config::quoted;
+use crate::process::{Refused, Running, Starting, binary};
+
+/// Where a control plane keeps node numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Store {
+    /// In a file: a restart remembers.
+    Embedded,
+    /// A restart has forgotten everything.
+    Memory,
+}
+
+/// A control plane that runs, or was killed and can be started again under the same addresses.
+#[derive(Debug)]
+pub struct ControlPlane {
+    config: PathBuf,
+    log: PathBuf,
+    running: Option<Running>,
+    grpc: String,
+    admin: Admin,
+}
+
+/// The command that runs a control plane with a configuration.
+pub fn command(config: &Path) -> Command {
+    let mut command = Command::new(binary("reprise-controlplane"));
+    command.arg("--config").arg(config);
+    command
+}
+
+impl ControlPlane {
+    /// Starts one with its files in `folder`.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn start_in(folder: &Path, store: Store) -> ControlPlane {
+        let config = folder.join("controlplane.toml");
+        let log = folder.join("controlplane.log");
+        let store = match store {
+            Store::Embedded => {
+                format!("kind = \"embedded\"\npath = {}\n", quoted(&folder.join("controlplane.store")))
+            }
+            Store::Memory => "kind = \"memory\"\n".to_owned(),
+        };
+        let text =
+            |grpc: &str, admin: &str| format!("listen = \"{grpc}\"\nadmin = \"{admin}\"\n[store]\n{store}");
+        fs::write(&config, text("127.0.0.1:0", "127.0.0.1:0")).expect("a configuration can be written");
+        let (running, grpc, admin) = start(&config, &log)
+            .unwrap_or_else(|refused| panic!("the control plane does not start: {refused:?}"));
+        // Whoever knows it finds it again after a restart.
+        fs::write(&config, text(&grpc, &admin)).expect("a configuration can be written");
+        ControlPlane { config, log, running: Some(running), grpc, admin: Admin::at(&admin) }
+    }
+
+    /// `host:port` of its services.
+    pub fn address(&self) -> &str {
+        &self.grpc
+    }
+
+    /// Its admin port.
+    pub fn admin(&self) -> &Admin {
+        &self.admin
+    }
+
+    /// SIGKILL.
+    pub fn kill(&mut self) {
+        self.running.as_mut().expect("the control plane runs").kill();
+        self.running = None;
+    }
+
+    /// Starts the killed one again under its addresses.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn restart(&mut self) {
+        assert!(self.running.is_none(), "one process at a time");
+        let (running, grpc, _) = start(&self.config, &self.log)
+            .unwrap_or_else(|refused| panic!("the control plane does not start again: {refused:?}"));
+        assert_eq!(grpc, self.grpc, "configured addresses are taken");
+        self.running = Some(running);
+    }
+
+    /// Whether it offers a node to others; `None` when it does not know the name.
+    pub fn offers(&self, node: &str) -> Option<bool> {
+        let nodes = self.admin.json("/nodes");
+        let nodes = nodes.as_array().expect("a list of nodes");
+        nodes.iter().find(|found| found["name"] == node).and_then(|found| found["alive"].as_bool())
+    }
+}
+
+fn start(config: &Path, log: &Path) -> Result<(Running, String, String), Refused> {
+    let (running, ready) = Starting::spawn(command(config), log).ready()?;
+    let text = |field: &str| ready[field].as_str().expect("the ready line names its ports").to_owned();
+    Ok((running, text("grpc"), text("admin")))
+}

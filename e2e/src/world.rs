@@ -1,0 +1,151 @@
+//! Where one test happens: a folder on a real disk, the processes in it, and what their logs may say.
+//!
+//! The folder lies under `$REPRISE_CACHE/e2e` (by default `~/.cache/reprise/e2e`) and not in `/tmp`, which may be memory: the
+//! agents' direct I/O is part of what is tested. It is removed at the end. A world that is dropped checks the logs; so
+//! it is made before, and therefore dropped after, the agents in it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tempfile::TempDir;
+
+use crate::agent::{self, Agent};
+use crate::config::{AgentConfig, AgentFiles};
+use crate::control_plane::{ControlPlane, Store};
+use crate::logs::Logs;
+use crate::process::{Refused, Starting};
+use crate::seed::say;
+
+/// The surroundings of one test.
+#[derive(Debug)]
+pub struct World {
+    folder: TempDir,
+    logs: Mutex<Logs>,
+}
+
+/// Where this machine's clusters, downloads and builds live.
+fn cache() -> PathBuf {
+    let home =
+        || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
+    std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
+}
+
+impl World {
+    /// An empty world on a real disk.
+    pub fn new() -> World {
+        World::under(&cache().join("e2e"))
+    }
+
+    /// An empty world in a folder that every user of the machine may enter.
+    pub fn for_every_user() -> World {
+        let world = World::under(&std::env::temp_dir());
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(world.folder(), open).expect("one's own folder takes permissions");
+        world
+    }
+
+    fn under(parent: &Path) -> World {
+        fs::create_dir_all(parent).expect("a folder for tests can be made");
+        let folder = tempfile::Builder::new().prefix("w").tempdir_in(parent).expect("a folder for a test");
+        World { folder, logs: Mutex::default() }
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Warnings and errors with these words may be logged.
+    pub fn allow(&self, words: &str) {
+        self.logs().allow(words);
+    }
+
+    /// A line with these words must be logged; it may be a warning or error.
+    pub fn require(&self, words: &str) {
+        self.logs().require(words);
+    }
+
+    /// Writes an agent's configuration.
+    pub fn configure(&self, config: &AgentConfig) -> AgentFiles {
+        let files = AgentFiles::within(self.folder(), &config.node);
+        fs::write(&files.config, config.text(&files)).expect("a configuration can be written");
+        files
+    }
+
+    /// Starts an agent; it must start.
+    pub fn agent(&self, config: &AgentConfig) -> Agent {
+        let files = self.configure(config);
+        self.launch(&files, agent::command(&files))
+            .unwrap_or_else(|refused| panic!("the agent does not start: {refused:?}"))
+    }
+
+    /// Runs a command that is an agent with these files.
+    ///
+    /// # Errors
+    /// `Refused`: it ended instead of becoming ready.
+    pub fn launch(&self, files: &AgentFiles, command: Command) -> Result<Agent, Refused> {
+        self.logs().add(files.log.clone());
+        Agent::when_ready(files.clone(), Starting::spawn(command, &files.log))
+    }
+
+    /// Starts an agent that must refuse to.
+    pub fn refusal(&self, config: &AgentConfig) -> Refused {
+        let files = self.configure(config);
+        self.refusal_of(&files, agent::command(&files))
+    }
+
+    /// Runs a command that is an agent and must refuse to start.
+    pub fn refusal_of(&self, files: &AgentFiles, command: Command) -> Refused {
+        match self.launch(files, command) {
+            Ok(_) => panic!("the agent starts with {}", files.config.display()),
+            Err(refused) => refused,
+        }
+    }
+
+    /// Starts a control plane.
+    pub fn control_plane(&self, store: Store) -> ControlPlane {
+        self.logs().add(self.folder().join("controlplane.log"));
+        ControlPlane::start_in(self.folder(), store)
+    }
+
+    fn logs(&self) -> MutexGuard<'_, Logs> {
+        self.logs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for World {
+    fn default() -> World {
+        World::new()
+    }
+}
+
+impl Refused {
+    /// Checks exit code and words of the text.
+    ///
+    /// # Panics
+    /// When they are others.
+    pub fn assert_says(&self, code: i32, words: &[&str]) {
+        assert_eq!(self.code, Some(code), "exit code of: {}", self.text);
+        for word in words {
+            assert!(self.text.contains(word), "no '{word}' in: {}", self.text);
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        let logs = self.logs();
+        if std::thread::panicking() {
+            return say(&logs.tails());
+        }
+        let complaints = logs.complaints();
+        assert!(
+            complaints.is_empty(),
+            "the logs are not as they should be:\n{}\n{}",
+            complaints.join("\n"),
+            logs.tails()
+        );
+    }
+}
