@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use reprise_agent_core::agent::AgentCore;
 use reprise_agent_core::agent::Counters;
-use reprise_agent_core::effect::{Effect, FillId};
+use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
+use reprise_agent_core::pool::{DeviceError, OpToken};
 use reprise_buffers::ProgressWriter;
 use reprise_policy::{SessionId, Tick};
 
@@ -42,8 +43,8 @@ pub(crate) struct Stopped;
 pub(crate) enum Input {
     /// For the core as it is.
     Event(Event),
-    /// What a device verified since it last said something.
-    Fills(Vec<(FillId, FillUpdate)>),
+    /// What a device has done since it last said something.
+    Device(DeviceReport),
     /// A request, with the instant at which it had been received.
     Request(Request),
     /// A session that was greeted.
@@ -62,6 +63,13 @@ pub(crate) struct Request {
     pub(crate) request: RequestId,
     pub(crate) body: reprise_agent_core::event::Request,
     pub(crate) received: Instant,
+}
+
+/// Ends of operations and progress of fills, of one device.
+pub(crate) struct DeviceReport {
+    pub(crate) device: DeviceId,
+    pub(crate) done: Vec<(OpToken, Result<(), DeviceError>)>,
+    pub(crate) fills: Vec<(FillId, FillUpdate)>,
 }
 
 /// A session that was greeted.
@@ -198,8 +206,11 @@ impl CoreLoop {
                 }
                 self.apply(event);
             }
-            Input::Fills(updates) => {
-                for (fill, update) in updates {
+            Input::Device(DeviceReport { device, done, fills }) => {
+                for (token, result) in done {
+                    self.apply(Event::DeviceDone { device, token, result });
+                }
+                for (fill, update) in fills {
                     self.apply(Event::Fill { fill, update });
                 }
             }

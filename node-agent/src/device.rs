@@ -257,7 +257,7 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
     let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery };
     tracing::info!(
         path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
-        took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "device opened"
+        took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "pool device ready"
     );
     let device = Device { commands: opening.commands, waker, thread: Some(opening.thread), info };
     Ok(OpenedDevice { device, pool, stored })

@@ -59,6 +59,13 @@ struct DeviceLabels {
     device: u8,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DeviceInfoLabels {
+    device: u8,
+    io_engine: String,
+    caching: String,
+}
+
 /// How a number is exported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -98,6 +105,7 @@ struct DeviceFamilies {
     lost: Family<DeviceLabels, Gauge>,
     recovery_seconds: Family<DeviceLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
     recovery_records: Family<DeviceLabels, Gauge>,
+    info: Family<DeviceInfoLabels, Gauge>,
 }
 
 /// The metrics of one device, for its worker: no look-up per operation.
@@ -209,6 +217,8 @@ impl Metrics {
         self.devices.recovery_seconds.get_or_create(&labels).set(info.recovery.took.as_secs_f64());
         let records = i64::try_from(info.recovery.records).unwrap_or(i64::MAX);
         self.devices.recovery_records.get_or_create(&labels).set(records);
+        let (io_engine, caching) = (info.engine.to_string(), format!("{:?}", info.caching).to_lowercase());
+        self.devices.info.get_or_create(&DeviceInfoLabels { device: device.0, io_engine, caching }).set(1);
     }
 
     /// Everything in the text format. `numbers` are those of the core, the transport and the directory client, now.
@@ -239,6 +249,7 @@ impl DeviceFamilies {
             lost: Family::default(),
             recovery_seconds: Family::default(),
             recovery_records: Family::default(),
+            info: Family::default(),
         };
         let all = families.clone();
         registry.register("device_read_seconds", "One read, from submission to completion", all.read_seconds);
@@ -259,6 +270,7 @@ impl DeviceFamilies {
         registry.register("device_lost", "1 when the device is lost", all.lost);
         registry.register("device_recovery_seconds", "Time to open the pool at start", all.recovery_seconds);
         registry.register("device_recovery_records", "Journal records read at start", all.recovery_records);
+        registry.register("device_info", "I/O engine and caching of the device; always 1", all.info);
         families
     }
 }

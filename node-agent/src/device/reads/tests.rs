@@ -79,7 +79,7 @@ impl World {
 
     /// All reads there are, in the order in which they would be submitted.
     fn submit_all(&mut self) -> Vec<PieceRead> {
-        std::iter::from_fn(|| self.reads.next(self.index, &self.pages)).collect()
+        std::iter::from_fn(|| self.reads.next(&self.pages)).collect()
     }
 
     /// Fills a read's memory from the image and reports it.
@@ -164,7 +164,7 @@ fn nothing_is_said_about_a_failed_block_while_the_device_still_writes_to_it() {
 #[test]
 fn a_failed_block_is_not_read_any_further() {
     let mut world = World::new(4 << 10, |_| {});
-    let first = world.reads.next(world.index, &world.pages).expect("a read");
+    let first = world.reads.next(&world.pages).expect("a read");
     assert_eq!(first.piece.block, 0);
     world.complete(first, Err(FillError::Device));
     assert_eq!(layers_of(&world.updates()[0].1), Err(FillError::Device));

@@ -132,10 +132,13 @@ impl World {
     fn ends(&self, wanted: usize) -> Vec<(u32, Result<(), FillError>)> {
         let mut ends = Vec::new();
         while ends.len() < wanted {
-            let Input::Fills(updates) = self.inputs.recv_timeout(PATIENCE).expect("news of a fill") else {
-                panic!("only fills were asked for");
+            let Input::Device(DeviceReport { fills, done, .. }) =
+                self.inputs.recv_timeout(PATIENCE).expect("news of a fill")
+            else {
+                panic!("a device reports as a device");
             };
-            for (FillId(fill), update) in updates {
+            assert!(done.is_empty(), "only fills were asked for");
+            for (FillId(fill), update) in fills {
                 match update {
                     FillUpdate::Layers { layers: 4, .. } => ends.push((fill as u32, Ok(()))),
                     FillUpdate::Layers { .. } => {}
@@ -149,8 +152,11 @@ impl World {
 
     fn done(&self) -> (u64, Result<(), DeviceError>) {
         match self.inputs.recv_timeout(PATIENCE).expect("the end of an operation") {
-            Input::Event(Event::DeviceDone { token, result, .. }) => (token.0, result),
-            _ => panic!("only operations were asked for"),
+            Input::Device(DeviceReport { mut done, fills, .. }) if done.len() == 1 && fills.is_empty() => {
+                let (token, result) = done.remove(0);
+                (token.0, result)
+            }
+            _ => panic!("one operation was asked for"),
         }
     }
 
