@@ -32,6 +32,8 @@ fn world_with_history(seed: u64, changes: u64) -> World {
     while world.pool.usage().checkpoints < changes || world.pool.usage().journal_bytes_used < 12 * PAGE {
         world.start_batch(3, &sizes);
         (0..3).for_each(|_| world.free_one());
+        // Without this a full device never starts a batch again: the frees that would make room wait for one.
+        world.flush();
         world.settle();
     }
     world.flush();

@@ -1,5 +1,6 @@
 //! Measures the TCP transport against a bare TCP loop on this machine: 2 MiB blocks between two arenas over
-//! loopback, every object verified, interleaved repetitions, medians.
+//! loopback, every object verified, sent whole and as 32 KiB objects in layer order across 32 blocks; interleaved
+//! repetitions, medians.
 //!
 //! ```text
 //! cargo run --release -p reprise-transport --example transport_speed [-- CONGESTION [SOCKET_BUFFER_BYTES]]
@@ -41,26 +42,33 @@ fn main() -> Result<(), Box<dyn Error>> {
     let buffer_bytes = arguments.next().map(|bytes| bytes.parse()).transpose()?;
     let pair = Pair::new(&congestion, buffer_bytes)?;
     let mut runs = Vec::new();
-    pair.run(RUN_BYTES)?;
+    pair.run(RUN_BYTES, Pieces::Blocks)?;
     for _ in 0..REPETITIONS {
         let bare = stream_loop(RUN_BYTES, &congestion)?.bytes_per_second();
-        runs.push((bare, pair.run(RUN_BYTES)?));
+        let blocks = pair.run(RUN_BYTES, Pieces::Blocks)?;
+        runs.push([bare, blocks, pair.run(RUN_BYTES, Pieces::Objects)?]);
     }
-    let summary = |of: fn(&(f64, f64)) -> f64| {
+    let summary = |of: &dyn Fn(&[f64; 3]) -> f64| {
         let mut values: Vec<f64> = runs.iter().map(of).collect();
         values.sort_by(f64::total_cmp);
         (values[values.len() / 2], values[values.len() - 1])
     };
-    let ((bare, bare_best), (transport, transport_best)) = (summary(|run| run.0), summary(|run| run.1));
-    println!("bare stream, 1 MiB writes    {:6.2} GB/s   best {:6.2}", bare / 1e9, bare_best / 1e9);
-    println!("transport, 2 MiB verified    {:6.2} GB/s   best {:6.2}", transport / 1e9, transport_best / 1e9);
-    println!(
-        "ratio of medians             {:6.3}        of best {:6.3}",
-        transport / bare,
-        transport_best / bare_best
-    );
-    println!("median of ratios             {:6.3}", summary(|run| run.1 / run.0).0);
+    let names = ["bare stream, 1 MiB writes", "transport, 2 MiB blocks", "transport, 32 KiB objects"];
+    for (index, name) in names.into_iter().enumerate() {
+        let (median, best) = summary(&|run| run[index] / 1e9);
+        let (ratio, _) = summary(&|run| run[index] / run[0]);
+        println!("{name:28} {median:6.2} GB/s   best {best:6.2}   ratio, median of pairs {ratio:6.3}");
+    }
     Ok(())
+}
+
+/// How the server sends a block.
+#[derive(Clone, Copy, PartialEq)]
+enum Pieces {
+    /// Whole.
+    Blocks,
+    /// Object by object, in layer order across the blocks of a request.
+    Objects,
 }
 
 struct Pair {
@@ -110,7 +118,7 @@ impl Pair {
     }
 
     /// Fetches `bytes`; bytes per second.
-    fn run(&self, bytes: u64) -> Result<f64, Box<dyn Error>> {
+    fn run(&self, bytes: u64, pieces: Pieces) -> Result<f64, Box<dyn Error>> {
         let finished = self.finished.lock().map_err(|_| "poisoned")?;
         let total = bytes / self.layout.block_bytes();
         let fetches = total / FETCH_BLOCKS as u64;
@@ -120,7 +128,7 @@ impl Pair {
         while arrived < fetches * FETCH_BLOCKS as u64 {
             while begun < fetches && begun * (FETCH_BLOCKS as u64) < arrived + (FETCHES * FETCH_BLOCKS) as u64
             {
-                self.fetch(begun)?;
+                self.fetch(begun, pieces)?;
                 begun += 1;
             }
             finished.recv_timeout(Duration::from_secs(10))??;
@@ -130,12 +138,12 @@ impl Pair {
         Ok(moved as f64 / started.elapsed().as_secs_f64())
     }
 
-    fn fetch(&self, number: u64) -> Result<(), Box<dyn Error>> {
+    fn fetch(&self, number: u64, pieces: Pieces) -> Result<(), Box<dyn Error>> {
         let first = number * FETCH_BLOCKS as u64;
         let blocks = (first..first + FETCH_BLOCKS as u64)
             .map(|block| FetchBlock {
                 fill: block,
-                key: BlockKey([(block % 251) as u8; 16]),
+                key: key(block, pieces),
                 into: self.destinations[block as usize % BLOCKS].clone(),
             })
             .collect();
@@ -143,6 +151,14 @@ impl Pair {
             FetchRequest { fetch: number, layout: self.layout, deadline: Duration::from_secs(20), blocks };
         Ok(self.requester.fetch(&self.server.local_address().to_string(), request)?)
     }
+}
+
+/// Names a block of the server and how it is to be sent.
+fn key(block: u64, pieces: Pieces) -> BlockKey {
+    let mut key = [0; 16];
+    key[0] = (block % BLOCKS as u64) as u8;
+    key[1] = pieces as u8;
+    BlockKey(key)
 }
 
 /// A node that answers every request from its arena.
@@ -160,12 +176,19 @@ fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>,
     let sink: EventSink = Arc::new(move |event| {
         let TransportEvent::Request(request) = event else { return };
         let Some(transport) = serving.get().and_then(Weak::upgrade) else { return };
-        for (block, key) in request.keys.iter().enumerate() {
-            let (serve, index) = (request.serve, usize::from(key.0[0]));
-            let block = block as u32;
-            transport.serve_header(serve, block, Tier::Dram, &checksums[index]);
-            let from = sources[index].clone();
-            transport.serve_objects(ServedObjects { serve, block, from, offset: 0, last: ServeLast::Last });
+        let serve = request.serve;
+        let steps = if request.keys[0].0[1] == Pieces::Objects as u8 { layout.objects() } else { 1 };
+        let bytes = layout.block_bytes() as usize / steps as usize;
+        for (block, key) in (0..).zip(&request.keys) {
+            transport.serve_header(serve, block, Tier::Dram, &checksums[usize::from(key.0[0])]);
+        }
+        for step in 0..steps {
+            let last = if step + 1 == steps { ServeLast::Last } else { ServeLast::More };
+            for (block, key) in (0..).zip(&request.keys) {
+                let at = step as usize * bytes;
+                let Ok(from) = sources[usize::from(key.0[0])].slice(at, bytes) else { return };
+                transport.serve_objects(ServedObjects { serve, block, from, offset: at as u64, last });
+            }
         }
     });
     let transport = Arc::new(TcpTransport::bind(settings, sink)?);

@@ -16,9 +16,10 @@ pub const BLOCKS_PER_CONNECTION_MAX: usize = 4 * BLOCKS_PER_REQUEST_MAX;
 /// byte arrived, the server when its `sendmsg` returned, which may be later.
 pub const SERVER_SLACK: usize = 2;
 
-/// Pieces (headers, ranges, absences) queued on one serving connection at the most. A piece is 64 bytes: 16 MiB.
-/// Twice the blocks in flight for headers and whole blocks, and seven reads more for each.
-pub const QUEUED_PIECES_MAX: usize = 8 * BLOCKS_PER_CONNECTION_MAX;
+/// Pieces (headers, ranges, absences) queued on one serving connection at the most: every block in flight in pieces
+/// of one of its 64 objects. A piece is 72 bytes, so 150 MiB at the worst, and then gigabytes of the arena wait
+/// for that peer. Beyond it the connection is ended.
+pub const QUEUED_PIECES_MAX: usize = 64 * BLOCKS_PER_CONNECTION_MAX;
 
 /// Payload of one data frame at the most. Larger than any useful `sendmsg`, small enough that four of them fit
 /// the default credit.
