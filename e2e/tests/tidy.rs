@@ -23,8 +23,13 @@ const RATCHET: &[(&str, usize)] = &[];
 /// Largest tracked file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Crates in which unsafe code may live (ARCHITECTURE, "Who may know whom").
-const UNSAFE_FOLDERS: &[&str] = &["node-agent/buffers/", "node-agent/io/"];
+/// Where unsafe code may live (docs/ARCHITECTURE.md, "Folders and crates").
+const UNSAFE_PLACES: &[&str] = &[
+    "node-agent/buffers/",
+    "node-agent/io/",
+    "node-agent/transport/src/tcp/socket.rs",
+    "node-agent/transport/tests/tcp/stalls.rs",
+];
 
 /// Every dependency that one of our crates may have on another (development dependencies included for tests
 /// of the agent against its client).
@@ -169,7 +174,7 @@ fn crates_know_only_whom_they_may() {
 fn unsafe_code_lives_in_the_leaf_crates() {
     let offenders: Vec<String> = rust_files()
         .into_iter()
-        .filter(|(file, _)| !UNSAFE_FOLDERS.iter().any(|folder| file.starts_with(folder)))
+        .filter(|(file, _)| !UNSAFE_PLACES.iter().any(|place| file.starts_with(place)))
         .filter(|(_, text)| {
             text.lines().any(|line| {
                 let code = line.split("//").next().unwrap_or("");
@@ -180,7 +185,7 @@ fn unsafe_code_lives_in_the_leaf_crates() {
         // This file names the words it looks for.
         .filter(|file| file != "e2e/tests/tidy.rs")
         .collect();
-    assert_none("unsafe code lives in buffers and io", &offenders);
+    assert_none("unsafe code lives where docs/ARCHITECTURE.md says", &offenders);
 }
 
 #[test]
