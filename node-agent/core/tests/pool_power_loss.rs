@@ -2,7 +2,7 @@
 
 mod pool_world;
 
-use pool_world::places::{DEVICE_BYTES, bank_headers, is_in_bank};
+use pool_world::places::{DEVICE_BYTES, bank_headers, is_in_bank, log_page};
 use pool_world::random::SeedGuard;
 use pool_world::{World, layout, params};
 use reprise_agent_core::pool::{DeviceError, DeviceOpKind, RecoveryReport};
@@ -210,4 +210,33 @@ fn what_a_change_of_banks_left_behind_when_it_was_cut_off_is_never_read_again() 
     world.settle();
     let report = world.lose_power();
     assert_eq!((report.bank_epoch, report.log_pages), (2, 2), "{report:?}");
+}
+
+#[test]
+fn an_append_torn_in_its_middle_is_repaired_before_anything_follows_it() {
+    for lost in 0..4u64 {
+        let mut world = World::new(&params(DEVICE_BYTES), lost);
+        let pages: Vec<_> = (0..220).map(|_| world.allocate(layout(1))).collect();
+        world.write(&pages, layout(1));
+        world.settle();
+        let used = world.pool.usage().journal_bytes_used / 4096;
+        for page in &pages {
+            world.model.free_requested(*page);
+            world.pool.free(*page);
+        }
+        world.flush();
+        // 220 frees are four pages; one of them does not make it.
+        let report = world.lose_power_and_keep(|offset| offset != log_page(0, used + lost));
+        let inside = lost < 3;
+        assert_eq!((report.torn_pages, report.repair_due), (1, inside), "{report:?}");
+        assert_eq!(report.blocks_stored, if inside { 63 } else { 220 - 3 * 63 });
+        // Something follows, and another crash: by then there is no trace of it.
+        for round in 0..3 {
+            world.start_batch(2, &[layout(1)]);
+            world.settle();
+            let report = world.lose_power();
+            assert_eq!((report.torn_pages, report.repair_due), (0, false), "round {round}: {report:?}");
+            assert_eq!(report.bank_epoch, if inside { 2 } else { 1 });
+        }
+    }
 }

@@ -8,7 +8,7 @@ mod pool_world;
 use std::time::Instant;
 
 use pool_world::disk::Disk;
-use pool_world::{batch, layout, params, recover};
+use pool_world::{batch, block_write, layout, params, recover};
 use reprise_agent_core::effect::{ArenaSlot, RegionId};
 use reprise_agent_core::pool::{
     BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PoolParams, SEGMENT_BYTES_DEFAULT, StoredBlock,
@@ -111,4 +111,73 @@ fn a_million_blocks_fit_the_memory_budget_and_open_in_well_under_two_seconds() {
         from_log < SECONDS_MAX && from_checkpoint < SECONDS_MAX,
         "{from_log:.3} s, {from_checkpoint:.3} s"
     );
+}
+
+#[test]
+fn a_checkpoint_of_a_full_pool_does_not_outgrow_its_area_while_blocks_move_before_its_eyes() {
+    // 1 GiB: 65,536 entries, but twice as many slots of 8 KiB.
+    let params = params(1 << 30);
+    let mut disk = Disk::new(params.device_bytes);
+    for (offset, bytes) in DevicePool::format(&params).expect("formats") {
+        disk.write_durably(offset, &bytes);
+    }
+    let (mut pool, _, _) = recover(&disk).expect("opens");
+    let entries = pool.allocatable(4096);
+    assert_eq!(entries, 65_536);
+    let mut pages = Vec::new();
+    let mut name = 0;
+    let mut write = |pool: &mut DevicePool, count: u64, layout: Layout| {
+        let pages: Vec<_> = (0..count).map(|_| pool.allocate(layout.slot_bytes()).expect("room")).collect();
+        let blocks = pages.iter().map(|page| {
+            name += 1;
+            block_write(key(name), layout, *page)
+        });
+        (pool.write_batch(batch(name), blocks.collect()), pages)
+    };
+    while pool.usage().checkpoints == 0 && pages.len() < 65_536 {
+        let (ops, more) = write(&mut pool, 1024, layout(1));
+        pages.extend(more);
+        execute(&mut pool, &mut disk, ops);
+    }
+    assert_eq!(pool.allocatable(4096), 0, "the pool is full");
+    // Until the banks change, free one block at a time; then hold the checkpoint back after its first writes.
+    let first_bank_change = pool.usage().checkpoints;
+    let mut held = Vec::new();
+    let mut freed = pages.split_off(pages.len() - 8000);
+    while held.is_empty() {
+        pool.free(freed.pop().expect("the log is shorter than this"));
+        let ops = pool.flush_frees();
+        held = execute_but_the_checkpoint(&mut pool, &mut disk, ops);
+    }
+    assert_eq!(pool.usage().checkpoints, first_bank_change);
+    // What was copied already goes, and comes again in slots of another size, which the copy has yet to pass.
+    pages[..7000].iter().for_each(|page| pool.free(*page));
+    let ops = pool.flush_frees();
+    assert!(execute_but_the_checkpoint(&mut pool, &mut disk, ops).is_empty());
+    let (ops, _) = write(&mut pool, 7000, layout(2));
+    assert!(execute_but_the_checkpoint(&mut pool, &mut disk, ops).is_empty());
+    let stored = pool.usage().blocks_stored;
+    execute(&mut pool, &mut disk, held);
+    assert_eq!(pool.usage().checkpoints, first_bank_change + 1);
+    assert_eq!(timed_recovery(&disk).1.len() as u64, stored);
+}
+
+/// As `execute`, but leaves checkpoint pages unwritten and returns those operations.
+fn execute_but_the_checkpoint(
+    pool: &mut DevicePool,
+    disk: &mut Disk,
+    mut ops: Vec<DeviceOp>,
+) -> Vec<DeviceOp> {
+    let mut held = Vec::new();
+    while let Some(op) = ops.pop() {
+        if let DeviceOpKind::WritePages { offset, bytes } = &op.kind {
+            if bytes.starts_with(b"RPCP") {
+                held.push(op);
+                continue;
+            }
+            disk.write_durably(*offset, bytes);
+        }
+        ops.extend(pool.done(op.token, Ok(())).0);
+    }
+    held
 }

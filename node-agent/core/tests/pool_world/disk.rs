@@ -136,6 +136,16 @@ impl Disk {
         self.crash(random, |random, _| random.below(FATES));
     }
 
+    /// Power fails, and of what was not durable exactly these pages are there afterwards.
+    pub(crate) fn keep_volatile(&mut self, keeps: impl Fn(u64) -> bool) {
+        for write in std::mem::take(&mut self.volatile) {
+            self.apply(write.offset, &write.bytes, |sector| {
+                keeps(write.offset + (sector * SECTOR) as u64 / PAGE * PAGE)
+            });
+        }
+        self.syncs.clear();
+    }
+
     /// Power fails, and nothing that was not durable is there afterwards.
     pub(crate) fn forget_volatile(&mut self) {
         self.volatile.clear();

@@ -279,6 +279,12 @@ impl World {
         self.reopen()
     }
 
+    /// Power fails, and of what was not synced exactly these pages survive.
+    pub(crate) fn lose_power_and_keep(&mut self, keeps: impl Fn(u64) -> bool) -> RecoveryReport {
+        self.disk.keep_volatile(keeps);
+        self.reopen()
+    }
+
     /// Power fails, and nothing that was not synced survives.
     pub(crate) fn lose_power_and_all_that_is_volatile(&mut self) -> RecoveryReport {
         self.disk.forget_volatile();

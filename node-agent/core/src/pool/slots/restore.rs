@@ -156,3 +156,125 @@ impl Slots {
         *self.slot_mut(place) = FREE_SLOT;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::geometry::{Geometry, PoolParams};
+    use super::*;
+    use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts};
+
+    /// Slots of 2 pages (256 a segment) and of 4 (128).
+    const SMALL: u16 = 1;
+    const LARGE: u16 = 3;
+
+    fn slots() -> Slots {
+        let params = PoolParams {
+            device_bytes: 12 << 20,
+            segment_bytes: 2 << 20,
+            pool_uuid: [1; 16],
+            device_index: 0,
+            created_unix_us: 0,
+        };
+        Slots::new(&Geometry::plan(&params).expect("possible"))
+    }
+
+    fn layout(pages: u16) -> Layout {
+        let spec = LayoutSpec {
+            layers: 1,
+            parts: Parts::Latent,
+            kv_heads: 1,
+            head_dim: 4096,
+            dtype: Dtype::Int8,
+            tokens_per_block: pages,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        spec.validate().expect("valid")
+    }
+
+    /// A record about the slot of that number in the first segment.
+    fn record(kind: RecordKind, pages: u16, slot: u32, generation: u64) -> Record {
+        let data_page = slots().data_page;
+        Record {
+            kind,
+            priority: 1,
+            layout: layout(pages),
+            page: PageNumber(data_page + slot * (u32::from(pages) + 1)),
+            header_crc: 7,
+            generation,
+            key: BlockKey(u128::from(generation).to_le_bytes()),
+            content: ContentId([3; 16]),
+        }
+    }
+
+    fn store(pages: u16, slot: u32, generation: u64) -> Record {
+        record(RecordKind::Store, pages, slot, generation)
+    }
+
+    /// Generations of the blocks that are there after these records.
+    fn after(records: &[Record]) -> Vec<u32> {
+        let mut slots = slots();
+        records.iter().for_each(|record| drop(slots.restore(record)));
+        let stored = slots.finish_restore();
+        slots.audit().expect("consistent");
+        stored.iter().map(|block| block.generation.0).collect()
+    }
+
+    #[test]
+    fn records_that_are_seen_again_change_nothing() {
+        let free = record(RecordKind::Free, SMALL, 0, 1);
+        let once = [store(SMALL, 0, 1), store(SMALL, 1, 2), free, store(SMALL, 0, 3)];
+        assert_eq!(after(&once), [3, 2]);
+        assert_eq!(after(&[once, once].concat()), [3, 2]);
+        assert_eq!(after(&[&once[3..], &once[..]].concat()), [3, 2]);
+    }
+
+    #[test]
+    fn an_older_record_never_undoes_a_younger_one() {
+        assert_eq!(after(&[store(SMALL, 0, 5), store(SMALL, 0, 4)]), [5]);
+        assert_eq!(after(&[store(SMALL, 0, 5), record(RecordKind::Free, SMALL, 0, 4)]), [5]);
+        assert_eq!(after(&[store(SMALL, 0, 5), record(RecordKind::Free, SMALL, 0, 5)]), []);
+        assert_eq!(after(&[store(SMALL, 0, 5), store(LARGE, 3, 4)]), [5]);
+    }
+
+    #[test]
+    fn the_free_of_a_block_whose_store_was_lost_takes_what_was_there_before() {
+        assert_eq!(after(&[store(SMALL, 0, 5), record(RecordKind::Free, SMALL, 0, 9)]), []);
+    }
+
+    #[test]
+    fn a_block_of_another_size_takes_the_segment_from_older_ones() {
+        let before: Vec<Record> = (0..9).map(|slot| store(SMALL, slot, u64::from(slot) + 1)).collect();
+        assert_eq!(after(&[before.as_slice(), &[store(LARGE, 100, 50)]].concat()), [50]);
+        assert_eq!(after(&[before.as_slice(), &[store(LARGE, 100, 9)]].concat()).len(), 9);
+    }
+
+    #[test]
+    fn a_quarantined_slot_stays_one() {
+        let mut slots = slots();
+        let quarantine = record(RecordKind::Quarantine, SMALL, 0, 5);
+        for record in
+            [store(SMALL, 0, 5), quarantine, store(SMALL, 0, 6), record(RecordKind::Free, SMALL, 0, 6)]
+        {
+            slots.restore(&record);
+        }
+        assert_eq!(slots.finish_restore(), []);
+        assert_eq!((slots.tally().quarantined_slots, slots.tally().stored), (1, 0));
+        slots.audit().expect("consistent");
+    }
+
+    #[test]
+    fn records_about_slots_that_cannot_be_are_rejected() {
+        let good = store(SMALL, 0, 1);
+        let at = |page: u32| Record { page: PageNumber(page), ..good };
+        let first = good.page.0;
+        let mut slots = slots();
+        let inside_a_slot = Record { page: PageNumber(first + 1), ..good };
+        for bad in [at(0), at(first - 1), at(first + 5 * 512), at(u32::MAX), inside_a_slot, store(600, 0, 1)]
+        {
+            assert_eq!(slots.restore(&bad), Restored::Rejected, "{bad:?}");
+        }
+        assert_eq!(slots.restore(&store(LARGE, 127, 1)), Restored::Applied);
+        assert_eq!(slots.finish_restore().len(), 1);
+    }
+}
