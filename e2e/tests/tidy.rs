@@ -197,11 +197,19 @@ fn every_module_file_belongs_to_a_module() {
     for (file, _) in &files {
         let path = Path::new(file);
         let stem = path.file_stem().and_then(|stem| stem.to_str()).expect("a file name");
+        let (path, stem) = match stem {
+            // `x/mod.rs` is the module `x` of the folder above.
+            "mod" => {
+                let folder = path.parent().expect("a folder");
+                (folder, folder.file_name().and_then(|name| name.to_str()).expect("a folder's name"))
+            }
+            _ => (path, stem),
+        };
         let parent = path.parent().expect("a folder");
         let folder = parent.file_name().and_then(|name| name.to_str()).unwrap_or("");
         let is_root = matches!(stem, "lib" | "main" | "build")
             || matches!(folder, "tests" | "examples" | "benches" | "bin");
-        if is_root && !(folder == "tests" && stem == "mod") {
+        if is_root && !file.ends_with("/mod.rs") {
             continue;
         }
         let declares = |candidate: PathBuf| {
