@@ -128,13 +128,14 @@ fn a_checkpoint_of_a_full_pool_does_not_outgrow_its_area_while_blocks_move_befor
     let mut name = 0;
     let mut write = |pool: &mut DevicePool, count: u64, layout: Layout| {
         let pages: Vec<_> = (0..count).map(|_| pool.allocate(layout.slot_bytes()).expect("room")).collect();
-        let blocks = pages.iter().map(|page| {
+        let mut blocks = Vec::with_capacity(pages.len());
+        for page in &pages {
             name += 1;
-            block_write(key(name), layout, *page)
-        });
-        (pool.write_batch(batch(name), blocks.collect()), pages)
+            blocks.push(block_write(key(name), layout, *page));
+        }
+        (pool.write_batch(batch(name), blocks), pages)
     };
-    while pool.usage().checkpoints == 0 && pages.len() < 65_536 {
+    while pages.len() < 65_536 {
         let (ops, more) = write(&mut pool, 1024, layout(1));
         pages.extend(more);
         execute(&mut pool, &mut disk, ops);

@@ -214,7 +214,9 @@ mod tests {
     /// Generations of the blocks that are there after these records.
     fn after(records: &[Record]) -> Vec<u32> {
         let mut slots = slots();
-        records.iter().for_each(|record| drop(slots.restore(record)));
+        for record in records {
+            let _ = slots.restore(record);
+        }
         let stored = slots.finish_restore();
         slots.audit().expect("consistent");
         stored.iter().map(|block| block.generation.0).collect()
