@@ -163,11 +163,15 @@ pub fn recording_sink(own: &Own, serve: Serve) -> (EventSink, Receiver<Transport
     let sender = Mutex::new(sender);
     let own = own.clone();
     let sink: EventSink = Arc::new(move |event| {
-        if let (TransportEvent::Request(request), Some(transport)) = (&event, own.get()) {
-            serve(transport.as_ref(), request);
-        }
-        // The test may be over.
+        let request = match &event {
+            TransportEvent::Request(request) => Some(request.clone()),
+            _ => None,
+        };
+        // Recorded before it is served, which may end on another thread at once. The test may be over.
         let _ = sender.lock().expect("no test panics while sending").send(event);
+        if let (Some(request), Some(transport)) = (request, own.get()) {
+            serve(transport.as_ref(), &request);
+        }
     });
     (sink, receiver)
 }
