@@ -4,7 +4,7 @@
 //! bound. A process is killed when its handle is dropped.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -116,7 +116,18 @@ impl Home {
     pub(crate) fn launch(&self, command: &mut Command) -> Result<Agent, Refused> {
         let log = File::options().create(true).append(true).open(self.log()).expect("a log file");
         let before = self.log_text().len();
-        let mut child = command.stdout(Stdio::piped()).stderr(log).spawn().expect("the agent's binary runs");
+        command.stdout(Stdio::piped()).stderr(log);
+        // A copy of the binary is busy while a process that another test forks still holds the descriptor that it was
+        // written through, until that process's exec.
+        let give_up = Instant::now() + Duration::from_secs(10);
+        let mut child = loop {
+            match command.spawn() {
+                Err(error) if error.kind() == ErrorKind::ExecutableFileBusy && Instant::now() < give_up => {
+                    thread::yield_now();
+                }
+                spawned => break spawned.expect("the agent's binary runs"),
+            }
+        };
         let output = child.stdout.take().expect("piped");
         let (sender, receiver) = sync_channel(1);
         thread::spawn(move || {
