@@ -85,6 +85,7 @@ fn write_pool(path: &Path, bytes: u64, entries: usize) -> anyhow::Result<()> {
         .write(true)
         .open(path)
         .with_context(|| format!("opening {}", path.display()))?;
+    file.set_len(bytes).context("resizing the pool")?;
     let params = PoolParams {
         device_bytes: bytes,
         segment_bytes: SEGMENT_BYTES_DEFAULT,
