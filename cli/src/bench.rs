@@ -28,7 +28,7 @@ pub(crate) struct BenchArgs {
     #[command(subcommand)]
     which: Which,
     /// Repetitions of each measurement; the median counts.
-    #[arg(long, global = true, default_value_t = 5)]
+    #[arg(long, global = true, default_value_t = 11)]
     repetitions: usize,
     /// Where pools are made [default: the cache folder's bench].
     #[arg(long, global = true, value_name = "DIR")]

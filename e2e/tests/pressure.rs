@@ -1,5 +1,7 @@
-//! Too much at once: deadlines that are kept, and budgets that are never exceeded while far more is saved than fits.
+//! Too much at once: one read for many who want the same, deadlines that are kept, and budgets that are never exceeded
+//! while far more is saved than fits.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -11,12 +13,55 @@ use reprise_e2e::seed::{say, seeded};
 use reprise_e2e::{Admin, AgentConfig, Loading, Outcome, PATIENCE, World};
 use reprise_policy::ByteSize;
 
+/// What was counted in between.
+fn grown(after: &Counters, before: &Counters, name: &str) -> u64 {
+    after.get(name) - before.get(name)
+}
+
+/// An agent for blocks of 1 MiB. A segment of 2 MiB has room for one and its header.
+fn for_large_blocks() -> AgentConfig {
+    AgentConfig {
+        arena: ByteSize(64 << 20),
+        region: ByteSize(32 << 20),
+        pool: Some(ByteSize(160 << 20)),
+        ..AgentConfig::named("node")
+    }
+}
+
+#[test]
+fn many_engines_that_load_the_same_cold_blocks_cause_one_read_of_each() {
+    const ENGINES: usize = 8;
+    let world = World::new();
+    let agent = world.agent(&for_large_blocks());
+    let blocks: Vec<u64> = (0..32).collect();
+    agent.engine(large()).save_durably(&blocks);
+    for _ in 0..5 {
+        agent.admin().wait_quiet(PATIENCE);
+        agent.engine(large()).trim();
+        let before = agent.admin().counters();
+        let together = Barrier::new(ENGINES);
+        std::thread::scope(|scope| {
+            for _ in 0..ENGINES {
+                scope.spawn(|| {
+                    let engine = agent.engine(large());
+                    together.wait();
+                    engine.load_all(&blocks, &Loading::LOCAL);
+                });
+            }
+        });
+        let after = agent.admin().counters();
+        assert_eq!(grown(&after, &before, "device_fills"), 32);
+        assert_eq!(grown(&after, &before, "device_fill_bytes"), 32 * large().block_bytes());
+        let served = ["hit_blocks_own_dram", "hit_blocks_own_nvme"].map(|name| grown(&after, &before, name));
+        assert_eq!(served.iter().sum::<u64>(), 32 * ENGINES as u64, "{served:?}");
+    }
+    assert!(agent.admin().counter("single_flight_joins") > 0, "some loads met a read under way");
+}
+
 #[test]
 fn a_load_with_a_deadline_of_a_millisecond_ends_on_time_with_what_is_there() {
     let world = World::new();
-    let config =
-        AgentConfig { arena: ByteSize(64 << 20), region: ByteSize(32 << 20), ..AgentConfig::named("node") };
-    let agent = world.agent(&config);
+    let agent = world.agent(&for_large_blocks());
     let engine = agent.engine(large());
     let blocks: Vec<u64> = (0..40).collect();
     engine.save_durably(&blocks);
