@@ -161,10 +161,29 @@ impl Metrics {
             directory_stale: Gauge::default(),
             directory_bytes: Gauge::default(),
         };
+        metrics.start_at_zero();
         let mut registry = Registry::with_prefix(PREFIX);
         metrics.register_membership(&mut registry);
         metrics.register_directory(&mut registry);
         (metrics, registry)
+    }
+
+    /// Every outcome is there from the first scrape: the first increase of a counter is seen as one.
+    fn start_at_zero(&self) {
+        for result in [BeatResult::known, BeatResult::returned, BeatResult::unknown] {
+            drop(self.heartbeats.get_or_create(&BeatLabels { result }));
+        }
+        for result in [UpdateResult::applied, UpdateResult::gap, UpdateResult::fenced, UpdateResult::invalid]
+        {
+            drop(self.updates.get_or_create(&UpdateLabels { result }));
+        }
+        for of in [WatchOf::nodes, WatchOf::directory] {
+            drop(self.watchers.get_or_create(&WatchLabels { of }));
+            drop(self.watch_missed.get_or_create(&WatchLabels { of }));
+        }
+        for call in [Call::register, Call::update, Call::lookup] {
+            drop(self.call.get_or_create(&CallLabels { call }));
+        }
     }
 
     fn register_membership(&self, registry: &mut Registry) {
