@@ -36,7 +36,6 @@ test-quick: lint
 test: lint
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
-	$(CARGO_TARGET_DIR)/debug/reprise demo --json --requests 300
 
 bench: build
 	$(RELEASE)/reprise bench all --json

@@ -18,6 +18,7 @@ mod replay;
 mod status;
 mod trace;
 
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -62,7 +63,11 @@ enum Command {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    init_logs();
+    init_logs(match arguments.command {
+        // Whoever started the engine kills agents under it, and says so.
+        Command::Engine { .. } => "warn,reprise_client::connection=error",
+        _ => "warn",
+    });
     match run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -84,10 +89,11 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
     }
 }
 
-fn init_logs() {
+fn init_logs(level: &str) {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(level));
+    let colours = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr).init();
 }
 
 #[allow(clippy::print_stderr)] // the one place where a failed command says why

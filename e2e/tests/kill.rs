@@ -285,6 +285,8 @@ fn assert_no_leak(agent: &Agent, blocks: u64) {
     let counters = agent.admin().wait_quiet(PATIENCE);
     assert_eq!(counters.get("nvme_blocks"), blocks, "blocks on the device");
     assert_eq!(counters.get("pool_used_bytes"), blocks * device_slot_bytes(&small()), "bytes of their slots");
+    let in_dram = counters.get("dram_blocks") * small().slot_bytes();
+    assert_eq!(counters.get("arena_used_bytes"), in_dram, "bytes of slots in the arena");
     assert_eq!(counters.get("pool_quarantined_slots"), 0, "a kill damages nothing");
     assert_eq!(counters.get("corrupt_blocks"), 0, "a kill damages nothing");
 }

@@ -18,8 +18,9 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A cluster that ends with the benchmark, and a client of each agent.
 pub(super) struct Fixture {
-    pub(super) cluster: Cluster,
+    /// Dropped first: sessions end before their agents do.
     pub(super) clients: Vec<Client>,
+    pub(super) cluster: Cluster,
 }
 
 /// Filled reservations that are not committed yet.
@@ -40,7 +41,7 @@ impl Fixture {
             .iter()
             .map(|agent| connect(&agent.socket, layout))
             .collect::<anyhow::Result<Vec<_>>>()?;
-        Ok(Fixture { cluster, clients })
+        Ok(Fixture { clients, cluster })
     }
 }
 
