@@ -27,6 +27,8 @@ demo: build
 lint:
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
+	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
 
 test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e

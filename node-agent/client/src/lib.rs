@@ -22,6 +22,11 @@
 
 #![forbid(unsafe_code)]
 
+/// Keeps the example of the project's first page compiling.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct ReadmeExample;
+
 pub mod asynchronous;
 pub mod client;
 pub mod commit;
