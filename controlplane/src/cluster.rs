@@ -2,7 +2,7 @@
 //!
 //! Rules of the locks:
 //! * The members' lock is held for map accesses only; the directory's, for one part of a batch.
-//! * Neither is held across an await. Where both are needed, the directory's is taken and released first.
+//! * Neither is held across an await, nor both at once.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -100,8 +100,10 @@ impl Cluster {
     /// A node's new registration is in the store: from now on it is alive, with an empty inventory.
     pub fn registered(&self, record: NodeRecord) {
         let (node, epoch) = (record.node, record.epoch);
-        self.directory_mut().register(node, epoch);
+        let mut directory = self.directory_mut();
+        directory.register(node, epoch);
         self.tell_replaced(node);
+        drop(directory);
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
         if let Err(stale) = members.register(self.now(), record) {
@@ -151,7 +153,8 @@ impl Cluster {
             (self.expire_members(&mut members, now), members.next_deadline())
         };
         for (node, epoch) in forgotten {
-            self.directory_mut().forget(node, epoch);
+            let mut directory = self.directory_mut();
+            directory.forget(node, epoch);
             self.tell_replaced(node);
         }
         next.map(|next| next.since(now))
@@ -225,7 +228,7 @@ impl Cluster {
         }
     }
 
-    /// Watchers must look again at what they know of a node.
+    /// Watchers must look again at what they know of a node; call it under the directory's lock.
     fn tell_replaced(&self, node: NodeId) {
         self.tell_changes(|| replaced(node));
     }

@@ -14,8 +14,10 @@ pub const DEFAULT_CONFIG: &str = include_str!("default.toml");
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
 /// A node may miss one beat without dying.
 const BEATS_BEFORE_DEATH_MIN: u32 = 2;
-/// Lookups at once, at the most: each holds 128 KiB of keys and up to 512 KiB of answers.
-const LOOKUPS_AT_ONCE_MAX: usize = 4096;
+/// No interval is longer: sums of them stay far from what a clock can hold.
+const INTERVAL_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Calls at once, at the most: each holds up to 136 KiB of message, those at work up to 512 KiB of answer.
+const CALLS_AT_ONCE_MAX: usize = 65_536;
 /// Streams at once, at the most; one for each node of a large cluster and some.
 const WATCHERS_LIMIT_MAX: usize = 65_536;
 
@@ -73,8 +75,8 @@ pub struct MembershipConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsConfig {
-    /// Lookups worked on at once; more wait their turn.
-    pub lookups_at_once: usize,
+    /// Directory calls held at once, working or waiting; more are told to come again.
+    pub calls_at_once: usize,
     /// Watch streams at once; more are refused.
     pub watchers: usize,
 }
@@ -127,6 +129,15 @@ impl Config {
     pub fn check(&self) -> Result<(), ConfigError> {
         let refuse = |field, reason: String| Err(ConfigError::Value { field, reason });
         let MembershipConfig { heartbeat_every, dead_after, forget_after } = self.membership;
+        for (field, interval) in [
+            ("membership.heartbeat_every", heartbeat_every),
+            ("membership.dead_after", dead_after),
+            ("membership.forget_after", forget_after),
+        ] {
+            if interval.0 > INTERVAL_MAX {
+                return refuse(field, format!("at most {}", Interval(INTERVAL_MAX)));
+            }
+        }
         if heartbeat_every.0 < HEARTBEAT_MIN {
             return refuse("membership.heartbeat_every", format!("at least {}", Interval(HEARTBEAT_MIN)));
         }
@@ -148,8 +159,8 @@ impl Config {
             }
             _ => {}
         }
-        if !(1..=LOOKUPS_AT_ONCE_MAX).contains(&self.limits.lookups_at_once) {
-            return refuse("limits.lookups_at_once", format!("1 to {LOOKUPS_AT_ONCE_MAX}"));
+        if !(1..=CALLS_AT_ONCE_MAX).contains(&self.limits.calls_at_once) {
+            return refuse("limits.calls_at_once", format!("1 to {CALLS_AT_ONCE_MAX}"));
         }
         if !(1..=WATCHERS_LIMIT_MAX).contains(&self.limits.watchers) {
             return refuse("limits.watchers", format!("1 to {WATCHERS_LIMIT_MAX}"));
@@ -190,7 +201,7 @@ impl Default for MembershipConfig {
 
 impl Default for LimitsConfig {
     fn default() -> LimitsConfig {
-        LimitsConfig { lookups_at_once: 64, watchers: 4096 }
+        LimitsConfig { calls_at_once: 1024, watchers: 4096 }
     }
 }
 
@@ -222,7 +233,8 @@ mod tests {
             ("[membership]\nheartbeat_every = '1ms'", "membership.heartbeat_every"),
             ("[membership]\ndead_after = '300ms'", "membership.dead_after"),
             ("[membership]\nforget_after = '1s'", "membership.forget_after"),
-            ("[limits]\nlookups_at_once = 0", "limits.lookups_at_once"),
+            ("[membership]\nheartbeat_every = '500000000000years'", "membership.heartbeat_every"),
+            ("[limits]\ncalls_at_once = 0", "limits.calls_at_once"),
             ("[limits]\nwatchers = 0", "limits.watchers"),
             ("listen = 'localhost'", "listen"),
         ] {

@@ -1,8 +1,8 @@
 //! The Directory service: batches of changes and lookups against the core, in parts.
 //!
 //! Sketch of a lookup of 8,192 keys: 128 KiB in, 8 parts of 1,024 keys at ≈ 0.1 µs a key = 0.1 ms each under the read
-//! lock, up to 512 KiB out; allocations are per batch, none per key. Between parts other tasks run, so a heartbeat on
-//! the same worker waits for one part at the most; a bounded number of lookups is worked on at once.
+//! lock, up to 512 KiB out; allocations are per batch, none per key. Between parts other tasks run, and one worker is
+//! always free of parts ([`Turns`]), so that heartbeats wait for nobody.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,7 +17,6 @@ use reprise_proto::controlplane::{
     WatchReply, WatchRequest,
 };
 use reprise_proto::local::KEYS_PER_CALL_MAX;
-use tokio::sync::Semaphore;
 use tokio_stream::wrappers::BroadcastStream;
 use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
 use tokio_stream::{Stream, StreamExt};
@@ -26,6 +25,7 @@ use tonic::{Request, Response, Status};
 use crate::cluster::{Cluster, News, replaced};
 use crate::membership::node_number;
 use crate::metrics::{Call, UpdateResult, WatchLabels, WatchOf};
+use crate::turns::Turns;
 
 /// Keys worked on under one taking of the directory's lock: 0.1 ms of lookups, 0.4 ms of changes.
 pub const PART_KEYS: usize = 1024;
@@ -36,16 +36,16 @@ const REPLICA_BYTES: usize = 4;
 #[derive(Debug)]
 pub struct DirectoryService {
     cluster: Arc<Cluster>,
-    lookups: Semaphore,
+    turns: Turns,
 }
 
 /// The stream of directory changes.
 pub type DirectoryChanges = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
 impl DirectoryService {
-    /// A service over the shared state; `lookups_at_once` are worked on at once, more wait.
-    pub fn new(cluster: Arc<Cluster>, lookups_at_once: usize) -> DirectoryService {
-        DirectoryService { cluster, lookups: Semaphore::new(lookups_at_once) }
+    /// A service over the shared state.
+    pub fn new(cluster: Arc<Cluster>, turns: Turns) -> DirectoryService {
+        DirectoryService { cluster, turns }
     }
 
     /// Applies a checked batch, part by part.
@@ -128,6 +128,7 @@ impl Directory for DirectoryService {
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<UpdateReply>, Status> {
         let start = Instant::now();
         let metrics = &self.cluster.metrics;
+        let _turn = self.turns.take().await?;
         let batch =
             Batch::check(request.into_inner()).inspect_err(|_| metrics.updated(UpdateResult::invalid))?;
         let reply = self.apply(&batch).await;
@@ -144,6 +145,7 @@ impl Directory for DirectoryService {
     #[tracing::instrument(level = "debug", skip_all, fields(asking = request.get_ref().asking_node))]
     async fn lookup(&self, request: Request<LookupRequest>) -> Result<Response<LookupReply>, Status> {
         let start = Instant::now();
+        let _turn = self.turns.take().await?;
         let LookupRequest { keys, asking_node } = request.into_inner();
         let asking = Some(node_number(asking_node)?).filter(|node| node.0 != 0);
         check_count(keys.len() / BlockKey::SIZE)?;
@@ -153,7 +155,6 @@ impl Directory for DirectoryService {
                 keys.len()
             ))
         })?;
-        let _turn = self.lookups.acquire().await.expect("the semaphore is never closed");
         let live = self.cluster.live();
         let reply = self.find(&keys, &live, asking).await;
         self.cluster.metrics.took(Call::lookup, start.elapsed());

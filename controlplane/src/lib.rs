@@ -27,3 +27,4 @@ pub mod membership;
 pub mod metrics;
 pub mod registry;
 pub mod server;
+pub mod turns;

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use reprise_controlplane_core::NodeDetails;
+use reprise_controlplane_store::StoreError;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_server::Membership;
 use reprise_proto::controlplane::{
     HeartbeatReply, HeartbeatRequest, ListNodesReply, ListNodesRequest, NodeChange, RegisterReply,
     RegisterRequest, WatchNodesRequest,
 };
+use tokio::sync::watch;
 use tokio_stream::wrappers::BroadcastStream;
 use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
 use tokio_stream::{Stream, StreamExt};
@@ -32,6 +34,8 @@ pub struct MembershipService {
     cluster: Arc<Cluster>,
     registry: Registry,
     config: MembershipConfig,
+    /// Told why the store takes no more writes, once.
+    store_lost: watch::Sender<Option<String>>,
 }
 
 /// The stream of node changes.
@@ -39,8 +43,21 @@ pub type NodeChanges = Pin<Box<dyn Stream<Item = Result<NodeChange, Status>> + S
 
 impl MembershipService {
     /// A service over the shared state.
-    pub fn new(cluster: Arc<Cluster>, registry: Registry, config: MembershipConfig) -> MembershipService {
-        MembershipService { cluster, registry, config }
+    pub fn new(
+        cluster: Arc<Cluster>,
+        registry: Registry,
+        config: &MembershipConfig,
+        store_lost: watch::Sender<Option<String>>,
+    ) -> MembershipService {
+        MembershipService { cluster, registry, config: config.clone(), store_lost }
+    }
+
+    fn refuse(&self, error: &RegistryError) -> Status {
+        if let RegistryError::Store(error @ StoreError::Io { .. }) = error {
+            self.store_lost
+                .send_if_modified(|lost| lost.is_none().then(|| *lost = Some(error.to_string())).is_some());
+        }
+        refuse(error)
     }
 }
 
@@ -59,7 +76,8 @@ impl Membership for MembershipService {
             failure_domain: request.failure_domain,
             version: request.version,
         };
-        let record = self.registry.register(&request.name, details).await.map_err(|error| refuse(&error))?;
+        let record =
+            self.registry.register(&request.name, details).await.map_err(|error| self.refuse(&error))?;
         let (node, epoch) = (record.node, record.epoch);
         self.cluster.registered(record);
         self.cluster.metrics.took(Call::register, start.elapsed());

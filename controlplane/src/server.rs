@@ -24,9 +24,10 @@ use crate::directory::DirectoryService;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
+use crate::turns::Turns;
 
 /// A message at the most: 8,192 keys with operations are 136 KiB.
-const MESSAGE_BYTES_MAX: usize = 1 << 20;
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// HTTP/2 windows: a whole batch of keys and of answers without a wait for the other side.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
@@ -55,6 +56,8 @@ pub struct ControlPlane {
     grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
     admin_task: JoinHandle<std::io::Result<()>>,
     background: [JoinHandle<()>; 2],
+    /// Why the store takes no more writes.
+    store_lost: watch::Receiver<Option<String>>,
 }
 
 impl ControlPlane {
@@ -77,9 +80,13 @@ impl ControlPlane {
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
         let admin_state = Admin::new(cluster.clone(), metric_registry);
         let stop = watch::Sender::new(false);
+        let workers = tokio::runtime::Handle::current().metrics().num_workers();
+        let turns = Turns::new(workers, config.limits.calls_at_once);
+        let store_lost = watch::Sender::new(None);
+        let lost = store_lost.subscribe();
         let services = Services {
-            membership: MembershipService::new(cluster.clone(), registry, config.membership.clone()),
-            directory: DirectoryService::new(cluster.clone(), config.limits.lookups_at_once),
+            membership: MembershipService::new(cluster.clone(), registry, &config.membership, store_lost),
+            directory: DirectoryService::new(cluster.clone(), turns),
         };
         let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
         let routes = admin::router(admin_state.clone());
@@ -93,7 +100,17 @@ impl ControlPlane {
             tokio::spawn(sweep_for_ever(cluster.clone())),
         ];
         admin_state.set_ready();
-        Ok(ControlPlane { grpc, admin, cluster, admin_state, stop, grpc_task, admin_task, background })
+        Ok(ControlPlane {
+            grpc,
+            admin,
+            cluster,
+            admin_state,
+            stop,
+            grpc_task,
+            admin_task,
+            background,
+            store_lost: lost,
+        })
     }
 
     /// Ends all streams, lets calls under way finish within two seconds, and stops.
@@ -122,9 +139,19 @@ impl ControlPlane {
         }
     }
 
-    /// Returns when a server has ended by itself, which is an error.
+    /// Returns when the member cannot go on: a server has ended by itself, or the store takes no more writes. A new
+    /// process opens the store again; agents go on meanwhile with what they hold.
     pub async fn failed(&mut self) -> anyhow::Error {
+        let lost =
+            async |lost: &mut watch::Receiver<Option<String>>| match lost.wait_for(Option::is_some).await {
+                Ok(reason) => reason.clone().unwrap_or_default(),
+                // The services are gone, and with them the one who would tell.
+                Err(_) => std::future::pending().await,
+            };
         tokio::select! {
+            reason = lost(&mut self.store_lost) => {
+                anyhow::anyhow!("the store takes no more writes until this process is started again: {reason}")
+            }
             ended = &mut self.grpc_task => anyhow::anyhow!("the gRPC server ended: {ended:?}"),
             ended = &mut self.admin_task => anyhow::anyhow!("the admin server ended: {ended:?}"),
         }

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use reprise_proto::controlplane::membership_client::MembershipClient;
-use reprise_proto::controlplane::{RegisterReply, RegisterRequest};
+use reprise_proto::controlplane::{ListNodesRequest, RegisterReply, RegisterRequest};
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 
@@ -23,8 +23,11 @@ struct Process {
 impl Process {
     /// Starts it and waits for the ready line.
     fn start(config: &Path) -> Process {
-        let mut child =
-            command(config).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
+        Process::start_command(command(config))
+    }
+
+    fn start_command(mut command: Command) -> Process {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
         let ready: serde_json::Value = serde_json::from_str(&line).expect("the ready line is JSON");
@@ -38,6 +41,18 @@ impl Process {
         let pid = self.child.id().to_string();
         let status = Command::new("kill").args([format!("-{name}"), pid]).status().expect("kill runs");
         assert!(status.success());
+    }
+
+    /// Waits until it ends by itself.
+    fn end(&mut self) -> ExitStatus {
+        let give_up = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("one's own child") {
+                return status;
+            }
+            assert!(Instant::now() < give_up, "the process goes on");
+            std::thread::yield_now();
+        }
     }
 
     async fn client(&self) -> MembershipClient<Channel> {
@@ -179,4 +194,40 @@ fn a_wrong_configuration_is_refused_with_words() {
     let (missing, told) = output(command(&directory.path().join("none.toml")));
     assert!(!missing.status.success());
     assert!(told.contains("none.toml"), "{told}");
+}
+
+/// A store that cannot be written stays so until it is opened again: a process that went on would refuse every agent.
+#[test]
+fn a_disk_that_fills_up_ends_the_process_with_words_and_what_was_answered_is_kept() {
+    /// More than an empty store has, in KiB.
+    const FILE_KIB: u64 = 2560;
+    let directory = tempfile::tempdir().expect("a directory");
+    let config = embedded(directory.path());
+    let told = directory.path().join("log");
+    let mut limited = Command::new("bash");
+    // Writes beyond the limit fail with EFBIG instead of a signal.
+    let script = format!("trap '' XFSZ; ulimit -f {FILE_KIB}; exec \"$0\" --config \"$1\" 2> \"$2\"");
+    limited.args(["-c", &script, env!("CARGO_BIN_EXE_reprise-controlplane")]).arg(&config).arg(&told);
+    let mut process = Process::start_command(limited);
+    let runtime = Runtime::new().expect("a runtime");
+    let mut client = runtime.block_on(process.client());
+    let mut answered = Vec::new();
+    for number in 0.. {
+        assert!(number < 100_000, "the limit never shows");
+        let long = RegisterRequest { failure_domain: "x".repeat(500), ..registration(&format!("n{number}")) };
+        match runtime.block_on(client.register(long)) {
+            Ok(granted) => answered.push(granted.into_inner().node),
+            Err(_) => break,
+        }
+    }
+    let status = process.end();
+    let told = std::fs::read_to_string(told).expect("a log");
+    assert!(!status.success() && told.contains("takes no more writes"), "{status}: {told}");
+    assert!(!answered.is_empty(), "the store took some");
+
+    let process = Process::start(&config);
+    let mut client = runtime.block_on(process.client());
+    let nodes = runtime.block_on(client.list_nodes(ListNodesRequest {})).expect("a list").into_inner().nodes;
+    let known: BTreeSet<u32> = nodes.iter().map(|node| node.node).collect();
+    assert!(answered.iter().all(|node| known.contains(node)), "{} of {}", known.len(), answered.len());
 }
