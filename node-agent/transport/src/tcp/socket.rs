@@ -1,14 +1,13 @@
 //! Every system call of the TCP transport: sockets, gathered sends, scattered receives, waiting.
 //!
-//! Data is never copied by us: a send gathers frame headers and spans, a receive scatters into a span and a small
-//! buffer behind it. Sockets stay in blocking mode; receives never wait (`MSG_DONTWAIT`, then [`wait`]), sends
-//! wait at most for the send timeout without progress.
+//! Data is never copied by us: a send gathers frame headers and spans. No call blocks (`MSG_DONTWAIT`): whoever has
+//! to wait does so in [`wait`], so that every wait has an end, be it a stall timeout or somebody's deadline.
 
 use std::io;
 use std::marker::PhantomData;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use reprise_buffers::Span;
 
@@ -24,8 +23,8 @@ pub(crate) struct SocketOptions {
     pub(crate) buffer_bytes: Option<usize>,
     /// Congestion control by name; `None` leaves the system's.
     pub(crate) congestion: Option<String>,
-    /// A send without progress fails after this time; sent data that is not acknowledged for so long ends the
-    /// connection.
+    /// A send of which the socket takes nothing fails after this time; sent data that is not acknowledged for so
+    /// long ends the connection.
     pub(crate) stall_timeout: Duration,
 }
 
@@ -33,6 +32,7 @@ pub(crate) struct SocketOptions {
 #[derive(Debug)]
 pub(crate) struct Socket {
     fd: OwnedFd,
+    stall_timeout: Duration,
 }
 
 /// Wakes a thread that waits in [`wait`].
@@ -57,8 +57,21 @@ pub(crate) struct Ready {
 
 /// Memory to send, in order; borrows what it names until it is sent.
 pub(crate) struct Gather<'a> {
+    /// What is still to be sent begins at the buffer `first`.
     buffers: Vec<libc::iovec>,
+    first: usize,
+    /// When the socket last took something of it, or when it was put together.
+    progress: Instant,
     memory: PhantomData<&'a [u8]>,
+}
+
+/// How far a send came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sent {
+    /// The socket has taken everything.
+    All,
+    /// The time is up; call again to go on.
+    NotYet,
 }
 
 impl Socket {
@@ -69,7 +82,7 @@ impl Socket {
         // SAFETY: socket(2) takes no pointers.
         let fd = checked(unsafe { libc::socket(family, kind, 0) })?;
         // SAFETY: the descriptor was just made and belongs to nobody else.
-        let socket = Socket { fd: unsafe { OwnedFd::from_raw_fd(fd) } };
+        let socket = Socket { fd: unsafe { OwnedFd::from_raw_fd(fd) }, stall_timeout: options.stall_timeout };
         socket.set_options(options)?;
         let (storage, length) = raw_address(address);
         // SAFETY: `storage` holds an address of `length` bytes and outlives the call.
@@ -80,20 +93,19 @@ impl Socket {
         }
     }
 
-    /// The outcome of [`Socket::connect`] once the socket is writable. Sends wait from here on.
+    /// The outcome of [`Socket::connect`] once the socket is writable.
     pub(crate) fn finish_connect(&self) -> io::Result<()> {
         let error = self.option(libc::SOL_SOCKET, libc::SO_ERROR)?;
-        if error != 0 {
-            return Err(io::Error::from_raw_os_error(error));
+        match error {
+            0 => Ok(()),
+            error => Err(io::Error::from_raw_os_error(error)),
         }
-        self.set_blocking()
     }
 
     /// Takes over an accepted connection.
     pub(crate) fn accepted(stream: std::net::TcpStream, options: &SocketOptions) -> io::Result<Socket> {
-        let socket = Socket { fd: OwnedFd::from(stream) };
+        let socket = Socket { fd: OwnedFd::from(stream), stall_timeout: options.stall_timeout };
         socket.set_options(options)?;
-        socket.set_blocking()?;
         Ok(socket)
     }
 
@@ -106,29 +118,48 @@ impl Socket {
         transferred(received)
     }
 
-    /// Sends everything. Waits while the socket is full; `TimedOut` when nothing could be sent for the stall
-    /// timeout. Returns the number of system calls.
-    pub(crate) fn send_all(&self, mut gather: Gather<'_>) -> io::Result<u32> {
-        let mut rest: &mut [libc::iovec] = &mut gather.buffers;
-        let mut calls = 0;
-        while !rest.is_empty() {
-            let mut message = empty_message();
-            message.msg_iov = rest.as_mut_ptr();
-            message.msg_iovlen = rest.len().min(GATHER_MAX);
-            // SAFETY: every buffer is readable for its length: `Gather` borrows the slices and spans it names; the
-            // message and the buffer list outlive the call (sendmsg(2)).
-            let sent = unsafe { libc::sendmsg(self.fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
-            calls += 1;
-            match transferred(sent) {
-                Ok(sent) => rest = advance(rest, sent),
+    /// Sends everything. Waits while the socket is full; `TimedOut` when it took nothing for the stall timeout.
+    pub(crate) fn send_all(&self, mut gather: Gather<'_>) -> io::Result<()> {
+        while self.send(&mut gather, None)? == Sent::NotYet {}
+        Ok(())
+    }
+
+    /// Sends what the socket takes up to an instant. `TimedOut` when it took nothing for the stall timeout.
+    pub(crate) fn send(&self, gather: &mut Gather<'_>, until: Option<Instant>) -> io::Result<Sent> {
+        while !gather.is_sent() {
+            match self.send_now(gather) {
+                Ok(bytes) => gather.advance(bytes),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, "the peer takes no data"));
+                    let now = Instant::now();
+                    let stalled = gather.progress + self.stall_timeout;
+                    if stalled <= now {
+                        return Err(io::Error::new(io::ErrorKind::TimedOut, "the peer takes no data"));
+                    }
+                    if until.is_some_and(|until| until <= now) {
+                        return Ok(Sent::NotYet);
+                    }
+                    let next = until.map_or(stalled, |until| until.min(stalled));
+                    wait(Some((self, Readiness::Writable)), None, Some(next - now))?;
                 }
                 Err(error) => return Err(error),
             }
         }
-        Ok(calls)
+        Ok(Sent::All)
+    }
+
+    /// One attempt to send; the bytes that the socket took.
+    fn send_now(&self, gather: &mut Gather<'_>) -> io::Result<usize> {
+        let rest = &mut gather.buffers[gather.first..];
+        let mut message = empty_message();
+        message.msg_iov = rest.as_mut_ptr();
+        message.msg_iovlen = rest.len().min(GATHER_MAX);
+        // SAFETY: every buffer is readable for its length: `Gather` borrows the slices and spans it names; the message
+        // and the buffer list outlive the call (sendmsg(2)).
+        let sent = unsafe {
+            libc::sendmsg(self.fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+        };
+        transferred(sent)
     }
 
     /// Ends both directions: threads that wait on the socket return.
@@ -141,7 +172,6 @@ impl Socket {
         self.set_option(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)?;
         let stall_ms = i32::try_from(options.stall_timeout.as_millis()).unwrap_or(i32::MAX);
         self.set_option(libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, stall_ms)?;
-        self.set_send_timeout(options.stall_timeout)?;
         if let Some(bytes) = options.buffer_bytes {
             let bytes = i32::try_from(bytes).unwrap_or(i32::MAX);
             self.set_option(libc::SOL_SOCKET, libc::SO_SNDBUF, bytes)?;
@@ -150,24 +180,6 @@ impl Socket {
         if let Some(name) = &options.congestion {
             set_congestion(self.fd.as_fd(), name)?;
         }
-        Ok(())
-    }
-
-    fn set_send_timeout(&self, timeout: Duration) -> io::Result<()> {
-        let timeout = libc::timeval {
-            tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
-            tv_usec: libc::suseconds_t::from(timeout.subsec_micros()),
-        };
-        // SAFETY: `timeout` is a timeval and outlives the call (socket(7), SO_SNDTIMEO).
-        checked(unsafe {
-            libc::setsockopt(
-                self.fd.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_SNDTIMEO,
-                (&raw const timeout).cast(),
-                size_of::<libc::timeval>() as libc::socklen_t,
-            )
-        })?;
         Ok(())
     }
 
@@ -193,13 +205,6 @@ impl Socket {
             libc::getsockopt(self.fd.as_raw_fd(), level, name, (&raw mut value).cast(), &raw mut length)
         })?;
         Ok(value)
-    }
-
-    fn set_blocking(&self) -> io::Result<()> {
-        let mut off: libc::c_int = 0;
-        // SAFETY: FIONBIO reads one int (ioctl_fionbio(2)).
-        checked(unsafe { libc::ioctl(self.fd.as_raw_fd(), libc::FIONBIO, &raw mut off) })?;
-        Ok(())
     }
 }
 
@@ -228,7 +233,12 @@ impl Wake {
 
 impl<'a> Gather<'a> {
     pub(crate) fn with_capacity(buffers: usize) -> Gather<'a> {
-        Gather { buffers: Vec::with_capacity(buffers), memory: PhantomData }
+        Gather {
+            buffers: Vec::with_capacity(buffers),
+            first: 0,
+            progress: Instant::now(),
+            memory: PhantomData,
+        }
     }
 
     pub(crate) fn bytes(&mut self, bytes: &'a [u8]) {
@@ -242,6 +252,24 @@ impl<'a> Gather<'a> {
     fn push(&mut self, start: *const u8, bytes: usize) {
         if bytes > 0 {
             self.buffers.push(libc::iovec { iov_base: start.cast_mut().cast(), iov_len: bytes });
+        }
+    }
+
+    fn is_sent(&self) -> bool {
+        self.first == self.buffers.len()
+    }
+
+    /// The socket took the first `sent` bytes of what is left.
+    fn advance(&mut self, mut sent: usize) {
+        self.progress = Instant::now();
+        while let Some(first) = self.buffers.get_mut(self.first) {
+            if sent < first.iov_len {
+                first.iov_base = first.iov_base.wrapping_byte_add(sent);
+                first.iov_len -= sent;
+                return;
+            }
+            sent -= first.iov_len;
+            self.first += 1;
         }
     }
 }
@@ -309,20 +337,6 @@ fn poll_two(descriptors: [(RawFd, libc::c_short); 2], timeout: Option<Duration>)
         Err(error) => Err(error),
         Ok(_) => Ok(polled.map(|polled| polled.revents != 0)),
     }
-}
-
-/// Drops the first `sent` bytes from a list of buffers.
-fn advance(mut buffers: &mut [libc::iovec], mut sent: usize) -> &mut [libc::iovec] {
-    while let Some(first) = buffers.first_mut() {
-        if sent < first.iov_len {
-            first.iov_base = first.iov_base.wrapping_byte_add(sent);
-            first.iov_len -= sent;
-            break;
-        }
-        sent -= first.iov_len;
-        buffers = &mut buffers[1..];
-    }
-    buffers
 }
 
 fn empty_message() -> libc::msghdr {

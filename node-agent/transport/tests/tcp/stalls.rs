@@ -120,6 +120,29 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
 }
 
 #[test]
+fn a_core_that_takes_its_time_with_an_event_is_no_stall_of_the_peer() {
+    let block = Block::new(0, small_layout());
+    let server = node(settings(), crate::harness::serving(std::slice::from_ref(&block), 2));
+    let address = server.transport.local_address().to_string();
+    let (sender, events) = std::sync::mpsc::channel();
+    let sink: reprise_transport::EventSink = std::sync::Arc::new(move |event| {
+        // Three stall timeouts: this is the core being slow, not a wait for something to happen.
+        std::thread::sleep(Duration::from_millis(900));
+        let _ = sender.send(event);
+    });
+    let transport = reprise_transport::TcpTransport::bind(impatient(), sink).expect("loopback");
+    let wanted = crate::harness::wanted(small_layout(), &[block.key], 0, crate::harness::LATER);
+    let mut tracker = crate::harness::Tracker::default();
+    tracker.expect(&wanted.request);
+    transport.fetch(&address, wanted.request).expect("taken");
+    while !tracker.is_over() {
+        tracker.take(&events.recv_timeout(crate::harness::PATIENCE).expect("an event comes"));
+    }
+    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert_eq!(transport.stats().stalls, 0);
+}
+
+#[test]
 fn a_peer_that_closes_or_resets_is_lost_at_once() {
     for reset in [false, true] {
         let node = node(settings(), by_hand());
