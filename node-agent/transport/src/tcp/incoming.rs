@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::Common;
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
-use super::socket::{Gather, Readiness, Socket, wait};
+use super::socket::{Readiness, Socket, wait};
 use super::writer;
 use crate::api::{IncomingRequest, TransportEvent};
 use crate::counters::add;
@@ -87,10 +87,7 @@ fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
     }
     let hello = Hello::decode(&bytes);
     if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
-        let answer = common.hello().encode();
-        let mut gather = Gather::with_capacity(1);
-        gather.bytes(&answer);
-        socket.send_all(gather).map_err(Close::io)?;
+        socket.send_all(&common.hello().encode()).map_err(Close::io)?;
     }
     Ok(hello?)
 }

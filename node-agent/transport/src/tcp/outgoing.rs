@@ -18,11 +18,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use reprise_buffers::Gather;
 use reprise_policy::{BlockKey, Layout};
 
 use super::Common;
 use super::close::Close;
-use super::socket::{Gather, Sent, Socket, Wake};
+use super::socket::{Sending, Sent, Socket, Wake};
 use crate::api::FetchRequest;
 use crate::counters::add;
 use crate::error::TransportError;
@@ -266,9 +267,7 @@ impl Outgoing {
     /// Body of the sending thread.
     pub(super) fn run_sender(&self) {
         while let Work::Send { socket, frames } = self.next_work() {
-            let mut gather = Gather::with_capacity(1);
-            gather.bytes(&frames);
-            if let Err(error) = self.send(&socket, gather) {
+            if let Err(error) = self.send(&socket, &frames) {
                 self.close_as(match error.kind() {
                     io::ErrorKind::TimedOut => Closing::Stalled,
                     kind => Closing::Broken(kind),
@@ -278,11 +277,14 @@ impl Outgoing {
     }
 
     /// Sends, and keeps the deadlines meanwhile.
-    fn send(&self, socket: &Socket, mut gather: Gather<'_>) -> io::Result<()> {
+    fn send(&self, socket: &Socket, frames: &[u8]) -> io::Result<()> {
+        let mut gather = Gather::with_capacity(1);
+        gather.bytes(frames);
+        let mut sending = Sending::new(gather);
         loop {
             let now = Instant::now();
             self.expire(&mut self.lock(), now);
-            if socket.send(&mut gather, Some(now + DEADLINES_EVERY))? == Sent::All {
+            if socket.send(&mut sending, Some(now + DEADLINES_EVERY))? == Sent::All {
                 return Ok(());
             }
         }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::outgoing::Outgoing;
-use super::socket::{Gather, Readiness, Socket, wait};
+use super::socket::{Readiness, Socket, wait};
 use crate::counters::add;
 use crate::inbound::Inbound;
 use crate::wire::{FrameHeader, HELLO_BYTES, Hello, Kind, ProtocolError, decode_block_header};
@@ -144,10 +144,7 @@ impl Receiver<'_> {
     }
 
     fn greet(&mut self, socket: &Socket) -> Result<(), Close> {
-        let hello = self.connection.common.hello().encode();
-        let mut gather = Gather::with_capacity(1);
-        gather.bytes(&hello);
-        socket.send_all(gather).map_err(Close::io)?;
+        socket.send_all(&self.connection.common.hello().encode()).map_err(Close::io)?;
         let mut answer = [0; HELLO_BYTES];
         let mut filled = 0;
         while filled < answer.len() {

@@ -7,11 +7,11 @@
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use reprise_buffers::Span;
+use reprise_buffers::{GATHER_MAX, Gather, Span};
 
 use super::close::Close;
 use super::incoming::{Incoming, State};
-use super::socket::{GATHER_MAX, Gather, Sent};
+use super::socket::{Sending, Sent};
 use crate::api::TransportEvent;
 use crate::counters::{add, raise};
 use crate::outbound::{BlockDone, Body, Finished, OutFrame, Step};
@@ -149,11 +149,12 @@ fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
 
 /// Sends while it keeps the deadlines of all requests. `until`: when the first of those that are being sent is over.
 /// What the socket has taken a part of cannot be called back, so then the connection ends.
-fn send(incoming: &Incoming, mut gather: Gather<'_>, until: Option<Duration>) -> Result<(), Close> {
+fn send(incoming: &Incoming, gather: Gather<'_>, until: Option<Duration>) -> Result<(), Close> {
+    let mut sending = Sending::new(gather);
     loop {
         let next = incoming.lock().outbound.next_deadline();
         let wait_until = until.into_iter().chain(next).min().map(|at| incoming.instant(at));
-        if incoming.socket.send(&mut gather, wait_until).map_err(Close::io)? == Sent::All {
+        if incoming.socket.send(&mut sending, wait_until).map_err(Close::io)? == Sent::All {
             return Ok(());
         }
         let now = incoming.now();

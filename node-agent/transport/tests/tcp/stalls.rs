@@ -200,11 +200,5 @@ fn after_a_loss_the_next_fetch_opens_a_new_connection() {
 
 /// Makes closing the socket send RST.
 fn reset_on_close(stream: &std::net::TcpStream) {
-    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
-    let size = size_of::<libc::linger>() as libc::socklen_t;
-    let fd = std::os::fd::AsRawFd::as_raw_fd(stream);
-    // SAFETY: `linger` is what SO_LINGER takes and outlives the call (socket(7)).
-    let result =
-        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, (&raw const linger).cast(), size) };
-    assert_eq!(result, 0);
+    rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO)).expect("a socket has this option");
 }
