@@ -24,12 +24,7 @@ const RATCHET: &[(&str, usize)] = &[];
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Where unsafe code may live (docs/ARCHITECTURE.md, "Folders and crates").
-const UNSAFE_PLACES: &[&str] = &[
-    "node-agent/buffers/",
-    "node-agent/io/",
-    "node-agent/transport/src/tcp/socket.rs",
-    "node-agent/transport/tests/tcp/stalls.rs",
-];
+const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/"];
 
 /// Every dependency that one of our crates may have on another (development dependencies included for tests
 /// of the agent against its client).

@@ -2,7 +2,10 @@
 //!
 //! Everything that happens to an agent comes through one bounded channel, so decisions are made one at a time and
 //! without locks. Whoever sends may wait for room; this thread waits for nothing but the channel and the core's
-//! next deadline. Executing an effect is a try-send or a system call that cannot block ([`crate::executor`]).
+//! next deadline, and never longer than [`PULSE_EVERY`]. Executing an effect is a try-send or a system call
+//! that cannot block ([`crate::executor`]).
+
+mod pulse;
 
 use std::time::{Duration, Instant};
 
@@ -17,6 +20,8 @@ use reprise_policy::{SessionId, Tick};
 
 use crate::executor::{Executor, SessionView};
 use crate::session::Session;
+use pulse::PULSE_EVERY;
+pub(crate) use pulse::Pulse;
 
 /// Inputs that wait for the core. An input takes 1 to 100 µs, so the last of 4,096 waits for 0.4 s at the worst;
 /// beyond that, senders wait.
@@ -80,6 +85,7 @@ pub(crate) struct Opened {
 }
 
 /// How things are, at one moment.
+#[derive(Default)]
 pub(crate) struct CoreView {
     pub(crate) counters: Counters,
     pub(crate) sessions: Vec<SessionView>,
@@ -91,6 +97,7 @@ pub(crate) struct CoreView {
 pub(crate) struct CoreLoop {
     core: AgentCore,
     clock: Clock,
+    pulse: Pulse,
     inbox: Receiver<Input>,
     executor: Executor,
     /// Reused between inputs.
@@ -138,12 +145,12 @@ impl Inbox {
         self.0.send(input).map_err(|_| Stopped)
     }
 
-    /// Sends if there is room.
+    /// Sends; waits for room, but not longer than this.
     ///
     /// # Errors
-    /// The core has stopped, or is too busy to be asked how it is.
-    pub(crate) fn try_send(&self, input: Input) -> Result<(), Stopped> {
-        self.0.try_send(input).map_err(|_| Stopped)
+    /// The core has stopped, or its inbox was full all the time.
+    pub(crate) fn send_within(&self, input: Input, patience: Duration) -> Result<(), Stopped> {
+        self.0.send_timeout(input, patience).map_err(|_| Stopped)
     }
 }
 
@@ -151,11 +158,11 @@ impl CoreLoop {
     /// `effects` are what the core wanted when it was made.
     pub(crate) fn new(
         (core, effects): (AgentCore, Vec<Effect>),
-        clock: Clock,
+        (clock, pulse): (Clock, Pulse),
         inbox: Receiver<Input>,
         executor: Executor,
     ) -> CoreLoop {
-        CoreLoop { core, clock, inbox, executor, effects, await_durable: None }
+        CoreLoop { core, clock, pulse, inbox, executor, effects, await_durable: None }
     }
 
     /// Runs until told to stop; gives the executor back, whose devices are to be stopped.
@@ -171,16 +178,14 @@ impl CoreLoop {
 
     /// Waits for an input or a deadline, then takes what is there.
     fn turn(&mut self) -> Flow {
-        let mut next = match self.core.next_deadline() {
-            Some(deadline) => match self.inbox.recv_deadline(self.clock.instant(deadline)) {
-                Ok(input) => Some(input),
-                Err(RecvTimeoutError::Timeout) => None,
-                Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
-            },
-            None => match self.inbox.recv() {
-                Ok(input) => Some(input),
-                Err(_) => return Flow::Stop,
-            },
+        self.pulse.beat();
+        let pulse = Instant::now() + PULSE_EVERY;
+        let until =
+            self.core.next_deadline().map_or(pulse, |deadline| self.clock.instant(deadline).min(pulse));
+        let mut next = match self.inbox.recv_deadline(until) {
+            Ok(input) => Some(input),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => return Flow::Stop,
         };
         let mut taken = 0;
         while let Some(input) = next {

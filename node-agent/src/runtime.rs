@@ -4,7 +4,10 @@
 //! step needs the ones before; a step that fails ends the process with what to do about it.
 //!
 //! Stop: no new sessions, no new requests, blocks that are not durable yet are given [`FLUSH_PATIENCE`], then
-//! the core ends, then what it used. `kill -9` instead of all this loses nothing that was announced as durable.
+//! the core ends, then what it used; devices are given [`DEVICES_PATIENCE`] together. `kill -9` instead of all this
+//! loses nothing that was announced as durable.
+
+mod stopping;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,8 +25,8 @@ use serde::Serialize;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
 use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
-use crate::core_loop::{Clock, CoreLoop, Inbox, Input};
-use crate::device::{self, DeviceContext, DeviceInfo};
+use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
+use crate::device::{self, Device, DeviceContext, DeviceInfo};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, LOOKUPS_MAX,
     Registration,
@@ -36,6 +39,10 @@ use crate::session::{SessionContext, SessionServer, SessionServerSettings};
 
 /// How long a stopping agent writes back: two batches of 64 MiB to the slowest disk worth having (50 MB/s).
 const FLUSH_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long all devices together may take to end what is under way. With [`FLUSH_PATIENCE`] it leaves a third of the
+/// 30 s after which Kubernetes kills; what a device has not written by then was not announced as durable.
+const DEVICES_PATIENCE: Duration = Duration::from_secs(15);
 
 /// One attempt to connect to the control plane.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -113,7 +120,8 @@ impl Runtime {
             peers: peers.clone(),
             metrics: metrics.clone(),
         };
-        let core_loop = CoreLoop::new(core, clock, inputs, Executor::new(parts));
+        let pulse = Pulse::new(clock);
+        let core_loop = CoreLoop::new(core, (clock, pulse.clone()), inputs, Executor::new(parts));
         let core = std::thread::Builder::new()
             .name("core".to_owned())
             .spawn(move || core_loop.run())
@@ -129,6 +137,7 @@ impl Runtime {
         let sessions = SessionServer::start(server)?;
         let admin_context = Arc::new(AdminContext {
             inbox: inbox.clone(),
+            pulse,
             metrics,
             directory: directory.clone(),
             peers: peers.clone(),
@@ -177,8 +186,12 @@ impl Runtime {
         }
         self.directory.shutdown();
         if let Ok(executor) = executor {
-            for device in executor.into_devices() {
-                device.stop();
+            let left = stopping::stop_all(executor.into_devices(), Device::stop, DEVICES_PATIENCE);
+            if left > 0 {
+                tracing::warn!(
+                    devices = left,
+                    "operations of devices did not end within {DEVICES_PATIENCE:?}: stopping without them"
+                );
             }
         }
         self.admin.stop();

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use reprise_agent_core::effect::{Reply, Ticket};
-use reprise_agent_core::event::{Event, RequestId};
+use reprise_agent_core::event::{self, Event, RequestId};
 use reprise_buffers::Arena;
 use reprise_policy::{BlockKey, SessionId};
 use reprise_proto::local;
@@ -49,6 +49,8 @@ pub(crate) struct Session {
     peer: Peer,
     outbound: Outbound,
     in_flight: AtomicUsize,
+    /// Blocks of one load at the most: its answer must fit a frame.
+    load_blocks_max: usize,
 }
 
 /// Who is at the other end.
@@ -159,6 +161,17 @@ fn take_request(context: &SessionContext, session: &Session, decoded: Decoded) -
                 local::FailureKind::Busy,
                 "the agent is stopping; connect again when it is back",
             );
+            true
+        }
+        Decoded::Request { id, body: event::Request::Load(load) }
+            if load.keys.len() > session.load_blocks_max =>
+        {
+            let message = format!(
+                "load: the answer for {} blocks of this layout exceeds a frame; load at most {} at a time",
+                load.keys.len(),
+                session.load_blocks_max
+            );
+            session.refuse(id.0, local::FailureKind::BadRequest, &message);
             true
         }
         Decoded::Request { id, body } => {

@@ -29,6 +29,7 @@ mod page_buffer;
 mod page_kind;
 mod progress;
 mod shared;
+mod socket;
 mod span;
 mod sys;
 
@@ -47,6 +48,7 @@ pub use progress::{
     ProgressWriter, WaitOutcome,
 };
 pub use shared::{FutexOutcome, SharedMemory};
+pub use socket::{GATHER_MAX, Gather};
 pub use span::Span;
 
 /// Bytes of an ordinary page: the unit of offsets and lengths in I/O.

@@ -8,11 +8,26 @@ use reprise_agent_core::effect::{
     Access, ArenaSlot, CommitStatus, LoadedBlock, LossReason, RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::RequestId;
-use reprise_buffers::Arena;
-use reprise_policy::BlockKey;
-use reprise_proto::local::{self, response::Body};
+use reprise_buffers::{Arena, REGIONS_MAX};
+use reprise_policy::{BlockKey, Layout};
+use reprise_proto::local::{self, FRAME_BYTES_MAX, KEYS_PER_CALL_MAX, response::Body};
 
 use super::frame::{Descriptor, Frame};
+
+/// Bytes of a load reply beside its blocks at the most: what names the load (48), and every region of an arena (20
+/// each: number, length, access, two tags, a length).
+const LOADED_FIXED_BYTES: usize = 48 + REGIONS_MAX * 20;
+
+/// Bytes of a block in a load reply beside its checksums at the most: tag and length (4), status and source (4),
+/// place (2 of its own, region 4, offset 11), tag and length of the checksums (4).
+const LOADED_BLOCK_BYTES: usize = 29;
+
+/// Blocks of one load at the most, so that its answer is a frame: 4,200 with the most objects that a block can have,
+/// and all that a call may name up to 494.
+pub(super) fn load_blocks_max(layout: Layout) -> usize {
+    let block_bytes = LOADED_BLOCK_BYTES + 4 * layout.objects() as usize;
+    KEYS_PER_CALL_MAX.min((FRAME_BYTES_MAX - LOADED_FIXED_BYTES) / block_bytes)
+}
 
 /// The answer to a request. `arena` has the regions that it names.
 pub(super) fn reply(arena: &Arena, request: RequestId, reply: Reply) -> Frame {
@@ -171,6 +186,9 @@ const _: () = assert!(Source::PeerDram as u8 == 3 && Source::PeerNvme as u8 == 4
 
 #[cfg(test)]
 mod tests {
+    use prost::Message;
+    use reprise_policy::{Dtype, LayoutSpec, Parts};
+
     use super::*;
 
     fn ok(offset: u64, checksums: &[u32]) -> LoadedBlock {
@@ -186,5 +204,35 @@ mod tests {
         assert_eq!((blocks[1].status(), blocks[1].checksums.len()), (local::BlockStatus::BlockDeadline, 0));
         assert_eq!(blocks[2].checksums.as_ref(), [3, 0, 0, 0]);
         assert_eq!(blocks[2].place, Some(local::Place { region: 2, offset: 4096 }));
+    }
+
+    #[test]
+    fn the_largest_load_of_any_layout_has_an_answer_that_fits_a_frame() {
+        for layers in [1, 32, 247, 248, 480] {
+            let layout = LayoutSpec {
+                layers,
+                parts: Parts::KeyValue,
+                kv_heads: 1,
+                head_dim: 8,
+                dtype: Dtype::Bf16,
+                tokens_per_block: 1,
+                tp_rank: 0,
+                tp_size: 1,
+            };
+            let layout = layout.validate().expect("a valid layout");
+            let blocks_max = load_blocks_max(layout);
+            assert_eq!(blocks_max == KEYS_PER_CALL_MAX, layout.objects() <= 494, "{layers} layers");
+            let block = ok(u64::MAX, &vec![u32::MAX; layout.objects() as usize]);
+            let block = loaded_blocks(&[block]).remove(0);
+            let grant = local::RegionGrant { region: REGIONS_MAX as u32, bytes: u64::MAX, writable: true };
+            let loaded = local::Loaded {
+                load: u64::MAX,
+                progress_entry: u32::MAX,
+                regions: vec![grant; REGIONS_MAX],
+                blocks: vec![block; blocks_max],
+            };
+            let response = local::Response { id: u64::MAX, body: Some(Body::Loaded(loaded)) };
+            assert!(response.encoded_len() <= FRAME_BYTES_MAX, "{layers} layers: {}", response.encoded_len());
+        }
     }
 }

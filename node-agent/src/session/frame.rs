@@ -9,6 +9,7 @@ use std::io::{self, BufReader, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use prost::Message;
@@ -28,12 +29,22 @@ pub(super) const DESCRIPTORS_PER_PART: usize = 32;
 /// Reads frames.
 pub(super) struct FrameReader {
     socket: BufReader<UnixStream>,
+    limits: Limits,
+}
+
+/// What a reader takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Bytes of a message at the most.
+    pub(super) message_bytes: usize,
+    /// When the message must be whole, however it comes; `None` lets the client take its time.
+    pub(super) until: Option<Instant>,
 }
 
 /// Why there is no next frame.
 #[derive(Debug)]
 pub(super) enum FrameError {
-    /// Its length exceeds the protocol's limit.
+    /// Its length exceeds the reader's limit.
     TooLong(usize),
     /// The socket failed, timed out or ended within a frame.
     Io(io::Error),
@@ -56,44 +67,64 @@ pub(super) struct Frame {
 }
 
 impl FrameReader {
-    pub(super) fn new(socket: UnixStream) -> FrameReader {
-        FrameReader { socket: BufReader::with_capacity(READ_BUFFER_BYTES, socket) }
+    pub(super) fn new(socket: UnixStream, limits: Limits) -> FrameReader {
+        FrameReader { socket: BufReader::with_capacity(READ_BUFFER_BYTES, socket), limits }
     }
 
-    /// The socket, for its options.
-    pub(super) fn socket(&self) -> &UnixStream {
-        self.socket.get_ref()
+    /// Other limits, from the next message on.
+    pub(super) fn set_limits(&mut self, limits: Limits) -> io::Result<()> {
+        self.limits = limits;
+        self.socket.get_ref().set_read_timeout(None)
     }
 
     /// The next message; `None` when the client has closed the session between two frames.
     pub(super) fn next_frame(&mut self) -> Result<Option<Bytes>, FrameError> {
         let mut length = [0; LENGTH_BYTES];
-        if !self.read_whole(&mut length)? {
-            return Ok(None);
+        match self.fill(&mut length)? {
+            0 => return Ok(None),
+            LENGTH_BYTES => {}
+            _ => return Err(FrameError::Io(io::ErrorKind::UnexpectedEof.into())),
         }
         let length = u32::from_le_bytes(length) as usize;
-        if length > FRAME_BYTES_MAX {
+        if length > self.limits.message_bytes {
             return Err(FrameError::TooLong(length));
         }
         let mut message = vec![0; length];
-        self.socket.read_exact(&mut message).map_err(FrameError::Io)?;
+        if self.fill(&mut message)? < length {
+            return Err(FrameError::Io(io::ErrorKind::UnexpectedEof.into()));
+        }
         Ok(Some(Bytes::from(message)))
     }
 
-    /// Fills `into`; false when the stream ended before its first byte.
-    fn read_whole(&mut self, into: &mut [u8]) -> Result<bool, FrameError> {
+    /// Fills `into`, or as much of it as comes before the end of the stream.
+    fn fill(&mut self, into: &mut [u8]) -> Result<usize, FrameError> {
         let mut filled = 0;
         while filled < into.len() {
-            match self.socket.read(&mut into[filled..]) {
-                Ok(0) if filled == 0 => return Ok(false),
-                Ok(0) => return Err(FrameError::Io(io::ErrorKind::UnexpectedEof.into())),
+            match self.read(&mut into[filled..]) {
+                Ok(0) => break,
                 Ok(read) => filled += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(FrameError::Io(error)),
             }
         }
-        Ok(true)
+        Ok(filled)
     }
+
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if let Some(until) = self.limits.until {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.socket.get_ref().set_read_timeout(Some(left))?;
+        }
+        self.socket.read(into)
+    }
+}
+
+impl Limits {
+    /// Those of a session that has been greeted.
+    pub(super) const SESSION: Limits = Limits { message_bytes: FRAME_BYTES_MAX, until: None };
 }
 
 impl AsFd for Descriptor {
@@ -150,13 +181,14 @@ impl Frame {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::time::Duration;
 
     use super::*;
 
     fn pipe(bytes: &[u8]) -> FrameReader {
         let (mut client, agent) = UnixStream::pair().expect("a socket pair");
         client.write_all(bytes).expect("fits the socket buffer");
-        FrameReader::new(agent)
+        FrameReader::new(agent, Limits::SESSION)
     }
 
     #[test]
@@ -179,6 +211,28 @@ mod tests {
     fn a_length_beyond_the_limit_is_refused_before_memory_is_taken() {
         let error = pipe(&u32::MAX.to_le_bytes()).next_frame().expect_err("too long");
         assert!(matches!(error, FrameError::TooLong(_)));
+    }
+
+    #[test]
+    fn a_message_that_comes_in_dribbles_has_until_its_deadline_and_no_longer() {
+        let (mut client, agent) = UnixStream::pair().expect("a socket pair");
+        let until = Instant::now() + Duration::from_millis(200);
+        let limits = Limits { message_bytes: 1000, until: Some(until) };
+        let mut frames = FrameReader::new(agent, limits);
+        let dribbling = std::thread::spawn(move || {
+            client.write_all(&1000u32.to_le_bytes()).expect("sent");
+            // This is the client's pace: every byte comes long before the deadline, all of them 20 s after it.
+            while client.write_all(b"x").is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let error = frames.next_frame().expect_err("too slow");
+        assert!(matches!(error, FrameError::Io(error)
+            if matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)));
+        let late = Instant::now().saturating_duration_since(until);
+        assert!(late < Duration::from_secs(2), "{late:?} late");
+        drop(frames);
+        dribbling.join().expect("the client notices");
     }
 
     #[test]

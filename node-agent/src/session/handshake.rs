@@ -6,7 +6,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use prost::Message;
 use reprise_agent_core::event::SessionOpened;
@@ -14,12 +14,15 @@ use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
 use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId};
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
-use super::frame::{Descriptor, FrameError, FrameReader};
+use super::frame::{Descriptor, FrameError, FrameReader, Limits};
 use super::outbound::{self, Outbound};
 use super::{Peer, Session, SessionContext, encode};
 
-/// A client greets as soon as it has connected.
+/// A client greets as soon as it has connected. This is for the whole greeting.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A greeting is a digest, a layout and a name: a hundred bytes. Strangers get no more memory than this.
+const HELLO_BYTES_MAX: usize = 4 << 10;
 
 /// Names longer than this are cut.
 const CLIENT_NAME_BYTES_MAX: usize = 64;
@@ -79,14 +82,14 @@ pub(super) fn greet(
 
 fn prepare(socket: &UnixStream) -> std::io::Result<FrameReader> {
     socket.set_write_timeout(Some(outbound::SEND_TIMEOUT))?;
-    socket.set_read_timeout(Some(HELLO_TIMEOUT))?;
-    Ok(FrameReader::new(socket.try_clone()?))
+    let limits = Limits { message_bytes: HELLO_BYTES_MAX, until: Some(Instant::now() + HELLO_TIMEOUT) };
+    Ok(FrameReader::new(socket.try_clone()?, limits))
 }
 
 fn open(
     context: &SessionContext,
     socket: UnixStream,
-    frames: FrameReader,
+    mut frames: FrameReader,
     (id, peer, hello): (SessionId, Peer, Hello),
 ) -> Option<Greeted> {
     let (progress, page) = match progress_page() {
@@ -99,7 +102,7 @@ fn open(
         }
     };
     // From here on the client may take its time between requests.
-    frames.socket().set_read_timeout(None).ok()?;
+    frames.set_limits(Limits::SESSION).ok()?;
     let welcome = local::Welcome {
         session: id.0,
         node: context.node.clone(),
@@ -118,6 +121,7 @@ fn open(
         peer: Peer { client_name: hello.client_name, ..peer },
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),
+        load_blocks_max: encode::load_blocks_max(hello.layout),
     };
     let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));
     Some(Greeted { opened, session: Arc::new(session), progress, frames, welcome })
@@ -140,7 +144,9 @@ fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Refused>> {
             return refuse(
                 0,
                 FailureKind::BadRequest,
-                format!("a greeting of {bytes} bytes: this is not the session protocol"),
+                format!(
+                    "a greeting of {bytes} bytes exceeds the limit of {HELLO_BYTES_MAX}: this is not the session protocol"
+                ),
             );
         }
         Err(FrameError::Io(error)) => {

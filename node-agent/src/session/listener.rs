@@ -3,10 +3,13 @@
 //! The socket appears under its name only when it listens and has its mode bits: it is made under another name
 //! beside it and renamed. A file that is there already is replaced only when it is a socket on which nobody
 //! listens. Who may connect is decided by the file system and, again, by the user id that the kernel reports.
+//!
+//! The end does not depend on the name: somebody may have removed the file, or another agent may have put its own there.
 
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind as IoKind};
-use std::os::fd::AsFd;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -37,8 +40,25 @@ pub(crate) struct SessionServerSettings {
 /// The listening socket and its thread.
 pub(crate) struct SessionServer {
     path: PathBuf,
+    file: FileId,
+    /// The listening socket as a socket that can be shut down.
+    listening: UnixStream,
     shared: Arc<Shared>,
     accepting: Option<JoinHandle<()>>,
+}
+
+/// A listening socket and the file that it made.
+#[derive(Debug)]
+struct Bound {
+    listener: UnixListener,
+    file: FileId,
+}
+
+/// Which file it is, whatever its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileId {
+    device: u64,
+    inode: u64,
 }
 
 struct Shared {
@@ -57,7 +77,11 @@ impl SessionServer {
     /// another agent listens.
     pub(crate) fn start(settings: SessionServerSettings) -> Result<SessionServer, AgentError> {
         let SessionServerSettings { session, context } = settings;
-        let listener = bind(&session)?;
+        let Bound { listener, file } = bind(&session)?;
+        let listening = listener.try_clone().map(|listener| UnixStream::from(OwnedFd::from(listener)));
+        let listening = listening.map_err(|error| {
+            AgentError::new(ErrorKind::Resource, "cannot duplicate a descriptor").because(error)
+        })?;
         let allowed = match session.allow_uids {
             Some(listed) => listed,
             None => vec![own_uid()?, 0],
@@ -74,19 +98,46 @@ impl SessionServer {
             move || accept(&listener, &shared)
         })
         .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
-        Ok(SessionServer { path: session.socket, shared, accepting: Some(accepting) })
+        Ok(SessionServer { path: session.socket, file, listening, shared, accepting: Some(accepting) })
     }
 
     /// Stops accepting; sessions that are open go on.
     pub(crate) fn stop_accepting(&mut self) {
         self.shared.stopping.store(true, Ordering::Release);
-        // Wakes the accepting thread; if the connection fails, the thread has ended.
-        drop(UnixStream::connect(&self.path));
+        // On Linux this ends accept(2) with EINVAL and refuses who is still waiting; it fails for no listening socket.
+        if let Err(error) = self.listening.shutdown(Shutdown::Both) {
+            tracing::error!(%error, "cannot shut the session socket down");
+        }
         if let Some(thread) = self.accepting.take() {
             let _ = thread.join();
         }
-        if let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove the session socket");
+        self.file.remove(&self.path);
+    }
+}
+
+impl FileId {
+    fn of(path: &Path) -> io::Result<FileId> {
+        let metadata = fs::symlink_metadata(path)?;
+        Ok(FileId { device: metadata.dev(), inode: metadata.ino() })
+    }
+
+    /// Removes the name if it is this file's.
+    fn remove(self, path: &Path) {
+        let removed = FileId::of(path).and_then(|found| {
+            if found == self {
+                return fs::remove_file(path);
+            }
+            tracing::info!(path = %path.display(), "the session socket's name belongs to another file: it stays");
+            Ok(())
+        });
+        match removed {
+            Err(error) if error.kind() == IoKind::NotFound => {
+                tracing::info!(path = %path.display(), "the session socket was removed already");
+            }
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "cannot remove the session socket");
+            }
+            Ok(()) => {}
         }
     }
 }
@@ -190,7 +241,7 @@ fn own_uid() -> Result<u32, AgentError> {
 }
 
 /// A socket that listens, under its final name and mode.
-fn bind(settings: &SessionSettings) -> Result<UnixListener, AgentError> {
+fn bind(settings: &SessionSettings) -> Result<Bound, AgentError> {
     let path = &settings.socket;
     let refuse = |what: String| {
         AgentError::new(ErrorKind::Resource, format!("session.socket '{}': {what}", path.display()))
@@ -224,19 +275,24 @@ fn bind(settings: &SessionSettings) -> Result<UnixListener, AgentError> {
     })
 }
 
-fn publish(fresh: &Path, path: &Path, mode: u32) -> io::Result<UnixListener> {
+fn publish(fresh: &Path, path: &Path, mode: u32) -> io::Result<Bound> {
     match fs::remove_file(fresh) {
         Err(error) if error.kind() != IoKind::NotFound => return Err(error),
         _ => {}
     }
     let listener = UnixListener::bind(fresh)?;
-    let published =
-        fs::set_permissions(fresh, Permissions::from_mode(mode)).and_then(|()| fs::rename(fresh, path));
-    if let Err(error) = published {
-        let _ = fs::remove_file(fresh);
-        return Err(error);
+    let published = fs::set_permissions(fresh, Permissions::from_mode(mode)).and_then(|()| {
+        let file = FileId::of(fresh)?;
+        fs::rename(fresh, path)?;
+        Ok(file)
+    });
+    match published {
+        Ok(file) => Ok(Bound { listener, file }),
+        Err(error) => {
+            let _ = fs::remove_file(fresh);
+            Err(error)
+        }
     }
-    Ok(listener)
 }
 
 /// Whatever has the name already may be replaced, or it is an error to say so.
@@ -261,7 +317,10 @@ fn make_way(path: &Path) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+
     use super::*;
+    use crate::core_loop::Inbox;
 
     fn settings(directory: &Path) -> SessionSettings {
         SessionSettings { socket: directory.join("agent.sock"), mode: 0o640, allow_uids: None }
@@ -278,6 +337,43 @@ mod tests {
         let error = bind(&settings).expect_err("the second listens").chain();
         assert!(error.contains("another process listens"), "{error}");
         drop(second);
+    }
+
+    fn server(directory: &Path) -> SessionServer {
+        let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
+        let context = SessionContext {
+            inbox: Inbox::new().0,
+            arena: Arc::new(Arena::new(&config).expect("2 MiB are to be had")),
+            node: "test".to_owned(),
+            draining: AtomicBool::new(false),
+        };
+        let settings = SessionServerSettings { session: settings(directory), context: Arc::new(context) };
+        SessionServer::start(settings).expect("it listens")
+    }
+
+    /// Stops a server; panics when it does not end.
+    fn stop(mut server: SessionServer) {
+        let (done, ended) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            server.stop_accepting();
+            done.send(()).expect("the test waits");
+        });
+        ended.recv_timeout(Duration::from_secs(10)).expect("it ends promptly");
+    }
+
+    #[test]
+    fn a_server_ends_without_its_file_and_removes_no_other() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let socket = settings(directory.path()).socket;
+        stop(server(directory.path()));
+        assert!(!socket.exists());
+        let first = server(directory.path());
+        fs::remove_file(&socket).expect("it is there");
+        let second = server(directory.path());
+        stop(first);
+        assert!(UnixStream::connect(&socket).is_ok(), "the second one listens");
+        fs::remove_file(&socket).expect("the second one's is there");
+        stop(second);
     }
 
     #[test]

@@ -55,11 +55,23 @@ pub(super) struct Outbound {
 struct State {
     queue: VecDeque<Outgoing>,
     queued_bytes: usize,
+    phase: Phase,
+}
+
+/// ```text
+/// Open ◄──► Writing ──close_when_sent──► Closing ──queue empty──► Closed
+///  └────────────────────────────────────────┴── failure, close ─────┘
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Phase {
+    /// With nothing queued, a frame goes straight to the socket.
+    #[default]
+    Open,
     /// The writer is handing a frame to the socket: nobody else may.
-    writing: bool,
-    /// Close as soon as the queue is empty.
-    closing: bool,
-    closed: bool,
+    Writing,
+    /// Nothing more is taken; it closes as soon as the queue is empty.
+    Closing,
+    Closed,
 }
 
 impl Outgoing {
@@ -99,10 +111,10 @@ impl Outbound {
     /// Sends or queues; never waits for the client.
     pub(super) fn send(&self, outgoing: Outgoing) {
         let mut state = self.lock();
-        if state.closed || state.closing {
+        if matches!(state.phase, Phase::Closing | Phase::Closed) {
             return;
         }
-        let idle = state.queue.is_empty() && !state.writing;
+        let idle = state.queue.is_empty() && state.phase == Phase::Open;
         let outgoing = if idle && !outgoing.is_large() {
             let mut frame = outgoing.into_frame(&self.arena);
             match self.send_now(&mut frame) {
@@ -139,34 +151,42 @@ impl Outbound {
 
     /// Ends the session when everything queued has been sent.
     pub(super) fn close_when_sent(&self) {
-        self.lock().closing = true;
+        let mut state = self.lock();
+        if state.phase != Phase::Closed {
+            state.phase = Phase::Closing;
+        }
+        drop(state);
         self.changed.notify_one();
     }
 
     /// Whether the session is about to end because of [`Outbound::close_when_sent`].
     pub(super) fn is_closing(&self) -> bool {
-        self.lock().closing
+        self.lock().phase == Phase::Closing
     }
 
     /// The writer thread: until the session is closed.
     pub(super) fn write_queued(&self) {
         let mut state = self.lock();
         loop {
-            if state.closed {
+            if state.phase == Phase::Closed {
                 return;
             }
             if let Some(outgoing) = state.queue.pop_front() {
                 state.queued_bytes -= outgoing.bytes_estimated();
-                state.writing = true;
+                if state.phase == Phase::Open {
+                    state.phase = Phase::Writing;
+                }
                 drop(state);
                 let sent = self.send_whole(outgoing.into_frame(&self.arena));
                 state = self.lock();
-                state.writing = false;
+                if state.phase == Phase::Writing {
+                    state.phase = Phase::Open;
+                }
                 if let Err(error) = sent {
                     tracing::debug!(%error, "session's socket failed or its client does not read");
                     self.close_locked(&mut state);
                 }
-            } else if state.closing {
+            } else if state.phase == Phase::Closing {
                 self.close_locked(&mut state);
             } else {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -191,7 +211,7 @@ impl Outbound {
     }
 
     fn close_locked(&self, state: &mut State) {
-        state.closed = true;
+        state.phase = Phase::Closed;
         state.queue.clear();
         state.queued_bytes = 0;
         match self.socket.shutdown(Shutdown::Both) {

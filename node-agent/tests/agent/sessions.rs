@@ -11,7 +11,9 @@ use prost::Message;
 use reprise_client::{Client, ClientError, ConnectOptions, LoadRequest};
 use reprise_proto::local::{self, FailureKind, request, response};
 
-use crate::blocks::{PATIENCE, connect, keys, layout, load_all, namespace, save, save_durably};
+use crate::blocks::{
+    PATIENCE, connect, connect_with, keys, layout, layout_of, load_all, namespace, save, save_durably,
+};
 use crate::process::{Agent, Config, Home};
 
 /// Set in the process that this binary starts of itself to be an engine that gets killed.
@@ -141,6 +143,18 @@ fn bad_requests_are_answered_and_the_session_goes_on() {
     assert_eq!(raw.failure().0, 9);
     raw.send(10, request::Body::Stats(local::Stats {}));
     assert!(matches!(raw.receive(), Some(local::Response { id: 10, body: Some(response::Body::Stats(_)) })));
+}
+
+#[test]
+fn a_load_whose_answer_would_not_fit_a_frame_is_told_how_many_blocks_do() {
+    let home = Home::new();
+    let agent = start(&home);
+    // 960 objects a block.
+    let client = connect_with(&agent.socket, layout_of(480, 1));
+    let error = client.load(&LoadRequest::new(keys(0..4252))).expect_err("too large an answer");
+    assert!(matches!(&error, ClientError::BadRequest(text) if text.contains("at most 4251")), "{error}");
+    let load = client.load(&LoadRequest::new(keys(0..4251))).expect("an answer: all misses");
+    drop(load);
 }
 
 #[test]

@@ -36,7 +36,7 @@ pub(crate) struct Inbound {
     current: Option<Current>,
     /// Blocks with verified layers that were not reported yet.
     burst: Vec<Place>,
-    /// Bytes of them.
+    /// Payload that has arrived since the first of them.
     burst_bytes: u64,
     events: Vec<TransportEvent>,
     ended: Ended,
@@ -206,7 +206,8 @@ impl Inbound {
         };
         add(&counters.received_bytes, bytes.len() as u64);
         match arrival.deliver(from, bytes) {
-            Outcome::Partial => {}
+            Outcome::Partial if self.burst.is_empty() => {}
+            Outcome::Partial => self.burst_bytes += bytes.len() as u64,
             Outcome::NewLayers => {
                 self.burst_bytes += bytes.len() as u64;
                 if !std::mem::replace(&mut arrival.in_burst, true) {
@@ -235,7 +236,7 @@ impl Inbound {
         }
     }
 
-    /// Payload bytes verified since the last flush that a `Layers` event waits to report.
+    /// Payload bytes that have arrived since a `Layers` event waits to be reported.
     pub(crate) fn unreported_bytes(&self) -> u64 {
         self.burst_bytes
     }

@@ -23,6 +23,8 @@
 //! Deliberately absent: retries (the core decides), encryption and authentication (they come with tenants),
 //! RDMA.
 
+#![forbid(unsafe_code)]
+
 pub mod api;
 pub mod bare;
 mod counters;

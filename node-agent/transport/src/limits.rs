@@ -1,6 +1,8 @@
 //! Every bound of the transport, with its arithmetic. Both sides of a connection know the same numbers: they
 //! belong to the protocol version.
 
+use std::time::Duration;
+
 /// Blocks of one request at the most: a 128K-token request in blocks of 16 tokens.
 pub const BLOCKS_PER_REQUEST_MAX: usize = 8192;
 
@@ -11,6 +13,10 @@ pub const REQUESTS_PER_CONNECTION_MAX: usize = 256;
 /// Blocks in flight on one connection at the most: four of the largest requests. At ≈ 100 bytes of state a block
 /// 3.2 MiB a connection.
 pub const BLOCKS_PER_CONNECTION_MAX: usize = 4 * BLOCKS_PER_REQUEST_MAX;
+
+/// Longest deadline of a request: as long as a load may wait. A requester with more patience gives up then, a server
+/// that is told of more holds memory for so long only.
+pub const REQUEST_DEADLINE_MAX: Duration = Duration::from_secs(600);
 
 /// A server tolerates this many times the two limits above: a requester counts a request as ended when its last
 /// byte arrived, the server when its `sendmsg` returned, which may be later.

@@ -19,14 +19,14 @@ use crate::api::{EventSink, FetchRequest, IncomingRequest, ServedObjects, Transp
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
 use crate::outbound::{Misuse, Outbound};
-use channel::{Channel, Delivered, Ends};
+use channel::{Channel, Delivered, Ends, Line};
 
 /// How channels of a hub behave.
 #[derive(Clone, Copy, Debug)]
 pub struct MemorySettings {
     /// Payload bytes that one server may have in flight towards one requester.
     pub credit_bytes: u64,
-    /// A channel that is stalled for this time is lost.
+    /// A channel that is stalled for this time is lost. A serve ends this long after its request's deadline.
     pub stall_timeout: Duration,
 }
 
@@ -196,8 +196,8 @@ impl Transport for MemoryTransport {
         }
         let (now, window) = (world.now, world.settings.credit_bytes);
         let link = Link { requester: self.address.clone(), server: peer.to_owned() };
-        let stalled = world.faults.get(&link) == Some(&Fault::Stall);
-        let channel = world.channels.entry(link).or_insert_with(|| Channel::new(window, now, stalled));
+        let stalled_since = (world.faults.get(&link) == Some(&Fault::Stall)).then_some(now);
+        let channel = world.channels.entry(link).or_insert_with(|| Channel::new(window, stalled_since));
         channel.begin(now, request)?;
         add(&self.counters.fetches, 1);
         Ok(())
@@ -275,7 +275,8 @@ impl World {
             return true;
         }
         let ends = Ends { requester: &requester.counters, server: &server.counters };
-        let delivered = channel.deliver(fault == Some(Fault::Corrupt), &ends);
+        let line = if fault == Some(Fault::Corrupt) { Line::Corrupting } else { Line::Clean };
+        let delivered = channel.deliver(line, &ends);
         let (requester, server) = (requester.clone(), server.clone());
         self.apply(link, (&requester, &server), delivered, outbox);
         true
@@ -295,7 +296,11 @@ impl World {
                 let serve = self.next_serve;
                 self.next_serve += 1;
                 let channel = self.channels.get_mut(link).expect("a step does not remove it");
-                channel.outbound.open(serve, stream, &body).expect("a requester in memory keeps the limits");
+                let until = self.now + body.deadline + self.settings.stall_timeout;
+                channel
+                    .outbound
+                    .open((serve, stream), &body, until)
+                    .expect("a requester in memory keeps the limits");
                 self.routes.insert(serve, link.clone());
                 add(&server.counters.requests, 1);
                 let request =
@@ -334,8 +339,15 @@ impl World {
             channel.fail_all(&requester.counters);
             outbox.extend(channel.take_events().map(|event| (Arc::clone(&requester.sink), event)));
         }
+        let open = channel.outbound.abort_all();
+        drop(channel);
+        self.abort_all(link, open, outbox);
+    }
+
+    /// Aborts serves of which nothing is on its way any more.
+    fn abort_all(&mut self, link: &Link, serves: Vec<u64>, outbox: &mut Outbox) {
         let server = self.nodes.get(&link.server).cloned();
-        for serve in channel.outbound.abort_all() {
+        for serve in serves {
             match &server {
                 Some(server) => self.abort(serve, server, outbox),
                 None => drop(self.routes.remove(&serve)),
@@ -383,7 +395,9 @@ impl World {
                 self.channels.get_mut(&link).expect("listed just now, and only this link's is removed");
             channel.pass_deadlines(self.now, &requester.counters);
             let lost = channel.is_lost(self.now, self.settings.stall_timeout);
+            let expired = channel.expire_serves(self.now);
             self.collect(&link, &requester, outbox);
+            self.abort_all(&link, expired, outbox);
             if lost {
                 add(&requester.counters.stalls, 1);
                 self.end(&link, outbox);

@@ -1,19 +1,21 @@
-//! The serving side of a connection as a state machine: open requests, queued pieces, credit. No clock, no
-//! socket, no thread: the TCP and the in-memory transport both drive it.
+//! The serving side of a connection as a state machine: open requests, queued pieces, credit, deadlines. No clock,
+//! no socket, no thread: the TCP and the in-memory transport both drive it and tell it what time it is.
 //!
 //! ```text
 //! block:  Waiting ──header──► Headed ──last objects queued──► Closed ──written──► Done (ServeDone)
 //!            └───────────────absent──────────────────────────►   │
-//!         any ──cancel, connection gone──► request forgotten (ServeAborted)
+//!         any ──cancel, deadline, connection gone──► request forgotten (ServeAborted)
 //! ```
 //!
 //! Invariants:
 //! * pieces leave in the order in which the core asked; a range longer than a frame leaves as several frames;
 //! * a data frame leaves only when the requester's credit covers it; a frame is at most a quarter of the window
 //!   and the requester holds back less than a quarter, so waiting for credit always ends;
-//! * a request that ended is unknown: what the core still sends for it is dropped.
+//! * a request that ended is unknown: what the core still sends for it is dropped;
+//! * a request is not open beyond its deadline, however slowly its requester takes what it asked for.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::time::Duration;
 
 use reprise_buffers::Span;
 use reprise_policy::{Layout, Tier};
@@ -29,6 +31,8 @@ use crate::wire::{FrameHeader, Kind, ProtocolError, RequestBody, encode_block_he
 pub(crate) struct Outbound {
     serves: HashMap<u64, Serve>,
     streams: HashMap<u64, u64>,
+    /// Until when each request is open.
+    deadlines: BTreeSet<(Duration, u64)>,
     /// Unfinished blocks of all requests.
     blocks: usize,
     pieces: VecDeque<Piece>,
@@ -46,6 +50,7 @@ pub(crate) enum Step {
 
 /// A frame to write.
 pub(crate) struct OutFrame {
+    pub(crate) serve: u64,
     pub(crate) header: FrameHeader,
     pub(crate) body: Body,
     /// The block that is finished when this frame is written.
@@ -99,6 +104,7 @@ struct Serve {
     layout: Layout,
     phases: Vec<Phase>,
     unfinished: usize,
+    until: Duration,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -129,6 +135,7 @@ impl Outbound {
         Outbound {
             serves: HashMap::new(),
             streams: HashMap::new(),
+            deadlines: BTreeSet::new(),
             blocks: 0,
             pieces: VecDeque::new(),
             window,
@@ -136,8 +143,13 @@ impl Outbound {
         }
     }
 
-    /// A request has come.
-    pub(crate) fn open(&mut self, serve: u64, stream: u64, body: &RequestBody) -> Result<(), ProtocolError> {
+    /// A request has come; it is over at `until` at the latest.
+    pub(crate) fn open(
+        &mut self,
+        (serve, stream): (u64, u64),
+        body: &RequestBody,
+        until: Duration,
+    ) -> Result<(), ProtocolError> {
         let blocks = body.keys.len();
         if self.serves.len() >= SERVER_SLACK * REQUESTS_PER_CONNECTION_MAX
             || self.blocks + blocks > SERVER_SLACK * BLOCKS_PER_CONNECTION_MAX
@@ -150,8 +162,9 @@ impl Outbound {
             return Err(ProtocolError::Malformed("request number is in use"));
         }
         self.blocks += blocks;
+        self.deadlines.insert((until, serve));
         let phases = vec![Phase::Waiting; blocks];
-        self.serves.insert(serve, Serve { stream, layout: body.layout, phases, unfinished: blocks });
+        self.serves.insert(serve, Serve { stream, layout: body.layout, phases, unfinished: blocks, until });
         Ok(())
     }
 
@@ -163,7 +176,34 @@ impl Outbound {
         self.pieces.push_front(Piece::Aborted { serve });
     }
 
-    /// The requester has consumed payload.
+    /// When the first of the open requests is over.
+    pub(crate) fn next_deadline(&self) -> Option<Duration> {
+        self.deadlines.first().map(|(until, _)| *until)
+    }
+
+    /// When an open request is over.
+    pub(crate) fn deadline_of(&self, serve: u64) -> Option<Duration> {
+        self.serves.get(&serve).map(|serve| serve.until)
+    }
+
+    /// Ends the requests whose time has passed and drops their pieces. Report each as aborted once nothing of it is
+    /// on its way.
+    pub(crate) fn expire(&mut self, now: Duration) -> Vec<u64> {
+        let mut expired = Vec::new();
+        while let Some((_, serve)) = self.deadlines.first().copied().filter(|(until, _)| *until <= now) {
+            self.forget(serve);
+            expired.push(serve);
+        }
+        if !expired.is_empty() {
+            let serves = &self.serves;
+            self.pieces.retain(|piece| {
+                matches!(piece, Piece::Aborted { .. }) || serves.contains_key(&piece.serve())
+            });
+        }
+        expired
+    }
+
+    /// The requester has consumed payload, or it will never be sent.
     pub(crate) fn add_credit(&mut self, bytes: u64) -> Result<(), ProtocolError> {
         let credit = self.credit.checked_add(bytes).filter(|credit| *credit <= self.window);
         self.credit = credit.ok_or(ProtocolError::Malformed("more credit given back than was used"))?;
@@ -229,11 +269,11 @@ impl Outbound {
             Piece::Aborted { serve } => Step::Aborted { serve },
             Piece::Header { place, body } => {
                 let header = FrameHeader::with_body(Kind::BlockHeader, place.stream, place.block, &body);
-                Step::Frame(OutFrame { header, body: Body::Bytes(body), done: None })
+                Step::Frame(place.frame(header, Body::Bytes(body), None))
             }
             Piece::Absent { place } => {
                 let header = FrameHeader::bare(Kind::Absent, place.stream, place.block);
-                Step::Frame(OutFrame { header, body: Body::Nothing, done: Some(place.done(false)) })
+                Step::Frame(place.frame(header, Body::Nothing, Some(place.done(false))))
             }
             Piece::Data { place, from, offset, last } => {
                 Step::Frame(self.data_frame(place, from, (offset, last)))
@@ -258,8 +298,7 @@ impl Outbound {
         serve.unfinished -= 1;
         self.blocks -= 1;
         if serve.unfinished == 0 {
-            self.streams.remove(&serve.stream);
-            self.serves.remove(&done.serve);
+            self.forget(done.serve);
             return Finished::Request;
         }
         Finished::Block
@@ -273,6 +312,7 @@ impl Outbound {
         });
         let mut serves: Vec<u64> = unreported.chain(self.serves.drain().map(|(serve, _)| serve)).collect();
         self.streams.clear();
+        self.deadlines.clear();
         self.blocks = 0;
         serves.sort_unstable();
         serves
@@ -317,7 +357,7 @@ impl Outbound {
             argument: u32::try_from(offset).expect("a block is at most 128 MiB"),
             length: u32::try_from(bytes).expect("a frame is at most 8 MiB"),
         };
-        OutFrame { header, body: Body::Memory(memory), done }
+        place.frame(header, Body::Memory(memory), done)
     }
 
     fn find(&self, serve: u64, block: u32) -> Result<Option<(Place, Phase, Layout)>, Misuse> {
@@ -348,6 +388,7 @@ impl Outbound {
     fn forget(&mut self, serve: u64) {
         if let Some(open) = self.serves.remove(&serve) {
             self.streams.remove(&open.stream);
+            self.deadlines.remove(&(open.until, serve));
             self.blocks -= open.unfinished;
         }
     }
@@ -356,6 +397,10 @@ impl Outbound {
 impl Place {
     fn done(self, whole: bool) -> BlockDone {
         BlockDone { serve: self.serve, block: self.block, whole }
+    }
+
+    fn frame(self, header: FrameHeader, body: Body, done: Option<BlockDone>) -> OutFrame {
+        OutFrame { serve: self.serve, header, body, done }
     }
 }
 

@@ -113,6 +113,28 @@ fn a_stall_is_a_lost_peer_after_the_stall_timeout_of_virtual_time() {
 }
 
 #[test]
+fn a_serve_whose_requester_cannot_cancel_ends_a_stall_timeout_after_its_deadline() {
+    let (hub, blocks) = (hub(), blocks(1));
+    let server = join(&hub, "server", by_hand());
+    let requester = join(&hub, "requester", by_hand());
+    let deadline = STALL_TIMEOUT / 2;
+    let wanted = wanted(small_layout(), &[blocks[0].key], 0, deadline);
+    requester.transport.fetch("server", wanted.request).expect("taken");
+    hub.run();
+    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Request(_))));
+    hub.set_fault(&link(), Some(Fault::Stall));
+    hub.advance(deadline + STALL_TIMEOUT - Duration::from_millis(1));
+    assert!(matches!(requester.events.try_recv(), Ok(TransportEvent::Failed { .. })));
+    assert!(server.events.try_recv().is_err(), "it may still cancel");
+    hub.advance(Duration::from_millis(1));
+    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::ServeAborted { .. })));
+    assert_eq!(server.transport.stats().serves_aborted, 1);
+    hub.set_fault(&link(), None);
+    hub.run();
+    assert!(server.events.try_recv().is_err(), "aborted once");
+}
+
+#[test]
 fn a_stall_that_ends_in_time_harms_nothing() {
     let (hub, blocks) = (hub(), blocks(2));
     let _server = join(&hub, "server", serving(&blocks, 2));

@@ -6,7 +6,7 @@ const DOCUMENT: &str = include_str!("../../../docs/PROTOCOL.md");
 
 #[test]
 fn every_limit_in_the_document_is_the_one_in_the_code() {
-    let limits: [(&str, u64); 9] = [
+    let limits: [(&str, u64); 10] = [
         ("BLOCKS_PER_REQUEST_MAX", limits::BLOCKS_PER_REQUEST_MAX as u64),
         ("REQUESTS_PER_CONNECTION_MAX", limits::REQUESTS_PER_CONNECTION_MAX as u64),
         ("BLOCKS_PER_CONNECTION_MAX", limits::BLOCKS_PER_CONNECTION_MAX as u64),
@@ -15,6 +15,7 @@ fn every_limit_in_the_document_is_the_one_in_the_code() {
         ("CREDIT_BYTES_MIN", limits::CREDIT_BYTES_MIN),
         ("CREDIT_BYTES_MAX", limits::CREDIT_BYTES_MAX),
         ("CREDIT_PARTS", limits::CREDIT_PARTS),
+        ("REQUEST_DEADLINE_MAX", limits::REQUEST_DEADLINE_MAX.as_secs()),
         ("NODE_NAME_BYTES_MAX", limits::NODE_NAME_BYTES_MAX as u64),
     ];
     for (name, value) in limits {

@@ -9,7 +9,9 @@ use crate::api::{FetchRequest, TransportEvent};
 use crate::counters::{Counters, add, raise};
 use crate::error::TransportError;
 use crate::inbound::{Inbound, NewFetch};
-use crate::limits::{BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUESTS_PER_CONNECTION_MAX};
+use crate::limits::{
+    BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
+};
 use crate::outbound::{BlockDone, Body, Finished, OutFrame, Outbound, Step};
 use crate::wire::{Kind, RequestBody, decode_block_header};
 
@@ -17,6 +19,14 @@ use crate::wire::{Kind, RequestBody, decode_block_header};
 pub(super) struct Ends<'a> {
     pub(super) requester: &'a Counters,
     pub(super) server: &'a Counters,
+}
+
+/// What the line does to the payload that crosses it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Line {
+    Clean,
+    /// It flips one bit of every data frame.
+    Corrupting,
 }
 
 /// What one step did, as far as the server hears of it.
@@ -51,10 +61,10 @@ enum Up {
 }
 
 impl Channel {
-    pub(super) fn new(window: u64, now: Duration, stalled: bool) -> Channel {
+    pub(super) fn new(window: u64, stalled_since: Option<Duration>) -> Channel {
         Channel {
             outbound: Outbound::new(window),
-            stalled_since: stalled.then_some(now),
+            stalled_since,
             inbound: Inbound::new(),
             upward: VecDeque::new(),
             downward: VecDeque::new(),
@@ -79,6 +89,7 @@ impl Channel {
         let stream = self.next_stream;
         self.next_stream += 1;
         let FetchRequest { layout, deadline, blocks, .. } = request;
+        let deadline = deadline.min(REQUEST_DEADLINE_MAX);
         self.deadlines.insert((now.saturating_add(deadline), stream));
         self.deadline_of.insert(stream, now.saturating_add(deadline));
         self.open_blocks += blocks.len();
@@ -93,7 +104,7 @@ impl Channel {
     }
 
     /// Moves one frame; requests and credit first.
-    pub(super) fn deliver(&mut self, corrupt: bool, ends: &Ends<'_>) -> Delivered {
+    pub(super) fn deliver(&mut self, line: Line, ends: &Ends<'_>) -> Delivered {
         match self.upward.pop_front() {
             Some(Up::Request { stream, body }) => return Delivered::Request { stream, body },
             Some(Up::Credit(bytes)) => {
@@ -108,13 +119,16 @@ impl Channel {
         }
         while let Some(step) = self.outbound.next() {
             match step {
-                Step::Aborted { serve } => return Delivered::Aborted { serve },
+                Step::Aborted { serve } => {
+                    self.drop_frames(serve);
+                    return Delivered::Aborted { serve };
+                }
                 Step::Frame(frame) => self.downward.push_back(frame),
             }
         }
         raise(&ends.server.in_flight_bytes_max, self.outbound.in_flight_bytes());
         let Some(frame) = self.downward.pop_front() else { return Delivered::Nothing };
-        self.receive(&frame, corrupt, ends);
+        self.receive(&frame, line, ends);
         let Some(done) = frame.done else { return Delivered::Nothing };
         let finished = self.outbound.finished(done);
         if done.whole && finished != Finished::Forgotten {
@@ -127,7 +141,7 @@ impl Channel {
         }
     }
 
-    fn receive(&mut self, frame: &OutFrame, corrupt: bool, ends: &Ends<'_>) {
+    fn receive(&mut self, frame: &OutFrame, line: Line, ends: &Ends<'_>) {
         let place = (frame.header.stream, frame.header.block);
         let taken = match (&frame.body, frame.header.kind) {
             (Body::Nothing, Kind::Absent) => self.inbound.absent(place.0, place.1, ends.requester),
@@ -137,7 +151,7 @@ impl Channel {
                 add(&ends.server.sent_bytes, span.len() as u64);
                 self.inbound
                     .begin(place, u64::from(frame.header.argument), span.len() as u64)
-                    .map(|()| self.copy(span, corrupt, ends.requester))
+                    .map(|()| self.copy(span, line, ends.requester))
             }
             _ => unreachable!("a server makes no other frames"),
         };
@@ -147,13 +161,13 @@ impl Channel {
     }
 
     /// Copies payload into its destination, or nowhere.
-    fn copy(&mut self, span: &Span, corrupt: bool, counters: &Counters) {
+    fn copy(&mut self, span: &Span, line: Line, counters: &Counters) {
         let mut buffer = vec![0; PIECE_BYTES];
         let mut at = 0;
         while self.inbound.rest() > 0 {
             let piece = &mut buffer[..PIECE_BYTES.min(span.len() - at)];
             span.slice(at, piece.len()).expect("the piece lies inside").copy_out(piece);
-            if corrupt && at == 0 {
+            if line == Line::Corrupting && at == 0 {
                 piece[0] ^= 1;
             }
             self.inbound.deliver(piece, counters);
@@ -184,6 +198,15 @@ impl Channel {
         self.account();
     }
 
+    /// Ends the serves whose time has passed; nothing of them is read from here on.
+    pub(super) fn expire_serves(&mut self, now: Duration) -> Vec<u64> {
+        let expired = self.outbound.expire(now);
+        for serve in &expired {
+            self.drop_frames(*serve);
+        }
+        expired
+    }
+
     /// Whether the requester gives the channel up.
     pub(super) fn is_lost(&self, now: Duration, stall_timeout: Duration) -> bool {
         self.stall_deadline(stall_timeout).is_some_and(|at| at <= now)
@@ -191,7 +214,8 @@ impl Channel {
 
     pub(super) fn next_deadline(&self, stall_timeout: Duration) -> Option<Duration> {
         let deadline = self.deadlines.first().map(|(at, _)| *at);
-        deadline.into_iter().chain(self.stall_deadline(stall_timeout)).min()
+        let serve = self.outbound.next_deadline();
+        deadline.into_iter().chain(self.stall_deadline(stall_timeout)).chain(serve).min()
     }
 
     pub(super) fn fail_all(&mut self, counters: &Counters) {
@@ -206,6 +230,18 @@ impl Channel {
     fn stall_deadline(&self, stall_timeout: Duration) -> Option<Duration> {
         let since = self.stalled_since.filter(|_| !self.deadline_of.is_empty())?;
         Some(since + stall_timeout)
+    }
+
+    /// Drops what is on its way of a serve; the server gets back the credit that it took.
+    fn drop_frames(&mut self, serve: u64) {
+        let mut dropped_bytes = 0;
+        self.downward.retain(|frame| {
+            if let (true, Body::Memory(span)) = (frame.serve == serve, &frame.body) {
+                dropped_bytes += span.len() as u64;
+            }
+            frame.serve != serve
+        });
+        self.outbound.add_credit(dropped_bytes).expect("the frames took as much");
     }
 
     fn account(&mut self) {

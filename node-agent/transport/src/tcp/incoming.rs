@@ -7,15 +7,16 @@
 
 use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Common;
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
-use super::socket::{Gather, Readiness, Socket, wait};
+use super::socket::{Readiness, Socket, wait};
 use super::writer;
 use crate::api::{IncomingRequest, TransportEvent};
 use crate::counters::add;
+use crate::limits::REQUEST_DEADLINE_MAX;
 use crate::outbound::{Misuse, Outbound};
 use crate::wire::{HELLO_BYTES, Hello, Kind, ProtocolError, RequestBody};
 
@@ -28,6 +29,8 @@ pub(super) struct Incoming {
     pub(super) socket: Arc<Socket>,
     /// Something is sent at least this often while a request is open.
     pub(super) alive_every: Duration,
+    /// Zero of the time in which deadlines of requests are kept.
+    born: Instant,
     state: Mutex<State>,
     /// Wakes the writing thread.
     pub(super) changed: Condvar,
@@ -84,10 +87,7 @@ fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
     }
     let hello = Hello::decode(&bytes);
     if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
-        let answer = common.hello().encode();
-        let mut gather = Gather::with_capacity(1);
-        gather.bytes(&answer);
-        socket.send_all(gather).map_err(Close::io)?;
+        socket.send_all(&common.hello().encode()).map_err(Close::io)?;
     }
     Ok(hello?)
 }
@@ -97,7 +97,8 @@ fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) 
     let incoming = Arc::new(Incoming {
         common: Arc::clone(common),
         socket: Arc::clone(socket),
-        alive_every: hello.stall_timeout / writer::ALIVE_PER_STALL_TIMEOUT,
+        alive_every: (hello.stall_timeout / writer::ALIVE_PER_STALL_TIMEOUT).max(writer::ALIVE_EVERY_MIN),
+        born: Instant::now(),
         state: Mutex::new(State { outbound: Outbound::new(hello.credit_bytes), over: false }),
         changed: Condvar::new(),
     });
@@ -126,6 +127,16 @@ enum Never {}
 impl Incoming {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection's age.
+    pub(super) fn now(&self) -> Duration {
+        self.born.elapsed()
+    }
+
+    /// When the connection has or had this age.
+    pub(super) fn instant(&self, age: Duration) -> Instant {
+        self.born + age
     }
 
     /// Applies a call of the core. The caller logs a refusal.
@@ -176,9 +187,12 @@ impl Incoming {
         }
     }
 
-    fn request(self: &Arc<Self>, stream: u64, body: RequestBody) -> Result<(), Close> {
+    fn request(self: &Arc<Self>, stream: u64, mut body: RequestBody) -> Result<(), Close> {
+        body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
+        // A requester that keeps its deadline has cancelled by then, or its cancellation is stuck.
+        let until = self.now() + body.deadline + self.common.settings.stall_timeout;
         let serve = self.common.route(self);
-        let opened = self.lock().outbound.open(serve, stream, &body);
+        let opened = self.lock().outbound.open((serve, stream), &body, until);
         if let Err(error) = opened {
             self.common.unroute(serve);
             return Err(error.into());

@@ -59,7 +59,7 @@ fn run(common: &Arc<Common>, listener: &TcpListener, wake: &Wake) {
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                if let Err(error) = wait_accept(listener, wake, None) {
+                if let Err(error) = wait_accept(listener, wake) {
                     tracing::error!(%error, "cannot wait for peer connections: no more are accepted");
                     return;
                 }

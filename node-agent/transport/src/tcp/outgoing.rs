@@ -14,32 +14,43 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use reprise_buffers::Gather;
 use reprise_policy::{BlockKey, Layout};
 
 use super::Common;
 use super::close::Close;
-use super::socket::{Gather, Socket, Wake};
+use super::socket::{Sending, Sent, Socket, Wake};
 use crate::api::FetchRequest;
 use crate::counters::add;
 use crate::error::TransportError;
 use crate::inbound::{Ended, NewFetch};
-use crate::limits::{BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUESTS_PER_CONNECTION_MAX};
+use crate::limits::{
+    BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
+};
 use crate::wire::{FrameHeader, Kind, RequestBody};
+
+/// Progress while the receiving thread is not waiting for the peer.
+const SUSPENDED: u64 = u64::MAX;
+
+/// While a send waits for its socket, deadlines are looked at this often: fetches that begin meanwhile have theirs.
+const DEADLINES_EVERY: Duration = Duration::from_millis(20);
 
 /// One connection to a peer.
 pub(super) struct Outgoing {
     pub(super) peer: String,
     pub(super) common: Arc<Common>,
     /// Wakes the receiving thread.
-    pub(super) wake: Wake,
+    pub(super) wake: Arc<Wake>,
+    /// There is something for the receiving thread in [`Outgoing::take_orders`]: it looks even while data flows.
+    ordered: AtomicBool,
     state: Mutex<State>,
     /// Wakes the sending thread.
     changed: Condvar,
-    /// When the receiving thread last received a byte, in nanoseconds since `born`.
+    /// When the receiving thread last received a byte, in nanoseconds since `born`, or [`SUSPENDED`].
     progress: AtomicU64,
     born: Instant,
 }
@@ -108,7 +119,8 @@ impl Outgoing {
         Ok(Arc::new(Outgoing {
             peer: peer.to_owned(),
             common: Arc::clone(common),
-            wake,
+            wake: Arc::new(wake),
+            ordered: AtomicBool::new(false),
             state: Mutex::new(State {
                 closing: None,
                 socket: None,
@@ -147,8 +159,7 @@ impl Outgoing {
         }
         let stream = state.next_stream;
         state.next_stream += 1;
-        // A deadline beyond what a clock can hold is none that a test or an engine waits for.
-        let deadline = now.checked_add(request.deadline).unwrap_or(now + Duration::from_secs(1 << 30));
+        let deadline = now + request.deadline.min(REQUEST_DEADLINE_MAX);
         let keys = request.blocks.iter().map(|block| block.key).collect();
         tracing::trace!(fetch = request.fetch, stream, peer = self.peer, "fetch begins");
         state.deadlines.insert((deadline, stream));
@@ -179,8 +190,15 @@ impl Outgoing {
 
     /// The receiving thread has received something.
     pub(super) fn note_progress(&self) {
-        let nanos = u64::try_from(self.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let nanos =
+            u64::try_from(self.born.elapsed().as_nanos()).expect("500 years fit 64 bits of nanoseconds");
         self.progress.store(nanos, Ordering::Relaxed);
+    }
+
+    /// The receiving thread hands events over, which may wait for the core: that is no stall of the peer. Ends with
+    /// the next [`Outgoing::note_progress`].
+    pub(super) fn suspend_stall_clock(&self) {
+        self.progress.store(SUSPENDED, Ordering::Relaxed);
     }
 
     /// Payload was consumed: its sender may send as much again.
@@ -199,9 +217,16 @@ impl Outgoing {
         std::mem::take(&mut self.lock().inbox)
     }
 
+    /// Whether there are orders to take.
+    pub(super) fn has_orders(&self) -> bool {
+        self.ordered.load(Ordering::Relaxed)
+    }
+
     /// What the sending thread or `close` want of the receiving thread.
     pub(super) fn take_orders(&self) -> Orders {
         let mut state = self.lock();
+        // Orders are given under the lock, so none is missed.
+        self.ordered.store(false, Ordering::Relaxed);
         let close = match state.closing {
             Some(Closing::Ours(reason)) => Some(Close::Ours(reason)),
             Some(Closing::Stalled) => Some(Close::Stalled("it owes an answer and sends nothing")),
@@ -242,13 +267,25 @@ impl Outgoing {
     /// Body of the sending thread.
     pub(super) fn run_sender(&self) {
         while let Work::Send { socket, frames } = self.next_work() {
-            let mut gather = Gather::with_capacity(1);
-            gather.bytes(&frames);
-            if let Err(error) = socket.send_all(gather) {
+            if let Err(error) = self.send(&socket, &frames) {
                 self.close_as(match error.kind() {
                     io::ErrorKind::TimedOut => Closing::Stalled,
                     kind => Closing::Broken(kind),
                 });
+            }
+        }
+    }
+
+    /// Sends, and keeps the deadlines meanwhile.
+    fn send(&self, socket: &Socket, frames: &[u8]) -> io::Result<()> {
+        let mut gather = Gather::with_capacity(1);
+        gather.bytes(frames);
+        let mut sending = Sending::new(gather);
+        loop {
+            let now = Instant::now();
+            self.expire(&mut self.lock(), now);
+            if socket.send(&mut sending, Some(now + DEADLINES_EVERY))? == Sent::All {
+                return Ok(());
             }
         }
     }
@@ -260,15 +297,12 @@ impl Outgoing {
                 return Work::End;
             }
             let now = Instant::now();
-            if self.expire(&mut state, now) {
-                self.wake.wake();
-            }
+            self.expire(&mut state, now);
             // The end of the last fetch wakes nobody, so idleness is noticed up to a stall timeout late.
             let (limit, closing) = if state.deadline_of.is_empty() {
                 (state.since + self.common.settings.idle_timeout, Closing::Ours("idle"))
             } else {
-                let progress = self.born + Duration::from_nanos(self.progress.load(Ordering::Relaxed));
-                (state.since.max(progress) + self.common.settings.stall_timeout, Closing::Stalled)
+                (self.last_progress(&state, now) + self.common.settings.stall_timeout, Closing::Stalled)
             };
             if now >= limit {
                 state.closing = Some(closing);
@@ -285,8 +319,16 @@ impl Outgoing {
         }
     }
 
-    /// Puts fetches whose deadline has passed on the expired list; true when there are any.
-    fn expire(&self, state: &mut State, now: Instant) -> bool {
+    /// When the peer last made progress, or began to owe some.
+    fn last_progress(&self, state: &State, now: Instant) -> Instant {
+        match self.progress.load(Ordering::Relaxed) {
+            SUSPENDED => now,
+            nanos => state.since.max(self.born + Duration::from_nanos(nanos)),
+        }
+    }
+
+    /// Puts fetches whose deadline has passed on the expired list.
+    fn expire(&self, state: &mut State, now: Instant) {
         let mut any = false;
         while let Some((deadline, stream)) = state.deadlines.first().copied().filter(|(at, _)| *at <= now) {
             any = true;
@@ -302,7 +344,15 @@ impl Outgoing {
                 None => state.sends.push_back(Send::Cancel { stream }),
             }
         }
-        any
+        if any {
+            self.order();
+        }
+    }
+
+    /// Tells the receiving thread that there are orders; with the state locked.
+    fn order(&self) {
+        self.ordered.store(true, Ordering::Relaxed);
+        self.wake.wake();
     }
 
     fn close_as(&self, closing: Closing) {
@@ -320,7 +370,7 @@ impl Outgoing {
         if let Some(socket) = &state.socket {
             socket.shutdown();
         }
-        self.wake.wake();
+        self.order();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

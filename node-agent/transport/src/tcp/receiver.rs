@@ -1,18 +1,19 @@
 //! The receiving thread of a connection that this node opened: connects, greets, then puts payload where it
 //! belongs and reports what is verified.
 //!
-//! It waits in one place ([`Receiver::wait`]), for the socket or for an order of the sending thread, which keeps
+//! It waits in one place ([`Receiver::wait_until`]), for the socket or for an order of the sending thread, which keeps
 //! the time.
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::outgoing::Outgoing;
-use super::socket::{Gather, Readiness, Socket, wait};
+use super::socket::{Readiness, Socket, wait};
 use crate::counters::add;
 use crate::inbound::Inbound;
 use crate::wire::{FrameHeader, HELLO_BYTES, Hello, Kind, ProtocolError, decode_block_header};
@@ -22,6 +23,9 @@ const PIECE_BYTES: usize = 256 << 10;
 
 /// Verified layers are reported at the latest after this much payload: one event per 160 µs at 6.3 GB/s.
 const REPORT_BYTES: u64 = 1 << 20;
+
+/// Addresses of one name that are tried.
+const ADDRESSES_MAX: usize = 8;
 
 /// State of the thread.
 struct Receiver<'a> {
@@ -66,50 +70,81 @@ impl Receiver<'_> {
     }
 
     fn connect(&mut self) -> Result<Socket, Close> {
-        let address = self.resolve()?;
-        let options = self.connection.common.settings.socket_options();
-        let socket = Socket::connect(&address, &options).map_err(Close::io)?;
-        while !self.wait(Some((&socket, Readiness::Writable)))? {}
-        socket.finish_connect().map_err(Close::io)?;
+        let addresses = self.resolve()?;
+        // The peer's time to connect begins when it is known where it is.
+        self.connection.note_progress();
+        let socket = self.connect_to_any(&addresses)?;
         self.connection.note_progress();
         Ok(socket)
     }
 
-    /// The address of the peer. A host name is looked up on a thread of its own, for the system's resolver knows
-    /// no deadline; that thread ends by itself.
-    fn resolve(&mut self) -> Result<SocketAddr, Close> {
+    /// Connects to the first of several addresses that takes the connection. Each but the last gets its share of the
+    /// stall timeout; the last gets what is left of it, for which the sending thread sees.
+    fn connect_to_any(&mut self, addresses: &[SocketAddr]) -> Result<Socket, Close> {
+        let count = u32::try_from(addresses.len()).expect("at most ADDRESSES_MAX");
+        let share = self.connection.common.settings.stall_timeout / count.max(1);
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the peer's name has no address");
+        for (index, address) in addresses.iter().enumerate() {
+            let patience = (index + 1 < addresses.len()).then_some(share);
+            match self.connect_to(address, patience)? {
+                Ok(socket) => return Ok(socket),
+                Err(error) => {
+                    tracing::debug!(peer = self.connection.peer, %address, %error, "cannot connect");
+                    last = error;
+                }
+            }
+        }
+        Err(Close::io(last))
+    }
+
+    /// Connects to one address; the inner error says that the next one may be tried.
+    fn connect_to(
+        &mut self,
+        address: &SocketAddr,
+        patience: Option<Duration>,
+    ) -> Result<io::Result<Socket>, Close> {
+        let options = self.connection.common.settings.socket_options();
+        let socket = match Socket::connect(address, &options) {
+            Ok(socket) => socket,
+            Err(error) => return Ok(Err(error)),
+        };
+        let until = patience.map(|patience| Instant::now() + patience);
+        while !self.wait_until(Some((&socket, Readiness::Writable)), until)? {
+            if until.is_some_and(|until| until <= Instant::now()) {
+                return Ok(Err(io::ErrorKind::TimedOut.into()));
+            }
+        }
+        Ok(socket.finish_connect().map(|()| socket))
+    }
+
+    /// The addresses of the peer. A host name is looked up on a thread of its own, for the system's resolver knows
+    /// no deadline; that thread ends by itself, and holds nothing of the connection but its wake-up descriptor.
+    fn resolve(&mut self) -> Result<Vec<SocketAddr>, Close> {
         if let Ok(address) = self.connection.peer.parse() {
-            return Ok(address);
+            return Ok(vec![address]);
         }
         let (answer, answered) = mpsc::sync_channel(1);
-        let connection = Arc::clone(self.connection);
+        let (peer, wake) = (self.connection.peer.clone(), Arc::clone(&self.connection.wake));
         std::thread::Builder::new()
             .name("peer-resolve".into())
             .spawn(move || {
-                let found = connection.peer.to_socket_addrs().map(|mut addresses| addresses.next());
+                let found = peer.to_socket_addrs().map(|found| found.take(ADDRESSES_MAX).collect());
                 // Nobody listens any more when the connection was given up.
                 let _ = answer.send(found);
-                connection.wake.wake();
+                wake.wake();
             })
             .map_err(Close::io)?;
         loop {
             match answered.try_recv() {
-                Ok(Ok(Some(address))) => return Ok(address),
-                Ok(Ok(None)) | Err(mpsc::TryRecvError::Disconnected) => {
-                    let text = "the peer's name has no address";
-                    return Err(Close::Io(io::Error::new(io::ErrorKind::NotFound, text)));
-                }
-                Ok(Err(error)) => return Err(Close::io(error)),
+                Ok(found) => return found.map_err(Close::io),
+                Err(mpsc::TryRecvError::Disconnected) => return Err(Close::Ours("the look-up panicked")),
                 Err(mpsc::TryRecvError::Empty) => self.wait(None).map(|_| ())?,
             }
         }
     }
 
     fn greet(&mut self, socket: &Socket) -> Result<(), Close> {
-        let hello = self.connection.common.hello().encode();
-        let mut gather = Gather::with_capacity(1);
-        gather.bytes(&hello);
-        socket.send_all(gather).map_err(Close::io)?;
+        socket.send_all(&self.connection.common.hello().encode()).map_err(Close::io)?;
         let mut answer = [0; HELLO_BYTES];
         let mut filled = 0;
         while filled < answer.len() {
@@ -130,6 +165,7 @@ impl Receiver<'_> {
 
     /// Receives one frame.
     fn frame(&mut self, socket: &Socket, reader: &mut FrameReader) -> Result<(), Close> {
+        self.obey_if_ordered()?;
         if !reader.has_header() || self.inbound.unreported_bytes() >= REPORT_BYTES {
             self.inbound.flush();
             self.emit();
@@ -170,6 +206,7 @@ impl Receiver<'_> {
             self.inbound.deliver(bytes, &connection.common.counters);
             let bytes = bytes.len() as u64;
             self.consumed(bytes);
+            self.obey_if_ordered()?;
         }
         Ok(())
     }
@@ -192,11 +229,25 @@ impl Receiver<'_> {
 
     /// Waits for the socket or an order; whether the socket is ready.
     fn wait(&mut self, socket: Option<(&Socket, Readiness)>) -> Result<bool, Close> {
-        let ready = wait(socket, Some(&self.connection.wake), None).map_err(Close::io)?;
+        self.wait_until(socket, None)
+    }
+
+    fn wait_until(
+        &mut self,
+        socket: Option<(&Socket, Readiness)>,
+        until: Option<Instant>,
+    ) -> Result<bool, Close> {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let ready = wait(socket, Some(&self.connection.wake), left).map_err(Close::io)?;
         if ready.woken {
             self.obey()?;
         }
         Ok(ready.socket)
+    }
+
+    /// Orders are obeyed while data flows, too: otherwise a fetch would outlive its deadline behind a long one.
+    fn obey_if_ordered(&mut self) -> Result<(), Close> {
+        if self.connection.has_orders() { self.obey() } else { Ok(()) }
     }
 
     /// Does what the sending thread or `close` ordered.
@@ -224,8 +275,41 @@ impl Receiver<'_> {
         if ended.blocks > 0 {
             self.connection.account(&ended);
         }
-        for event in self.inbound.take_events() {
+        let events = self.inbound.take_events();
+        if events.len() == 0 {
+            return;
+        }
+        self.connection.suspend_stall_clock();
+        for event in events {
             (self.connection.common.sink)(event);
         }
+        self.connection.note_progress();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use super::super::{TcpSettings, TcpTransport};
+    use super::*;
+
+    fn loopback() -> SocketAddr {
+        SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
+    }
+
+    #[test]
+    fn every_address_of_a_peer_is_tried_until_one_takes_the_connection() {
+        let transport = TcpTransport::bind(TcpSettings::new(loopback(), "node"), Arc::new(|_| {}));
+        let transport = transport.expect("loopback can be listened on");
+        let connection = Outgoing::new("peer", &transport.common).expect("a descriptor is to be had");
+        let mut receiver = Receiver { connection: &connection, inbound: Inbound::new(), consumed: 0 };
+        let gone =
+            TcpListener::bind(loopback()).and_then(|listener| listener.local_addr()).expect("a free port");
+        let here = transport.local_address();
+        assert!(receiver.connect_to_any(&[gone, here]).is_ok());
+        assert!(receiver.connect_to_any(&[here, gone]).is_ok());
+        assert!(matches!(receiver.connect_to_any(&[gone, gone]), Err(Close::Io(_))));
+        assert!(matches!(receiver.connect_to_any(&[]), Err(Close::Io(_))));
     }
 }

@@ -15,6 +15,9 @@ const STALL_TIMEOUT_MIN: Duration = Duration::from_millis(50);
 /// Longest stall timeout: it is sent in 32 bits of milliseconds.
 const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 
+/// Longest idle timeout: instants that far ahead are still representable, and longer is for ever.
+const IDLE_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
+
 /// Which congestion control connections use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
@@ -34,7 +37,8 @@ pub struct TcpSettings {
     pub node_name: String,
     /// Payload bytes that one peer may have in flight towards this node.
     pub credit_bytes: u64,
-    /// A peer that makes no progress for this time is lost.
+    /// A peer that makes no progress for this time is lost. What it asked for is held for this long beyond the
+    /// request's deadline.
     pub stall_timeout: Duration,
     /// A connection without a fetch for this time is closed.
     pub idle_timeout: Duration,
@@ -81,7 +85,10 @@ impl TcpSettings {
                 (STALL_TIMEOUT_MIN..=STALL_TIMEOUT_MAX).contains(&self.stall_timeout),
                 format!("stall timeout must be {STALL_TIMEOUT_MIN:?} to {STALL_TIMEOUT_MAX:?}"),
             ),
-            (!self.idle_timeout.is_zero(), "idle timeout must not be zero".to_owned()),
+            (
+                !self.idle_timeout.is_zero() && self.idle_timeout <= IDLE_TIMEOUT_MAX,
+                format!("idle timeout must be above zero and at most {IDLE_TIMEOUT_MAX:?}"),
+            ),
             (self.connections_max > 0, "at least one connection must be allowed".to_owned()),
             (self.connections_per_peer > 0, "at least one connection per peer must be allowed".to_owned()),
         ];

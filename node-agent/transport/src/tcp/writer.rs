@@ -2,16 +2,16 @@
 //!
 //! Pieces are gathered up to [`BATCH_BYTES`] and handed to one `sendmsg`: 4 MiB are 0.6 ms of a 6.3 GB/s stream, so
 //! the system call vanishes, and a block is reported as served at most that much late. A slow peer blocks this
-//! thread only.
+//! thread only, and no longer than the deadlines of its requests last.
 
 use std::sync::PoisonError;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use reprise_buffers::Span;
+use reprise_buffers::{GATHER_MAX, Gather, Span};
 
 use super::close::Close;
 use super::incoming::{Incoming, State};
-use super::socket::{GATHER_MAX, Gather};
+use super::socket::{Sending, Sent};
 use crate::api::TransportEvent;
 use crate::counters::{add, raise};
 use crate::outbound::{BlockDone, Body, Finished, OutFrame, Step};
@@ -19,6 +19,9 @@ use crate::wire::{FRAME_HEADER_BYTES, FrameHeader, Kind};
 
 /// A requester hears from this server at least so many times in its stall timeout.
 pub(super) const ALIVE_PER_STALL_TIMEOUT: u32 = 4;
+
+/// But not more often than this, whatever it asks for.
+pub(super) const ALIVE_EVERY_MIN: Duration = Duration::from_millis(10);
 
 /// Payload gathered for one system call at the most (one frame may exceed it).
 const BATCH_BYTES: usize = 4 << 20;
@@ -38,7 +41,9 @@ enum Work {
 struct Batch {
     frames: Vec<Frame>,
     payload_bytes: usize,
-    /// Requests that were cancelled; reported after the frames are written.
+    /// When the first of their requests is over.
+    until: Option<Duration>,
+    /// Requests that were cancelled or are over; reported after the frames are written.
     aborted: Vec<u64>,
 }
 
@@ -50,7 +55,12 @@ struct Frame {
 
 /// Body of the writing thread; the reason when writing ended the connection.
 pub(super) fn run(incoming: &Incoming) -> Option<Close> {
-    let mut batch = Batch { frames: Vec::with_capacity(BATCH_FRAMES), payload_bytes: 0, aborted: Vec::new() };
+    let mut batch = Batch {
+        frames: Vec::with_capacity(BATCH_FRAMES),
+        payload_bytes: 0,
+        until: None,
+        aborted: Vec::new(),
+    };
     let close = loop {
         let close = match next_work(incoming, &mut batch) {
             Work::End => break None,
@@ -78,28 +88,26 @@ fn next_work(incoming: &Incoming, batch: &mut Batch) -> Work {
         if state.over {
             return Work::End;
         }
+        batch.aborted.extend(state.outbound.expire(incoming.now()));
         batch.fill(&mut state);
         if !batch.is_empty() {
             raise(&incoming.common.counters.in_flight_bytes_max, state.outbound.in_flight_bytes());
             return Work::Write;
         }
-        let idle = idle_since.elapsed();
-        let starved = state.outbound.waits_for_credit();
-        if starved && idle >= incoming.common.settings.stall_timeout {
-            return Work::Stalled;
-        }
-        let limit = if starved {
-            incoming.common.settings.stall_timeout
+        let (limit, work) = if state.outbound.waits_for_credit() {
+            (incoming.common.settings.stall_timeout, Work::Stalled)
         } else if state.outbound.open_requests() > 0 {
-            incoming.alive_every
+            (incoming.alive_every, Work::Alive)
         } else {
             state = incoming.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
-        if !starved && idle >= limit {
-            return Work::Alive;
+        let idle = idle_since.elapsed();
+        if idle >= limit {
+            return work;
         }
-        let left = limit.saturating_sub(idle);
+        let deadline = state.outbound.next_deadline().map(|until| until.saturating_sub(incoming.now()));
+        let left = deadline.map_or(limit - idle, |deadline| deadline.min(limit - idle));
         state = incoming.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
     }
 }
@@ -108,16 +116,18 @@ fn send_alive(incoming: &Incoming) -> Option<Close> {
     let frame = FrameHeader::bare(Kind::Alive, 0, 0).encode();
     let mut gather = Gather::with_capacity(1);
     gather.bytes(&frame);
-    incoming.socket.send_all(gather).err().map(Close::io)
+    send(incoming, gather, None).err()
 }
 
 fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
-    let sent = incoming.socket.send_all(batch.gather());
-    // After the call nothing reads the spans: sendmsg copies, or has failed.
-    if let Err(error) = sent {
-        return Some(Close::io(error));
+    let until = batch.until.take();
+    let sent = send(incoming, batch.gather(), until);
+    // From here on nothing reads the spans: sendmsg copies, or has failed.
+    if let Err(close) = sent {
+        batch.frames.clear();
+        return Some(close);
     }
-    add(&incoming.common.counters.sent_bytes, batch.payload_bytes as u64);
+    add(&incoming.common.counters.sent_bytes, std::mem::take(&mut batch.payload_bytes) as u64);
     for done in batch.frames.drain(..).filter_map(|frame| frame.done) {
         let finished = incoming.lock().outbound.finished(done);
         if finished == Finished::Forgotten {
@@ -134,8 +144,29 @@ fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
     for serve in batch.aborted.drain(..) {
         incoming.report_aborted(serve);
     }
-    batch.payload_bytes = 0;
     None
+}
+
+/// Sends while it keeps the deadlines of all requests. `until`: when the first of those that are being sent is over.
+/// What the socket has taken a part of cannot be called back, so then the connection ends.
+fn send(incoming: &Incoming, gather: Gather<'_>, until: Option<Duration>) -> Result<(), Close> {
+    let mut sending = Sending::new(gather);
+    loop {
+        let next = incoming.lock().outbound.next_deadline();
+        let wait_until = until.into_iter().chain(next).min().map(|at| incoming.instant(at));
+        if incoming.socket.send(&mut sending, wait_until).map_err(Close::io)? == Sent::All {
+            return Ok(());
+        }
+        let now = incoming.now();
+        if until.is_some_and(|until| until <= now) {
+            return Err(Close::Stalled("it takes its data too slowly for the deadline of its request"));
+        }
+        // Of these nothing is being sent: their deadlines are not before `until`.
+        let expired = incoming.lock().outbound.expire(now);
+        for serve in expired {
+            incoming.report_aborted(serve);
+        }
+    }
 }
 
 impl Batch {
@@ -149,7 +180,8 @@ impl Batch {
             match state.outbound.next() {
                 None => return,
                 Some(Step::Aborted { serve }) => self.aborted.push(serve),
-                Some(Step::Frame(OutFrame { header, body, done })) => {
+                Some(Step::Frame(OutFrame { serve, header, body, done })) => {
+                    self.until = self.until.into_iter().chain(state.outbound.deadline_of(serve)).min();
                     if let Body::Memory(span) = &body {
                         self.payload_bytes += Span::len(span);
                     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_buffers::{Access, Arena, ArenaConfig, HugePolicy, MappedRegion};
+use reprise_buffers::{Access, Arena, ArenaConfig, HugePolicy, MappedRegion, PageBuffer};
 use reprise_policy::Tier;
 use reprise_transport::limits::BLOCKS_PER_REQUEST_MAX;
 use reprise_transport::{
@@ -94,6 +94,29 @@ pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(world: &dyn
     assert!(is_untouched(&spans[0]));
     let stats = requester.transport.stats();
     assert_eq!((stats.deadlines_passed, stats.stalls, stats.blocks_lost), (1, 0, 1));
+}
+
+pub(crate) fn memory_of_an_aborted_serve_is_let_go(world: &dyn World) {
+    let server = node(world, "server", by_hand());
+    let requester = node(world, "requester", by_hand());
+    let block = Block::new(1, small_layout());
+    let mut buffer = PageBuffer::new(block.bytes.len()).expect("memory for a test");
+    let deadline = Duration::from_millis(200);
+    requester.fetch(&server, wanted(block.layout, &[block.key], 0, deadline));
+    let serve = server.request(world).serve;
+    server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
+    // All but the last object.
+    for range in &block.ranges(1)[..7] {
+        let from = buffer.span().slice(range.0 as usize, range.1 as usize).expect("inside of the buffer");
+        from.copy_in(&block.bytes[range.0 as usize..][..range.1 as usize]).expect("writable");
+        let objects = ServedObjects { serve, block: 0, from, offset: range.0, last: ServeLast::More };
+        server.transport.serve_objects(objects);
+    }
+    // Some of it is on its way, and the deadline passes before the rest is.
+    world.next(&requester.events);
+    world.pass(deadline);
+    assert_eq!(world.next(&server.events), TransportEvent::ServeAborted { serve });
+    assert!(!buffer.is_lent(), "the transport still holds memory of an aborted serve");
 }
 
 pub(crate) fn what_comes_after_the_deadline_is_thrown_away(world: &dyn World) {

@@ -33,6 +33,7 @@ conformance! {
     failures::a_block_may_become_absent_after_its_first_objects,
     failures::a_wrong_checksum_fails_that_block_alone,
     failures::a_passed_deadline_fails_the_block_and_aborts_the_serve,
+    failures::memory_of_an_aborted_serve_is_let_go,
     failures::what_comes_after_the_deadline_is_thrown_away,
     failures::a_server_that_goes_away_fails_all_unfinished_blocks,
     failures::a_requester_that_goes_away_aborts_its_serves,

@@ -21,6 +21,9 @@ pub(crate) trait World {
     /// The next event; panics when none comes.
     fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent;
 
+    /// Lets time pass where it does not by itself.
+    fn pass(&self, time: Duration);
+
     /// An address at which nobody is.
     fn nowhere(&self) -> String;
 }
@@ -86,6 +89,8 @@ impl World for TcpWorld {
         events.recv_timeout(PATIENCE).expect("an event comes")
     }
 
+    fn pass(&self, _time: Duration) {}
+
     fn nowhere(&self) -> String {
         let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         listener.local_addr().expect("it has an address").to_string()
@@ -116,6 +121,10 @@ impl World for MemoryWorld {
                 self.hub.advance(next.saturating_sub(self.hub.now()));
             }
         }
+    }
+
+    fn pass(&self, time: Duration) {
+        self.hub.advance(time);
     }
 
     fn nowhere(&self) -> String {

@@ -111,6 +111,7 @@ fn settings_that_cannot_work_are_refused_with_words() {
         (TcpSettings { credit_bytes: 1000, ..base() }, "credit"),
         (TcpSettings { stall_timeout: Duration::ZERO, ..base() }, "stall timeout"),
         (TcpSettings { idle_timeout: Duration::ZERO, ..base() }, "idle timeout"),
+        (TcpSettings { idle_timeout: Duration::MAX, ..base() }, "idle timeout"),
         (TcpSettings { connections_max: 0, ..base() }, "connection"),
         (TcpSettings { connections_per_peer: 0, ..base() }, "connection"),
         (TcpSettings { congestion: Congestion::Named("no such".into()), ..base() }, "congestion"),

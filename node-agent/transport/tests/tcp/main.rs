@@ -2,6 +2,7 @@
 //!
 //! Times are bounds, not measurements: what must be prompt is compared with a stall timeout of several seconds.
 
+mod deadlines;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod limits;

@@ -120,6 +120,29 @@ fn a_server_whose_core_is_slow_keeps_its_connection() {
 }
 
 #[test]
+fn a_core_that_takes_its_time_with_an_event_is_no_stall_of_the_peer() {
+    let block = Block::new(0, small_layout());
+    let server = node(settings(), crate::harness::serving(std::slice::from_ref(&block), 2));
+    let address = server.transport.local_address().to_string();
+    let (sender, events) = std::sync::mpsc::channel();
+    let sink: reprise_transport::EventSink = std::sync::Arc::new(move |event| {
+        // Three stall timeouts: this is the core being slow, not a wait for something to happen.
+        std::thread::sleep(Duration::from_millis(900));
+        let _ = sender.send(event);
+    });
+    let transport = reprise_transport::TcpTransport::bind(impatient(), sink).expect("loopback");
+    let wanted = crate::harness::wanted(small_layout(), &[block.key], 0, crate::harness::LATER);
+    let mut tracker = crate::harness::Tracker::default();
+    tracker.expect(&wanted.request);
+    transport.fetch(&address, wanted.request).expect("taken");
+    while !tracker.is_over() {
+        tracker.take(&events.recv_timeout(crate::harness::PATIENCE).expect("an event comes"));
+    }
+    assert!(matches!(tracker.fates[&0], Fate::Arrived { .. }));
+    assert_eq!(transport.stats().stalls, 0);
+}
+
+#[test]
 fn a_peer_that_closes_or_resets_is_lost_at_once() {
     for reset in [false, true] {
         let node = node(settings(), by_hand());
@@ -177,11 +200,5 @@ fn after_a_loss_the_next_fetch_opens_a_new_connection() {
 
 /// Makes closing the socket send RST.
 fn reset_on_close(stream: &std::net::TcpStream) {
-    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
-    let size = size_of::<libc::linger>() as libc::socklen_t;
-    let fd = std::os::fd::AsRawFd::as_raw_fd(stream);
-    // SAFETY: `linger` is what SO_LINGER takes and outlives the call (socket(7)).
-    let result =
-        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, (&raw const linger).cast(), size) };
-    assert_eq!(result, 0);
+    rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO)).expect("a socket has this option");
 }

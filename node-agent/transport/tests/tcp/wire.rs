@@ -78,8 +78,12 @@ pub(crate) fn block_header(stream: u64, block: u32, checksums: &[u32]) -> Vec<u8
 }
 
 pub(crate) fn request(stream: u64, layout: Layout, keys: &[BlockKey]) -> Vec<u8> {
+    request_within(stream, layout, keys, Duration::from_secs(5))
+}
+
+pub(crate) fn request_within(stream: u64, layout: Layout, keys: &[BlockKey], deadline: Duration) -> Vec<u8> {
     let mut body = layout.encode().to_vec();
-    body.extend_from_slice(&5_000_000u64.to_le_bytes());
+    body.extend_from_slice(&(deadline.as_micros() as u64).to_le_bytes());
     body.extend_from_slice(&(keys.len() as u32).to_le_bytes());
     body.extend_from_slice(&[0; 4]);
     body.extend_from_slice(&BlockKey::pack(keys));

@@ -1,0 +1,145 @@
+//! Sending shared memory over a socket: frame headers of the process and spans, gathered into one system call and
+//! copied by the kernel alone.
+//!
+//! Deliberately absent: waiting. A send takes what the socket takes at once; whoever has to wait does so where it also
+//! keeps its deadlines. Receiving into spans: bytes are received into private memory and copied from there in the pass
+//! that checksums them ([`Crc32c`](crate::Crc32c)).
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use crate::span::Span;
+
+/// Buffers that one system call sends at the most. The kernel's limit is 1024 (UIO_MAXIOV).
+pub const GATHER_MAX: usize = 256;
+
+const _: () = assert!(GATHER_MAX <= libc::UIO_MAXIOV as usize);
+
+/// Memory to send, in order; borrows what it names until it is sent.
+#[derive(Debug)]
+pub struct Gather<'a> {
+    /// What is still to be sent begins at the buffer `first`.
+    buffers: Vec<libc::iovec>,
+    first: usize,
+    memory: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Gather<'a> {
+    /// Nothing yet, with room for so many buffers.
+    pub fn with_capacity(buffers: usize) -> Gather<'a> {
+        Gather { buffers: Vec::with_capacity(buffers), first: 0, memory: PhantomData }
+    }
+
+    /// Adds memory of the process.
+    pub fn bytes(&mut self, bytes: &'a [u8]) {
+        self.push(bytes.as_ptr(), bytes.len());
+    }
+
+    /// Adds shared memory; what is sent is what it holds when the kernel copies it.
+    pub fn span(&mut self, span: &'a Span) {
+        self.push(span.as_ptr(), span.len());
+    }
+
+    /// Whether nothing is left to send.
+    pub fn is_sent(&self) -> bool {
+        self.first == self.buffers.len()
+    }
+
+    /// Hands a stream socket what it takes at once, whether or not it blocks; the number of bytes.
+    ///
+    /// # Errors
+    /// `WouldBlock` when the socket takes nothing now, or what it says otherwise; nothing was sent then.
+    pub fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let rest = &mut self.buffers[self.first..];
+        // SAFETY: all fields of msghdr are integers and pointers, for which zero is valid (no name, no control data).
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = rest.as_mut_ptr();
+        message.msg_iovlen = rest.len().min(GATHER_MAX);
+        // SAFETY: every buffer is readable for its length: `self` borrows the slices and spans that it names; the
+        // message and the list of buffers outlive the call (sendmsg(2)).
+        let sent = unsafe {
+            libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+        };
+        let sent = usize::try_from(sent).map_err(|_| io::Error::last_os_error())?;
+        self.advance(sent);
+        Ok(sent)
+    }
+
+    fn push(&mut self, start: *const u8, bytes: usize) {
+        if bytes > 0 {
+            self.buffers.push(libc::iovec { iov_base: start.cast_mut().cast(), iov_len: bytes });
+        }
+    }
+
+    /// The socket took the first `sent` bytes of what is left.
+    fn advance(&mut self, mut sent: usize) {
+        while let Some(first) = self.buffers.get_mut(self.first) {
+            if sent < first.iov_len {
+                first.iov_base = first.iov_base.wrapping_byte_add(sent);
+                first.iov_len -= sent;
+                return;
+            }
+            sent -= first.iov_len;
+            self.first += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::PageBuffer;
+
+    #[test]
+    fn what_was_gathered_arrives_in_order_however_the_socket_takes_it() {
+        let pages = 1 << 20;
+        let span = PageBuffer::new(pages).expect("memory for a test").span();
+        let bytes: Vec<u8> = (0..pages).map(|index| (index % 251) as u8).collect();
+        span.copy_in(&bytes).expect("writable");
+        let (sender, mut receiver) = UnixStream::pair().expect("a socket pair");
+        // More buffers than one call sends, of odd lengths, and empty ones.
+        let pieces: Vec<Span> = (0..GATHER_MAX)
+            .map(|index| span.slice(index * 4000, 3999).expect("inside of the buffer"))
+            .collect();
+        let mut gather = Gather::with_capacity(2 * GATHER_MAX);
+        let mut expected = Vec::new();
+        for (index, piece) in pieces.iter().enumerate() {
+            gather.bytes(b"head");
+            gather.span(piece);
+            gather.bytes(b"");
+            expected.extend_from_slice(b"head");
+            expected.extend_from_slice(&bytes[index * 4000..][..3999]);
+        }
+        let mut arrived = Vec::new();
+        let mut buffer = vec![0; 10_007];
+        while !gather.is_sent() {
+            match gather.send(sender.as_fd()) {
+                Ok(sent) => assert!(sent > 0),
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+                    let read = receiver.read(&mut buffer).expect("the socket is full");
+                    arrived.extend_from_slice(&buffer[..read]);
+                }
+            }
+        }
+        drop(sender);
+        receiver.read_to_end(&mut arrived).expect("the rest");
+        assert!(arrived == expected);
+    }
+
+    #[test]
+    fn a_socket_whose_other_end_is_gone_is_an_error_and_no_signal() {
+        let (sender, receiver) = UnixStream::pair().expect("a socket pair");
+        drop(receiver);
+        let mut gather = Gather::with_capacity(1);
+        gather.bytes(b"nobody reads this");
+        let error = gather.send(sender.as_fd()).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::BrokenPipe);
+        assert!(!gather.is_sent());
+    }
+}
