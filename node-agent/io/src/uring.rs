@@ -18,7 +18,7 @@ use io_uring::{opcode, squeue};
 use reprise_buffers::{Region, Span};
 
 use crate::device::DeviceFile;
-use crate::engine::{EngineKind, IoEngine, Wait};
+use crate::engine::{Closed, EngineKind, IoEngine, Wait};
 use crate::error::IoError;
 use crate::op::{Completion, Op, Submission};
 use crate::transfer::{IoVecs, Step, Transfer};
@@ -55,6 +55,8 @@ pub(crate) struct UringEngine {
     capacity: usize,
     /// Refused by [`Bounds::check`](crate::op::Bounds::check); handed out by the next reap.
     refused: Vec<Completion>,
+    /// Known once it has been tried.
+    closed: Option<Closed>,
 }
 
 /// Whether a read of the doorbell is in the ring.
@@ -91,7 +93,7 @@ impl UringEngine {
         tracing::info!(%path, engine = "io_uring", capacity, ?mode, ?caching, registered, "device opened");
         let (slots, refused) = (Slots::new(capacity), Vec::new());
         let (bell_count, bell_read) = (Box::new(0), BellRead::Idle);
-        UringEngine { ring, slots, fixed, file, bell, bell_count, bell_read, capacity, refused }
+        UringEngine { ring, slots, fixed, file, bell, bell_count, bell_read, capacity, refused, closed: None }
     }
 
     /// Puts the next entry of an operation into the ring.
@@ -159,8 +161,23 @@ impl UringEngine {
         self.bell_read = BellRead::InRing;
     }
 
-    /// Runs everything to its end; false if that could not be had.
-    fn drain(&mut self) -> bool {
+    /// Runs everything to its end, or leaks what the kernel may still use; once.
+    fn end(&mut self) -> Closed {
+        if let Some(closed) = self.closed {
+            return closed;
+        }
+        let closed = self.drain();
+        if closed == Closed::Leaked {
+            self.file.leave_lock_to_operations();
+            mem::forget(mem::replace(&mut self.slots, Slots::new(0)));
+            mem::forget(mem::take(&mut self.bell_count));
+            mem::forget(mem::take(&mut self.fixed));
+        }
+        self.closed = Some(closed);
+        closed
+    }
+
+    fn drain(&mut self) -> Closed {
         let start = Instant::now();
         let mut ended = Vec::new();
         if self.bell_read == BellRead::InRing {
@@ -169,12 +186,12 @@ impl UringEngine {
         loop {
             self.take(&mut ended);
             if self.slots.in_use() == 0 && self.bell_read == BellRead::Idle {
-                return true;
+                return Closed::Drained;
             }
-            let Some(left) = DRAIN_LIMIT.checked_sub(start.elapsed()) else { return false };
+            let Some(left) = DRAIN_LIMIT.checked_sub(start.elapsed()) else { return Closed::Leaked };
             if let Err(error) = self.ring.enter(EnterWait::One(left)) {
                 tracing::error!(path = %self.file.path().display(), %error, "an I/O engine cannot be drained");
-                return false;
+                return Closed::Leaked;
             }
         }
     }
@@ -222,6 +239,10 @@ impl IoEngine for UringEngine {
         self.bell.waker()
     }
 
+    fn close(mut self: Box<Self>) -> Closed {
+        self.end()
+    }
+
     fn kind(&self) -> EngineKind {
         EngineKind::IoUring
     }
@@ -229,12 +250,8 @@ impl IoEngine for UringEngine {
 
 impl Drop for UringEngine {
     fn drop(&mut self) {
-        if !self.drain() {
-            self.file.leave_lock_to_operations();
-            mem::forget(mem::replace(&mut self.slots, Slots::new(0)));
-            mem::forget(mem::take(&mut self.bell_count));
-            mem::forget(mem::take(&mut self.fixed));
-        }
+        // Whoever drops an engine does not want to know.
+        let _ = self.end();
     }
 }
 

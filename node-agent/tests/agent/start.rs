@@ -182,8 +182,8 @@ fn a_device_too_small_for_a_pool_is_told_what_it_needs() {
 fn a_full_disk_is_told_so_and_no_file_is_left_behind_that_was_not_there() {
     let home = Home::new();
     let pool = home.path().join("pool");
-    // More than any file system has left.
-    let device = format!("[[pool.devices]]\npath = \"{}\"\nbytes = \"4096TiB\"", pool.display());
+    // The largest there is: more than the file system of a test has left.
+    let device = format!("[[pool.devices]]\npath = \"{}\"\nbytes = \"16TiB\"", pool.display());
     let config = Config { pool: None, extra: device, ..Config::default() };
     assert_says(&refused(&home, &config), DEVICE, &["no space", "configure a smaller pool"]);
     assert!(!pool.exists(), "an empty pool file is left behind");
