@@ -1,7 +1,7 @@
 //! Every metric of the agent: name, help, unit, labels.
 //!
 //! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are bounded:
-//! `phase` and `state` by their enums, `device` by the 32 devices of a configuration. What the core counts is listed in
+//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices of a configuration. What the core counts is listed in
 //! [`CORE`], one line per counter (a test compares), and read from the core at each scrape.
 //!
 //! Latencies are taken where an effect meets its event (executor, device worker), not in handlers.
@@ -23,6 +23,8 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use reprise_agent_core::effect::DeviceId;
+
+use reprise_buffers::{PageCoverage, PageKind};
 
 use crate::device::DeviceInfo;
 pub(crate) use tables::{CORE, PEER};
@@ -54,6 +56,12 @@ struct PhaseLabels {
     phase: Phase,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PageLabels {
+    kind: &'static str,
+}
+
+/// A [`PageKind`] in a label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DeviceLabels {
     device: u8,
@@ -182,21 +190,31 @@ impl EncodeLabelValue for Phase {
     }
 }
 
+fn page_label(kind: PageKind) -> &'static str {
+    match kind {
+        PageKind::HugeTlb => "hugetlb",
+        PageKind::TransparentHuge => "transparent",
+        PageKind::Small => "small",
+    }
+}
+
 fn latency() -> Histogram {
     let (start, factor, length) = LATENCY_BUCKETS;
     Histogram::new(exponential_buckets(start, factor, length))
 }
 
 impl Metrics {
-    /// `page_kind` as the arena measured it.
-    pub(crate) fn new(node: &str, page_kind: &str) -> Metrics {
+    /// `pages` as the arena measured them.
+    pub(crate) fn new(node: &str, pages: PageCoverage) -> Metrics {
         let mut registry = Registry::with_prefix("reprise_agent");
-        let info = vec![
-            ("version", env!("CARGO_PKG_VERSION").to_owned()),
-            ("node", node.to_owned()),
-            ("arena_pages", page_kind.to_owned()),
-        ];
-        registry.register("build", "Version, node name and page kind of the arena", Info::new(info));
+        let info = vec![("version", env!("CARGO_PKG_VERSION").to_owned()), ("node", node.to_owned())];
+        registry.register("build", "Version and node name", Info::new(info));
+        let page_bytes: Family<PageLabels, Gauge> = Family::default();
+        registry.register("arena_page_bytes", "Bytes of the arena by kind of page", page_bytes.clone());
+        for kind in [PageKind::HugeTlb, PageKind::TransparentHuge, PageKind::Small] {
+            let bytes = i64::try_from(pages.bytes_of(kind)).unwrap_or(i64::MAX);
+            page_bytes.get_or_create(&PageLabels { kind: page_label(kind) }).set(bytes);
+        }
         let phases: Family<PhaseLabels, Histogram, fn() -> Histogram> = Family::new_with_constructor(latency);
         registry.register("phase_seconds", "Latency by phase, from receipt", phases.clone());
         let inbox_waiting = Gauge::default();
@@ -409,7 +427,8 @@ mod tests {
 
     #[test]
     fn a_scrape_has_names_help_and_values() {
-        let metrics = Metrics::new("n1", "4 KiB");
+        let pages = PageCoverage { bytes: 10 << 20, hugetlb_bytes: 0, transparent_bytes: 8 << 20 };
+        let metrics = Metrics::new("n1", pages);
         metrics.phase(Phase::Match, Duration::from_micros(120));
         metrics.device(DeviceId(0)).read(4096, Duration::from_millis(1));
         let number = Number { name: "loads".to_owned(), help: "Loads", kind: Kind::Counter, value: 7 };
@@ -420,6 +439,9 @@ mod tests {
             "reprise_agent_device_read_bytes_total{device=\"0\"} 4096",
             "reprise_agent_inbox_waiting 3",
             "# HELP reprise_agent_device_lost",
+            "reprise_agent_arena_page_bytes{kind=\"transparent\"} 8388608",
+            "reprise_agent_arena_page_bytes{kind=\"small\"} 2097152",
+            "reprise_agent_arena_page_bytes{kind=\"hugetlb\"} 0",
         ] {
             assert!(text.contains(line), "no '{line}' in:\n{text}");
         }

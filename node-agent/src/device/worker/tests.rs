@@ -102,7 +102,7 @@ impl World {
             inbox,
             arena: arena.clone(),
             clock: Clock::start(),
-            metrics: Metrics::new("test", "4 KiB").device(DeviceId(0)),
+            metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
         };
         let thread = Some(std::thread::spawn(move || Worker::new(around, Box::new(engine)).run()));
         World { device, arena, commands, waker, inputs, thread }
