@@ -246,8 +246,15 @@ impl Executor {
             }
             Report::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
-                let path = self.parts.devices.get(usize::from(device.0)).map(|device| &device.info().path);
-                tracing::error!(device = device.0, path = ?path, reason, "device lost; the agent goes on without it and its blocks, restart it when the device is back");
+                let device_at = self.parts.devices.get(usize::from(device.0));
+                let path =
+                    device_at.map(|device| device.info().path.display().to_string()).unwrap_or_default();
+                tracing::error!(
+                    device = device.0,
+                    path,
+                    reason,
+                    "device lost; the agent goes on without it and its blocks, restart it when the device is back"
+                );
             }
         }
     }

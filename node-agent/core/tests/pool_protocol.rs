@@ -261,6 +261,8 @@ fn after_a_failed_sync_or_journal_write_nothing_is_reported_durable() {
     let runs = [
         lost_by(is_sync, DeviceError::Media),
         lost_by(is_sync, DeviceError::Lost),
+        lost_by(is_sync, DeviceError::Refused),
+        lost_by(is_pages, DeviceError::Refused),
         lost_by(is_pages, DeviceError::Media),
         lost_by(is_block, DeviceError::Lost),
     ];

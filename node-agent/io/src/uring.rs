@@ -5,12 +5,12 @@
 //! eventfd lies in the ring while the engine waits, so that a wake is just another completion.
 //!
 //! A transfer of several spans (a header page and its payload) goes as one vectored entry, which uses no registered
-//! buffer; only single spans do. The alternative, a fixed entry for each span (the header in a registered page of its own)
-//! with one completion for both, was measured with 16 blocks in flight on a virtual NVMe disk of about 2 GB/s: in 2 MiB pages
-//! rates were equal for payloads of 512 KiB and 2 MiB (1831 : 1855 and 2130 : 2135 MB/s read, 2760 : 2725 and 3009 : 2935
-//! written) and lower for 128 KiB (1366 : 1503 read, 1622 : 1931 written), where twice the requests cost more than pinning
-//! 33 pages. CPU time fell by 0.01 s/GB of reads at most (0.04 in 4 KiB pages). That is not worth a second form
-//! of operation with a half-done state.
+//! buffer; only single spans do. The alternative, a fixed entry for each span (the header in a registered page of its
+//! own) with one completion for both, was measured with 16 blocks in flight on a virtual NVMe disk of about 2 GB/s: in
+//! 2 MiB pages rates were equal for payloads of 512 KiB and 2 MiB (1831 : 1855 and 2130 : 2135 MB/s read, 2760 : 2725 and
+//! 3009 : 2935 written) and lower for 128 KiB (1366 : 1503 read, 1622 : 1931 written), where twice the requests cost more
+//! than pinning 33 pages. CPU time fell by 0.01 s/GB of reads at most (0.04 in 4 KiB pages). That is not worth a second
+//! form of operation with a half-done state.
 //!
 //! The table of slots owns the operations, the engine owns the table and frees it only when the kernel has given
 //! every operation back; if that cannot be had within [`DRAIN_LIMIT`], the operations are leaked rather than freed, and

@@ -306,9 +306,15 @@ impl AgentCore {
 
     /// Tries the next place for blocks whose fill failed before their load was answered.
     fn try_elsewhere(&mut self, fill: &Fill, error: FillError, load: SlabId, blocks: &[u32]) {
+        if error == FillError::Refused {
+            // The block is still here: whatever looks for it would ask the device the same again at once.
+            for block in blocks {
+                self.lose_block(load, *block, LossReason::Failed);
+            }
+            return self.settle_load(load);
+        }
         let wanted = blocks.iter().map(|block| Wanted::from(*block, fill.others.clone())).collect();
-        // A device that did not take the read would be asked the same again at once.
-        let missing = if error == FillError::Refused { wanted } else { self.place_here(load, wanted) };
+        let missing = self.place_here(load, wanted);
         match fill.origin {
             Origin::Device(_) => self.ask_elsewhere(load, missing, LossReason::Failed),
             Origin::Peer(_) => {

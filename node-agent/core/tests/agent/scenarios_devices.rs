@@ -199,13 +199,14 @@ fn a_read_that_the_device_does_not_take_costs_neither_the_block_nor_its_slot() {
     let (mut world, session) = with(Setup::default());
     save_durably(&mut world, session, &keys(0..1));
     trim(&mut world, session);
-    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    world.load(session, &keys(0..1), Duration::from_secs(1), Scope::Cluster);
     let job = world.fills()[0];
     world.fail(job, FillError::Refused);
     let (_, held) = world.engines[&session].loads.iter().next().expect("answered");
     assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Failed)), "it is not asked again at once");
     let counters = world.core.counters();
     assert_eq!((counters.fill_refused, counters.pool_quarantined_slots, counters.nvme_blocks), (1, 0, 1));
+    assert_eq!(counters.lookups, 0, "nor by way of the directory");
     world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
     world.finish_jobs();
     assert_eq!(world.core.counters().hit_blocks_own_nvme, 1);
