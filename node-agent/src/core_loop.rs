@@ -73,6 +73,8 @@ pub(crate) struct Request {
 /// Ends of operations and progress of fills, of one device.
 pub(crate) struct DeviceReport {
     pub(crate) device: DeviceId,
+    /// Why the device is lost, when that is news.
+    pub(crate) lost: Option<String>,
     pub(crate) done: Vec<(OpToken, Result<(), DeviceError>)>,
     pub(crate) fills: Vec<(FillId, FillUpdate)>,
 }
@@ -211,7 +213,10 @@ impl CoreLoop {
                 }
                 self.apply(event);
             }
-            Input::Device(DeviceReport { device, done, fills }) => {
+            Input::Device(DeviceReport { device, lost, done, fills }) => {
+                if let Some(reason) = lost {
+                    self.apply(Event::DeviceLost { device, reason });
+                }
                 for (token, result) in done {
                     self.apply(Event::DeviceDone { device, token, result });
                 }

@@ -13,6 +13,8 @@ mod pieces;
 mod reads;
 mod worker;
 
+pub(crate) use worker::read_error;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -20,7 +22,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use reprise_agent_core::effect::{DeviceId, ReadBatch};
-use reprise_agent_core::pool::{DeviceOp, DevicePool, PoolParams, StoredBlock};
+use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
 use reprise_buffers::Arena;
 use reprise_io::{Caching, EngineKind, Waker};
 
@@ -43,6 +45,13 @@ pub(crate) enum Command {
     Read(ReadBatch),
     /// End.
     Stop,
+}
+
+/// A command that did not reach its device.
+#[derive(Debug)]
+pub(crate) struct Unsent {
+    pub(crate) command: Command,
+    pub(crate) why: DeviceError,
 }
 
 /// A running device.
@@ -162,13 +171,14 @@ impl Device {
     ///
     /// # Errors
     /// Gives the command back when the device's queue is full or its thread has ended.
-    pub(crate) fn submit(&self, command: Command) -> Result<(), Command> {
+    pub(crate) fn submit(&self, command: Command) -> Result<(), Unsent> {
         match self.commands.try_send(command) {
             Ok(()) => {
                 self.waker.wake();
                 Ok(())
             }
-            Err(TrySendError::Full(command) | TrySendError::Disconnected(command)) => Err(command),
+            Err(TrySendError::Full(command)) => Err(Unsent { command, why: DeviceError::Refused }),
+            Err(TrySendError::Disconnected(command)) => Err(Unsent { command, why: DeviceError::Lost }),
         }
     }
 

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | replies, notices | straight to the socket, else the session's queue | the session is closed |
 //! | progress | stores to shared memory, futex wake | cannot |
-//! | device operations, reads | bounded queue, larger than what the core has under way | reported as device errors |
+//! | device operations, reads | bounded queue, larger than what the core has under way | reported as not taken |
 //! | look-ups, announcements | the directory client's queues | it reports or re-announces |
 //! | fetches, serves | the transport's queues | the fill is reported as lost |
 //!
@@ -22,7 +22,7 @@ use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::SessionId;
 
-use crate::device::{Command, Device};
+use crate::device::{Command, Device, Unsent, read_error};
 use crate::directory::DirectoryClient;
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
@@ -176,18 +176,15 @@ impl Executor {
             Effect::Progress { session, entry, update } => self.progress(session, entry, &update),
             Effect::Device { device, op } => {
                 let token = op.token;
-                if self.command(device, Command::Op(op)).is_err() {
-                    self.feedback.push_back(Event::DeviceDone {
-                        device,
-                        token,
-                        result: Err(DeviceError::Lost),
-                    });
+                if let Err(Unsent { why, .. }) = self.command(device, Command::Op(op)) {
+                    self.feedback.push_back(Event::DeviceDone { device, token, result: Err(why) });
                 }
             }
             Effect::ReadBlocks { device, batch } => {
-                if let Err(Command::Read(batch)) = self.command(device, Command::Read(batch)) {
+                let sent = self.command(device, Command::Read(batch));
+                if let Err(Unsent { command: Command::Read(batch), why }) = sent {
                     let fills = batch.blocks.iter().map(|block| block.fill);
-                    self.feedback.extend(fills.map(|fill| failed(fill, FillError::Device)));
+                    self.feedback.extend(fills.map(|fill| failed(fill, read_error(why))));
                 }
             }
             Effect::Lookup { lookup, keys, timeout } => match self.parts.clustered {
@@ -202,7 +199,7 @@ impl Executor {
             }
             Effect::ServeObjects(objects) => self.with_peers(|peers| peers.serve_objects(&objects)),
             Effect::ServeAbsent { serve, block } => self.with_peers(|peers| peers.serve_absent(serve, block)),
-            Effect::Report(report) => log(&report),
+            Effect::Report(report) => self.report(&report),
         }
     }
 
@@ -234,10 +231,31 @@ impl Executor {
         }
     }
 
-    fn command(&self, device: DeviceId, command: Command) -> Result<(), Command> {
+    fn command(&self, device: DeviceId, command: Command) -> Result<(), Unsent> {
         match self.parts.devices.get(usize::from(device.0)) {
             Some(device) => device.submit(command),
-            None => Err(command),
+            None => Err(Unsent { command, why: DeviceError::Lost }),
+        }
+    }
+
+    /// The only place that tells an operator.
+    fn report(&self, report: &Report) {
+        match report {
+            Report::CorruptBlock { device, page, key } => {
+                tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped and its place is not used again");
+            }
+            Report::DeviceLost { device, reason } => {
+                self.parts.metrics.device_lost(*device);
+                let device_at = self.parts.devices.get(usize::from(device.0));
+                let path =
+                    device_at.map(|device| device.info().path.display().to_string()).unwrap_or_default();
+                tracing::error!(
+                    device = device.0,
+                    path,
+                    reason,
+                    "device lost; the agent goes on without it and its blocks, restart it when the device is back"
+                );
+            }
         }
     }
 
@@ -277,15 +295,4 @@ impl Executor {
 
 fn failed(fill: FillId, error: FillError) -> Event {
     Event::Fill { fill, update: FillUpdate::Failed(error) }
-}
-
-fn log(report: &Report) {
-    match report {
-        Report::CorruptBlock { device, page, key } => {
-            tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped and its place is not used again");
-        }
-        Report::DeviceLost { device, reason } => {
-            tracing::error!(device = device.0, reason, "device given up; its blocks are gone from the cache");
-        }
-    }
 }

@@ -1,7 +1,7 @@
 //! Every metric of the agent: name, help, unit, labels.
 //!
 //! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are bounded:
-//! `phase` and `state` by their enums, `device` by the 32 devices of a configuration. What the core counts is listed in
+//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices of a configuration. What the core counts is listed in
 //! [`CORE`], one line per counter (a test compares), and read from the core at each scrape.
 //!
 //! Latencies are taken where an effect meets its event (executor, device worker), not in handlers.
@@ -23,6 +23,8 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use reprise_agent_core::effect::DeviceId;
+
+use reprise_buffers::{PageCoverage, PageKind};
 
 use crate::device::DeviceInfo;
 pub(crate) use tables::{CORE, PEER};
@@ -54,6 +56,12 @@ struct PhaseLabels {
     phase: Phase,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PageLabels {
+    kind: &'static str,
+}
+
+/// A [`PageKind`] in a label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DeviceLabels {
     device: u8,
@@ -100,7 +108,10 @@ struct DeviceFamilies {
     sync_seconds: Family<DeviceLabels, Histogram, fn() -> Histogram>,
     read_bytes: Family<DeviceLabels, Counter>,
     written_bytes: Family<DeviceLabels, Counter>,
-    queued: Family<DeviceLabels, Gauge>,
+    reads_queued: Family<DeviceLabels, Gauge>,
+    read_bytes_queued: Family<DeviceLabels, Gauge>,
+    writes_queued: Family<DeviceLabels, Gauge>,
+    write_bytes_queued: Family<DeviceLabels, Gauge>,
     in_flight: Family<DeviceLabels, Gauge>,
     lost: Family<DeviceLabels, Gauge>,
     recovery_seconds: Family<DeviceLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
@@ -116,9 +127,24 @@ pub(crate) struct DeviceMetrics {
     sync_seconds: Histogram,
     read_bytes: Counter,
     written_bytes: Counter,
-    queued: Gauge,
+    reads_queued: Gauge,
+    read_bytes_queued: Gauge,
+    writes_queued: Gauge,
+    write_bytes_queued: Gauge,
     in_flight: Gauge,
-    lost: Gauge,
+}
+
+/// What waits for a device, and what it has under way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Queued {
+    /// Reads of pieces of blocks.
+    pub(crate) reads: u64,
+    pub(crate) read_bytes: u64,
+    /// Writes and syncs.
+    pub(crate) writes: u64,
+    pub(crate) write_bytes: u64,
+    /// Operations that the device has.
+    pub(crate) in_flight: u64,
 }
 
 /// Numbers that others own, as of the last scrape.
@@ -164,21 +190,31 @@ impl EncodeLabelValue for Phase {
     }
 }
 
+fn page_label(kind: PageKind) -> &'static str {
+    match kind {
+        PageKind::HugeTlb => "hugetlb",
+        PageKind::TransparentHuge => "transparent",
+        PageKind::Small => "small",
+    }
+}
+
 fn latency() -> Histogram {
     let (start, factor, length) = LATENCY_BUCKETS;
     Histogram::new(exponential_buckets(start, factor, length))
 }
 
 impl Metrics {
-    /// `page_kind` as the arena measured it.
-    pub(crate) fn new(node: &str, page_kind: &str) -> Metrics {
+    /// `pages` as the arena measured them.
+    pub(crate) fn new(node: &str, pages: PageCoverage) -> Metrics {
         let mut registry = Registry::with_prefix("reprise_agent");
-        let info = vec![
-            ("version", env!("CARGO_PKG_VERSION").to_owned()),
-            ("node", node.to_owned()),
-            ("arena_pages", page_kind.to_owned()),
-        ];
-        registry.register("build", "Version, node name and page kind of the arena", Info::new(info));
+        let info = vec![("version", env!("CARGO_PKG_VERSION").to_owned()), ("node", node.to_owned())];
+        registry.register("build", "Version and node name", Info::new(info));
+        let page_bytes: Family<PageLabels, Gauge> = Family::default();
+        registry.register("arena_page_bytes", "Bytes of the arena by kind of page", page_bytes.clone());
+        for kind in [PageKind::HugeTlb, PageKind::TransparentHuge, PageKind::Small] {
+            let bytes = i64::try_from(pages.bytes_of(kind)).unwrap_or(i64::MAX);
+            page_bytes.get_or_create(&PageLabels { kind: page_label(kind) }).set(bytes);
+        }
         let phases: Family<PhaseLabels, Histogram, fn() -> Histogram> = Family::new_with_constructor(latency);
         registry.register("phase_seconds", "Latency by phase, from receipt", phases.clone());
         let inbox_waiting = Gauge::default();
@@ -197,6 +233,8 @@ impl Metrics {
     /// The metrics of one device.
     pub(crate) fn device(&self, device: DeviceId) -> DeviceMetrics {
         let labels = DeviceLabels { device: device.0 };
+        // There from the start: an alert on it needs the zero.
+        drop(self.devices.lost.get_or_create(&labels));
         let DeviceFamilies { read_seconds, write_seconds, sync_seconds, read_bytes, written_bytes, .. } =
             &self.devices;
         DeviceMetrics {
@@ -205,9 +243,11 @@ impl Metrics {
             sync_seconds: sync_seconds.get_or_create(&labels).clone(),
             read_bytes: read_bytes.get_or_create(&labels).clone(),
             written_bytes: written_bytes.get_or_create(&labels).clone(),
-            queued: self.devices.queued.get_or_create(&labels).clone(),
+            reads_queued: self.devices.reads_queued.get_or_create(&labels).clone(),
+            read_bytes_queued: self.devices.read_bytes_queued.get_or_create(&labels).clone(),
+            writes_queued: self.devices.writes_queued.get_or_create(&labels).clone(),
+            write_bytes_queued: self.devices.write_bytes_queued.get_or_create(&labels).clone(),
             in_flight: self.devices.in_flight.get_or_create(&labels).clone(),
-            lost: self.devices.lost.get_or_create(&labels).clone(),
         }
     }
 
@@ -219,6 +259,11 @@ impl Metrics {
         self.devices.recovery_records.get_or_create(&labels).set(records);
         let (io_engine, caching) = (info.engine.to_string(), format!("{:?}", info.caching).to_lowercase());
         self.devices.info.get_or_create(&DeviceInfoLabels { device: device.0, io_engine, caching }).set(1);
+    }
+
+    /// Notes that a device is lost.
+    pub(crate) fn device_lost(&self, device: DeviceId) {
+        self.devices.lost.get_or_create(&DeviceLabels { device: device.0 }).set(1);
     }
 
     /// Everything in the text format. `numbers` are those of the core, the transport and the directory client, now.
@@ -244,7 +289,10 @@ impl DeviceFamilies {
             sync_seconds: histogram(),
             read_bytes: Family::default(),
             written_bytes: Family::default(),
-            queued: Family::default(),
+            reads_queued: Family::default(),
+            read_bytes_queued: Family::default(),
+            writes_queued: Family::default(),
+            write_bytes_queued: Family::default(),
             in_flight: Family::default(),
             lost: Family::default(),
             recovery_seconds: Family::default(),
@@ -265,7 +313,26 @@ impl DeviceFamilies {
             "Bytes written, headers and journal included",
             all.written_bytes,
         );
-        registry.register("device_queued", "Batches and writes waiting for the device", all.queued);
+        registry.register(
+            "device_reads_queued",
+            "Reads (pieces of blocks) waiting for the device",
+            all.reads_queued,
+        );
+        registry.register(
+            "device_read_bytes_queued",
+            "Bytes of reads waiting for the device, headers included",
+            all.read_bytes_queued,
+        );
+        registry.register(
+            "device_writes_queued",
+            "Writes and syncs waiting for the device",
+            all.writes_queued,
+        );
+        registry.register(
+            "device_write_bytes_queued",
+            "Bytes of writes waiting for the device, headers and journal included",
+            all.write_bytes_queued,
+        );
         registry.register("device_in_flight", "Operations under way at the device", all.in_flight);
         registry.register("device_lost", "1 when the device is lost", all.lost);
         registry.register("device_recovery_seconds", "Time to open the pool at start", all.recovery_seconds);
@@ -290,13 +357,17 @@ impl DeviceMetrics {
         self.sync_seconds.observe(latency.as_secs_f64());
     }
 
-    pub(crate) fn queue(&self, queued: usize, in_flight: usize) {
-        self.queued.set(i64::try_from(queued).unwrap_or(i64::MAX));
-        self.in_flight.set(i64::try_from(in_flight).unwrap_or(i64::MAX));
-    }
-
-    pub(crate) fn lost(&self) {
-        self.lost.set(1);
+    pub(crate) fn queue(&self, queued: &Queued) {
+        let Queued { reads, read_bytes, writes, write_bytes, in_flight } = *queued;
+        for (gauge, value) in [
+            (&self.reads_queued, reads),
+            (&self.read_bytes_queued, read_bytes),
+            (&self.writes_queued, writes),
+            (&self.write_bytes_queued, write_bytes),
+            (&self.in_flight, in_flight),
+        ] {
+            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        }
     }
 }
 
@@ -356,7 +427,8 @@ mod tests {
 
     #[test]
     fn a_scrape_has_names_help_and_values() {
-        let metrics = Metrics::new("n1", "4 KiB");
+        let pages = PageCoverage { bytes: 10 << 20, hugetlb_bytes: 0, transparent_bytes: 8 << 20 };
+        let metrics = Metrics::new("n1", pages);
         metrics.phase(Phase::Match, Duration::from_micros(120));
         metrics.device(DeviceId(0)).read(4096, Duration::from_millis(1));
         let number = Number { name: "loads".to_owned(), help: "Loads", kind: Kind::Counter, value: 7 };
@@ -367,6 +439,9 @@ mod tests {
             "reprise_agent_device_read_bytes_total{device=\"0\"} 4096",
             "reprise_agent_inbox_waiting 3",
             "# HELP reprise_agent_device_lost",
+            "reprise_agent_arena_page_bytes{kind=\"transparent\"} 8388608",
+            "reprise_agent_arena_page_bytes{kind=\"small\"} 2097152",
+            "reprise_agent_arena_page_bytes{kind=\"hugetlb\"} 0",
         ] {
             assert!(text.contains(line), "no '{line}' in:\n{text}");
         }

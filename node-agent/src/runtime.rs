@@ -89,7 +89,7 @@ impl Runtime {
         let clock = Clock::start();
         let (inbox, inputs) = Inbox::new();
         let arena = Arc::new(take_memory(&settings.arena)?);
-        let metrics = Arc::new(Metrics::new(&settings.node.name, &arena.page_kind().to_string()));
+        let metrics = Arc::new(Metrics::new(&settings.node.name, arena.coverage()));
         let context =
             DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
         let opened = device::open_all(&settings.pool, &context)?;
@@ -145,7 +145,7 @@ impl Runtime {
             arena: ArenaInfo {
                 bytes: settings.arena.bytes,
                 regions: arena.regions().len(),
-                page_kind: arena.page_kind().to_string(),
+                page_kind: arena.coverage().to_string(),
             },
             ready: AtomicBool::new(true),
             settings,
@@ -207,7 +207,7 @@ fn take_memory(settings: &ArenaSettings) -> Result<Arena, AgentError> {
     let arena = Arena::new(&config).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot take the memory of arena.bytes").because(error)
     })?;
-    tracing::info!(bytes = settings.bytes, regions = arena.regions().len(), pages = %arena.page_kind(), "arena ready");
+    tracing::info!(bytes = settings.bytes, regions = arena.regions().len(), pages = %arena.coverage(), "arena ready");
     Ok(arena)
 }
 

@@ -6,6 +6,9 @@
 //!
 //! First touch costs 0.3–3 GB/s a core (the hypervisor may have to find the memory too), so regions are made by
 //! several threads. An arena is never resized.
+//!
+//! Populating is no promise for ever: whoever holds a writable descriptor may punch holes into the file. See the crate's
+//! doc for what follows from that.
 
 use std::io;
 use std::ops::Range;
@@ -206,11 +209,6 @@ impl Region {
     /// `bytes` bytes from `offset`; an error when they do not lie inside.
     pub fn span(&self, offset: u64, bytes: u64) -> Result<Span, BufferError> {
         Span::of(&self.memory, offset, bytes)
-    }
-
-    /// Whether the span lies in this region (and not in one of the same id of another arena).
-    pub fn contains(&self, span: &Span) -> bool {
-        span.is_of(&self.memory)
     }
 
     /// Overwrites all of it with zeros, as before it changes its tenant. The caller makes sure that no slot of it is

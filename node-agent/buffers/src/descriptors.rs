@@ -17,10 +17,15 @@ const _: () = assert!(
     unsafe { libc::CMSG_SPACE((DESCRIPTORS_MAX * size_of::<RawFd>()) as u32) } as usize == CONTROL_BYTES
 );
 
+/// User id that the kernel gives for a socket without a peer (`INVALID_UID`, `cred_to_ucred` in net/core/sock.c). No
+/// process has it: user_namespaces(7) maps a user that our namespace does not know to 65534.
+const NO_PEER_UID: u32 = u32::MAX;
+
 /// The process at the other end of a unix socket, as the kernel saw it when the connection was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCredentials {
-    /// Process id.
+    /// Process id; 0 when it is not known, because the process lives in a PID namespace that ours does not see (a pod
+    /// of its own, without `hostPID`).
     pub pid: i32,
     /// User id.
     pub uid: u32,
@@ -132,11 +137,14 @@ pub fn peer_credentials(sock: BorrowedFd<'_>) -> Result<PeerCredentials, BufferE
         )
     };
     check(rc).map_err(|source| BufferError::system("asking who is at the other end of a socket", source))?;
-    // The kernel knows no peer of a socket that is not connected and says so with process id 0.
-    if credentials.pid == 0 {
-        return Err(BufferError::Invalid("the socket is not connected to a process".to_owned()));
-    }
-    Ok(PeerCredentials { pid: credentials.pid, uid: credentials.uid, gid: credentials.gid })
+    peer_of(credentials)
+        .ok_or_else(|| BufferError::Invalid("the socket is not connected to a process".to_owned()))
+}
+
+/// What SO_PEERCRED says; `None` when the socket has no peer. Process id 0 does not say that: see [`PeerCredentials`].
+fn peer_of(credentials: libc::ucred) -> Option<PeerCredentials> {
+    let libc::ucred { pid, uid, gid } = credentials;
+    (uid != NO_PEER_UID).then_some(PeerCredentials { pid, uid, gid })
 }
 
 /// One sendmsg(2) with these flags more; gives the bytes taken.
@@ -227,4 +235,20 @@ fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
         header = unsafe { libc::CMSG_NXTHDR(message, header) };
     }
     taken
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_whose_process_id_is_hidden_is_a_peer() {
+        let hidden = libc::ucred { pid: 0, uid: 1000, gid: 100 };
+        assert_eq!(peer_of(hidden), Some(PeerCredentials { pid: 0, uid: 1000, gid: 100 }));
+    }
+
+    #[test]
+    fn no_user_is_no_peer() {
+        assert_eq!(peer_of(libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX }), None);
+    }
 }

@@ -8,9 +8,23 @@
 //!
 //! Invariants:
 //! * Memory of a span stays mapped until the last clone of the span is gone (an I/O operation in flight holds one).
-//! * A memfd made here never changes its size: an engine that holds the descriptor cannot make the agent fault.
+//! * A memfd made here never changes its size: no access inside a mapping lies beyond the end of its file.
 //! * A descriptor handed out for reading cannot be mapped for writing.
 //! * What is said about page sizes was measured on the mapping, not concluded from what was asked for.
+//!
+//! **What an engine with a writable descriptor can do to the agent.** It can punch holes (`fallocate(2)`,
+//! `FALLOC_FL_PUNCH_HOLE`), committed blocks included: the seals that would forbid it, `F_SEAL_WRITE` and
+//! `F_SEAL_FUTURE_WRITE`, also forbid the writable mapping that it needs (fcntl(2)).
+//! * Ordinary memory, transparent huge pages included: the agent's next access finds zeros in new pages. Checksums catch
+//!   it like any other scribbling. Pages that io_uring had registered stay pinned and are no longer those of the mapping, so
+//!   what a device reads into them fails verification until the agent restarts.
+//! * Pages of the hugetlb pool: the hole gives page and reservation back, and the next access faults with SIGBUS when
+//!   the pool has no other page. Such an engine can end the agent, though not read or forge a block: what was
+//!   durable is there after the restart, every load in between is a miss. Where engines are not trusted that far, leave
+//!   `vm.nr_hugepages` at 0 on the node: regions are then transparent huge pages.
+//!
+//! Catching the SIGBUS instead was rejected: every copy and checksum would have to be able to fail half-way, for
+//! an attacker who gains nothing but a restart.
 //!
 //! Deliberately absent: which slot belongs to whom (`reprise-agent-core`), I/O (`reprise-io`), CUDA or RDMA
 //! registration, NUMA placement, and swap: nodes that serve inference run without it.

@@ -42,6 +42,15 @@ impl PageCoverage {
         }
     }
 
+    /// Bytes in pages of one kind.
+    pub fn bytes_of(&self, kind: PageKind) -> u64 {
+        match kind {
+            PageKind::HugeTlb => self.hugetlb_bytes,
+            PageKind::TransparentHuge => self.transparent_bytes,
+            PageKind::Small => self.bytes.saturating_sub(self.hugetlb_bytes + self.transparent_bytes),
+        }
+    }
+
     /// Of both together.
     pub fn plus(self, other: PageCoverage) -> PageCoverage {
         PageCoverage {
@@ -65,11 +74,8 @@ impl fmt::Display for PageKind {
 impl fmt::Display for PageCoverage {
     /// The kind when there is one, the parts otherwise: `hugetlb 2 MiB: 1GiB, transparent 2 MiB: 512MiB, 4 KiB: 2MiB`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parts = [
-            (PageKind::HugeTlb, self.hugetlb_bytes),
-            (PageKind::TransparentHuge, self.transparent_bytes),
-            (PageKind::Small, self.bytes.saturating_sub(self.hugetlb_bytes + self.transparent_bytes)),
-        ];
+        let parts = [PageKind::HugeTlb, PageKind::TransparentHuge, PageKind::Small]
+            .map(|kind| (kind, self.bytes_of(kind)));
         if parts.iter().filter(|(_, bytes)| *bytes > 0).count() <= 1 {
             return write!(f, "{}", self.kind());
         }

@@ -64,15 +64,6 @@ impl Span {
         self.memory.region()
     }
 
-    /// Byte offset in its region, mapping or buffer.
-    pub fn region_offset(&self) -> usize {
-        self.offset
-    }
-
-    pub(crate) fn is_of(&self, memory: &Arc<Memory>) -> bool {
-        Arc::ptr_eq(&self.memory, memory)
-    }
-
     /// Copies the span to `dst`, unverified. Panics when the lengths differ, as `copy_from_slice` does.
     pub fn copy_out(&self, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.bytes, "copy_out: the destination must be as long as the span");

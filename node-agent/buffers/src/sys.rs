@@ -10,7 +10,8 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 /// Keeps an engine that holds the descriptor from changing the size (we would fault), and from adding seals
-/// (we could no longer map it for writing). memfd_create(2), fcntl(2) "File Sealing".
+/// (we could no longer map it for writing). It does not keep it from punching holes: see the crate's doc.
+/// memfd_create(2), fcntl(2) "File Sealing".
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
 /// Mode of a memfd's inode. A new memfd has mode 0777, so whoever is passed a read-only descriptor could

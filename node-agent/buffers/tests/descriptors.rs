@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::process::Command;
 use std::time::Duration;
 
 use reprise_buffers::{BufferError, DESCRIPTORS_MAX, peer_credentials, recv_with_fds, send_with_fds};
@@ -119,6 +120,29 @@ fn the_kernel_says_who_is_at_the_other_end() {
     assert_eq!((peer.uid, peer.gid), (uid, gid));
     let alone = UnixDatagram::unbound().expect("a socket");
     assert!(peer_credentials(alone.as_fd()).is_err());
+}
+
+/// Set for the process that the next test starts in namespaces of its own.
+const IN_NAMESPACE: &str = "REPRISE_BUFFERS_TEST_IN_NAMESPACE";
+
+#[test]
+#[ignore = "needs user and PID namespaces and unshare(1): run with --ignored where a process may make them"]
+fn a_peer_outside_our_pid_namespace_has_a_user_and_no_process_id() {
+    if std::env::var_os(IN_NAMESPACE).is_some() {
+        let peer = peer_credentials(io::stdin().as_fd()).expect("the other end is open");
+        return assert_eq!((peer.pid, peer.uid), (0, 0), "the starter's user is root in the namespace");
+    }
+    let (_here, there) = pair();
+    let this_test = std::env::current_exe().expect("a path");
+    let status = Command::new("unshare")
+        .args(["--user", "--map-root-user", "--pid", "--fork"])
+        .arg(this_test)
+        .args(["--exact", "a_peer_outside_our_pid_namespace_has_a_user_and_no_process_id", "--ignored"])
+        .env(IN_NAMESPACE, "1")
+        .stdin(OwnedFd::from(there))
+        .status()
+        .expect("unshare(1)");
+    assert!(status.success(), "{status}");
 }
 
 /// Sends one byte with any number of descriptors, as a peer that keeps no rules may do.

@@ -182,6 +182,7 @@ impl AgentCore {
             Event::SessionClosed { session } => self.close_session(session),
             Event::Request { session, request, body } => self.request(session, request, body),
             Event::DeviceDone { device, token, result } => self.device_done(device, token, result),
+            Event::DeviceLost { device, reason } => self.device_lost(device, reason),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),

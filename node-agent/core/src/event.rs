@@ -39,6 +39,13 @@ pub enum Event {
         /// How it ended.
         result: Result<(), DeviceError>,
     },
+    /// A device is beyond use: whatever is still reported of it has failed.
+    DeviceLost {
+        /// The device.
+        device: DeviceId,
+        /// Why, for people.
+        reason: String,
+    },
     /// A fill got further ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
     Fill {
         /// Which.
@@ -193,8 +200,8 @@ pub enum FillUpdate {
         /// Where the block came from (on the peer, for a fetch).
         tier: Tier,
     },
-    /// The block will not come; the slot is no longer touched. After all layers are reported ready
-    /// the device or transport no longer touches the slot either: no further update comes.
+    /// The block will not come; the slot is no longer touched, unless the error says so. After all layers are
+    /// reported ready the device or transport no longer touches the slot either: no further update comes.
     Failed(FillError),
 }
 
@@ -204,6 +211,13 @@ pub enum FillError {
     /// The device reported an error.
     #[error("device error")]
     Device,
+    /// The read was not begun, or could not be for want of memory or room in a queue: the block is as good as before.
+    #[error("the device did not take the read")]
+    Refused,
+    /// The device is lost and did not let go of the slot: it may write to it at any time, so the slot is never used
+    /// again.
+    #[error("the device is lost and may still write to the slot")]
+    Stranded,
     /// Header or object did not match its checksum, key or generation.
     #[error("verification failed")]
     Corrupt,

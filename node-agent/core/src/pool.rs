@@ -69,6 +69,10 @@ pub enum DeviceError {
     /// This place of the medium is bad: the slot is quarantined.
     #[error("media error")]
     Media,
+    /// The device did not take a write of a block, for want of memory or room in a queue: the slot is as good as before.
+    /// Whoever gets this for the journal or a sync has lost the device all the same: its order cannot be kept.
+    #[error("not taken")]
+    Refused,
     /// The device is gone, read-only, full or otherwise beyond use.
     #[error("device lost")]
     Lost,

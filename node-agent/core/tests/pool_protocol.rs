@@ -193,6 +193,28 @@ fn a_media_error_costs_one_block_and_its_slot_and_the_rest_of_the_batch_is_store
 }
 
 #[test]
+fn a_write_that_was_not_taken_costs_its_block_and_leaves_the_slot_free() {
+    let disk = formatted(&params(DEVICE_BYTES));
+    let mut world = World::on(disk, 1);
+    let before = world.pool.allocatable(layout(3).slot_bytes());
+    let pages: Vec<PageNumber> = (0..3).map(|_| world.allocate(layout(3))).collect();
+    let keys = world.write(&pages, layout(3));
+    let refused = pages[1].offset();
+    let refuse = |kind: &DeviceOpKind| match kind {
+        DeviceOpKind::WriteBlock { offset, .. } if *offset == refused => Err(DeviceError::Refused),
+        _ => Ok(()),
+    };
+    while world.step_with(|_, kind| refuse(kind)) {}
+    let [PoolEvent::BatchDone { stored, failed, .. }] = world.events.as_slice() else {
+        panic!("{:?}", world.events)
+    };
+    assert_eq!((stored.len(), failed.as_slice()), (2, [keys[1]].as_slice()));
+    assert_eq!(world.pool.usage().slots_quarantined, 0);
+    assert_eq!(world.pool.allocatable(layout(3).slot_bytes()), before - 2);
+    world.pool.audit().expect("consistent");
+}
+
+#[test]
 fn a_block_that_turns_out_bad_can_be_quarantined_even_while_it_is_being_freed() {
     let mut pool = fresh();
     let (pages, ops) = start(&mut pool, 1, 1, 2, layout(3));
@@ -239,6 +261,8 @@ fn after_a_failed_sync_or_journal_write_nothing_is_reported_durable() {
     let runs = [
         lost_by(is_sync, DeviceError::Media),
         lost_by(is_sync, DeviceError::Lost),
+        lost_by(is_sync, DeviceError::Refused),
+        lost_by(is_pages, DeviceError::Refused),
         lost_by(is_pages, DeviceError::Media),
         lost_by(is_block, DeviceError::Lost),
     ];

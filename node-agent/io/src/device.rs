@@ -5,12 +5,14 @@
 //! are still on their way; that is why opening waits [`LOCK_PATIENCE`] for it, and why no POSIX record lock is used.
 
 use std::fmt;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use reprise_buffers::PageBuffer;
 
 use crate::error::{Call, IoError, IoErrorKind};
 use crate::op::Bounds;
@@ -22,6 +24,10 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Pause between two attempts to lock.
 const LOCK_RETRY: Duration = Duration::from_millis(10);
+
+/// Attempts to open a path whose file is removed while they wait for its lock: another starting agent gave up on a file
+/// that it had created.
+const OPEN_ATTEMPTS_MAX: u32 = 8;
 
 /// What may be done with a [`DeviceFile`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +75,17 @@ pub struct DeviceFile {
     access: FileAccess,
     caching: Caching,
     block_device: bool,
+    origin: Origin,
     unlocking: Unlocking,
+}
+
+/// Where the file comes from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    /// It was there, or somebody else has used it since.
+    Found,
+    /// This opening has created it, and it is empty.
+    Created,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -87,36 +103,89 @@ impl DeviceFile {
     /// `InUse` when another process has it open, or the kernel uses the block device (mounted, RAID, …);
     /// `Unavailable` when it does not exist, permissions forbid it, or it is neither file nor block device.
     pub fn open(path: &Path, access: FileAccess, missing: Missing) -> Result<DeviceFile, IoError> {
+        for _ in 0..OPEN_ATTEMPTS_MAX {
+            if let Some(device) = DeviceFile::attempt(path, access, missing)? {
+                return Ok(device);
+            }
+        }
+        let text = format!("{} is removed again and again while it is being opened", path.display());
+        Err(IoError::new(IoErrorKind::InUse, text))
+    }
+
+    /// `None` when the path has come to name another file, or none, until this one was locked.
+    fn attempt(path: &Path, access: FileAccess, missing: Missing) -> Result<Option<DeviceFile>, IoError> {
         let opening = || format!("opening {}", path.display());
-        let block_device = match std::fs::metadata(path) {
-            Ok(found) if found.file_type().is_block_device() => true,
-            Ok(found) if found.is_file() => false,
+        let failed = |error| IoError::from_call(Call::Open, opening(), error);
+        let may_create = missing == Missing::Create && access == FileAccess::ReadWrite;
+        let (block_device, created) = match std::fs::metadata(path) {
+            Ok(found) if found.file_type().is_block_device() => (true, Origin::Found),
+            Ok(found) if found.is_file() => (false, Origin::Found),
             Ok(_) => {
                 let text = format!("{}; give a file or a block device", opening());
                 return Err(IoError::new(IoErrorKind::Unavailable, text));
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound && missing == Missing::Create => false,
-            Err(error) => return Err(IoError::from_call(Call::Open, opening(), error)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => {
+                (false, create(path).map_err(failed)?)
+            }
+            Err(error) => return Err(failed(error)),
         };
         let mut options = OpenOptions::new();
-        options.read(true).write(access == FileAccess::ReadWrite).mode(0o600);
-        options.create(missing == Missing::Create && access == FileAccess::ReadWrite && !block_device);
+        options.read(true).write(access == FileAccess::ReadWrite);
         // O_EXCL without O_CREAT on a block device fails while the kernel itself uses it: open(2).
         let flags = if block_device { libc::O_EXCL } else { 0 };
-        let (file, caching) = open_direct(&mut options, path, flags).map_err(|error| {
-            let in_use = error.raw_os_error() == Some(libc::EBUSY);
-            let hint = if in_use { ": the device is mounted or otherwise in use by the kernel" } else { "" };
-            IoError::from_call(Call::Open, opening() + hint, error)
-        })?;
+        let (file, caching) = match open_direct(&mut options, path, flags) {
+            Ok(opened) => opened,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                let in_use = error.raw_os_error() == Some(libc::EBUSY);
+                let hint =
+                    if in_use { ": the device is mounted or otherwise in use by the kernel" } else { "" };
+                return Err(IoError::from_call(Call::Open, opening() + hint, error));
+            }
+        };
         lock(&file, path, access)?;
-        let (path, unlocking) = (path.to_owned(), Unlocking::AtDrop);
-        let mut device = DeviceFile { file, path, size: 0, access, caching, block_device, unlocking };
+        let (path, unlocking, origin) = (path.to_owned(), Unlocking::AtDrop, Origin::Found);
+        let mut device = DeviceFile { file, path, size: 0, access, caching, block_device, origin, unlocking };
+        if !device.is_named_by_its_path() {
+            return Ok(None);
+        }
         device.refresh_size()?;
-        Ok(device)
+        // Somebody else may have opened and filled it between creation and lock.
+        if device.size == 0 {
+            device.origin = created;
+        }
+        Ok(Some(device))
+    }
+
+    /// Closes the file and, if this opening has created it, removes it; what was there before stays. The lock is held
+    /// until the file has no name any more, so it is nobody else's pool.
+    pub fn discard(self) {
+        if self.origin == Origin::Found || !self.is_named_by_its_path() {
+            return;
+        }
+        if let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the file that was created");
+        }
+    }
+
+    /// Reads whole pages, waiting for them: what is to be known of a device before it has an engine.
+    ///
+    /// # Errors
+    /// `Media`, `Lost`, or `ShortTransfer` beyond the end.
+    pub fn read(&self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
+        let bytes = into.len();
+        let reading = || format!("reading {bytes} bytes at {offset} of {}", self.path.display());
+        match self.file.read_exact_at(&mut into[..], offset) {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(IoError::new(IoErrorKind::ShortTransfer, reading()))
+            }
+            Err(error) => Err(IoError::from_call(Call::Transfer, reading(), error)),
+        }
     }
 
     /// Makes the file at least `bytes` long and reserves its space, without writing: what was never written reads as
-    /// zeroes. A file that could not be enlarged keeps its size.
+    /// zeroes. Size and name are durable afterwards. A file that could not be enlarged keeps its size.
     ///
     /// # Errors
     /// `NoSpace` when the file system has less than that available, or the block device is smaller.
@@ -141,22 +210,36 @@ impl DeviceFile {
         if grow > available {
             return refuse(available, "the file system has left");
         }
-        let outcome = match sys::fallocate(self.file.as_fd(), bytes) {
-            Ok(()) => Preallocated::Reserved,
+        let outcome = self.enlarge(bytes).and_then(|outcome| self.make_durable().map(|()| outcome));
+        if outcome.is_err() {
+            // Gives back what was reserved before it failed; the error that matters is the first.
+            let _ = self.file.set_len(self.size);
+        }
+        self.refresh_size()?;
+        outcome
+    }
+
+    fn enlarge(&self, bytes: u64) -> Result<Preallocated, IoError> {
+        match sys::fallocate(self.file.as_fd(), bytes) {
+            Ok(()) => Ok(Preallocated::Reserved),
             Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
-                if grow > 0 {
+                if bytes > self.size {
                     self.file.set_len(bytes).map_err(|e| self.open_error("enlarging", e))?;
                 }
-                Preallocated::Sparse
+                Ok(Preallocated::Sparse)
             }
-            Err(error) => {
-                // Gives back what was reserved before it failed; the error that matters is the first.
-                let _ = self.file.set_len(self.size);
-                return Err(self.open_error("reserving space for", error));
-            }
-        };
-        self.refresh_size()?;
-        Ok(outcome)
+            Err(error) => Err(self.open_error("reserving space for", error)),
+        }
+    }
+
+    /// A power loss shall find the file, with its size: fsync(2) wants the directory synced for the name.
+    fn make_durable(&self) -> Result<(), IoError> {
+        self.file.sync_all().map_err(|e| self.open_error("syncing", e))?;
+        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let directory = File::open(parent.unwrap_or(Path::new(".")));
+        directory
+            .and_then(|directory| directory.sync_all())
+            .map_err(|e| self.open_error("syncing the directory of", e))
     }
 
     /// Bytes of the file or device, as of opening or the last [`preallocate`](Self::preallocate).
@@ -179,11 +262,6 @@ impl DeviceFile {
         self.caching
     }
 
-    /// Whether it is a block device rather than a file.
-    pub fn is_block_device(&self) -> bool {
-        self.block_device
-    }
-
     pub(crate) fn bounds(&self) -> Bounds {
         Bounds { size: self.size, access: self.access }
     }
@@ -195,6 +273,13 @@ impl DeviceFile {
     /// For an engine that could not end its operations: the lock stands until the kernel has ended them.
     pub(crate) fn leave_lock_to_operations(&mut self) {
         self.unlocking = Unlocking::WithLastReference;
+    }
+
+    /// Whether its path still leads to the file that is open here.
+    fn is_named_by_its_path(&self) -> bool {
+        let identity = |found: Metadata| (found.dev(), found.ino());
+        let (here, there) = (self.file.metadata().map(identity), std::fs::metadata(&self.path).map(identity));
+        matches!((here, there), (Ok(here), Ok(there)) if here == there)
     }
 
     fn refresh_size(&mut self) -> Result<(), IoError> {
@@ -232,6 +317,15 @@ impl Drop for DeviceFile {
         if let Err(error) = self.file.unlock() {
             tracing::warn!(path = %self.path.display(), %error, "cannot unlock a pool file");
         }
+    }
+}
+
+/// Creates an empty file that only its owner can read and write; whatever came to be there meanwhile is as good.
+fn create(path: &Path) -> io::Result<Origin> {
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
+        Ok(_) => Ok(Origin::Created),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Origin::Found),
+        Err(error) => Err(error),
     }
 }
 

@@ -13,7 +13,8 @@ use crate::waker::Waker;
 /// submission comes back as exactly one [`Completion`]. An operation is started by the next
 /// [`reap`](IoEngine::reap) at the latest: submit a batch, then reap.
 ///
-/// Dropping an engine runs what was accepted to its end and discards the completions.
+/// Dropping an engine runs what was accepted to its end and discards the completions. Whoever wants to use the memory of
+/// unfinished operations for something else asks [`close`](IoEngine::close) whether they have ended.
 ///
 /// An engine is used by one thread, the one that first calls `submit` or `reap`; it may be opened on another.
 pub trait IoEngine: Send {
@@ -40,6 +41,9 @@ pub trait IoEngine: Send {
     /// A handle that makes a waiting [`reap`](IoEngine::reap) return.
     fn waker(&self) -> Waker;
 
+    /// Drops the engine, and says whether the memory of what was in flight is at rest.
+    fn close(self: Box<Self>) -> Closed;
+
     /// Which engine this is.
     fn kind(&self) -> EngineKind;
 }
@@ -51,6 +55,17 @@ pub enum Wait {
     No,
     /// Returns on a completion, on a wake or after this time, whichever is first; now and then for no reason.
     Until(Duration),
+}
+
+/// How an engine ended.
+#[must_use = "memory of operations that have not ended must not be used again"]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closed {
+    /// Every operation has ended: no memory is touched any more.
+    Drained,
+    /// Some operations could not be brought to an end. The engine has given up their spans without freeing the memory,
+    /// and the device may still write to it at any time.
+    Leaked,
 }
 
 /// Names an implementation of [`IoEngine`].

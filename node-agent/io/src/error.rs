@@ -9,6 +9,8 @@ use std::io;
 pub enum IoErrorKind {
     /// This place of the medium cannot be read or written; others can. Stop using the place.
     Media,
+    /// The kernel had no memory or resources for it, again and again. The place is as good as before: try later.
+    Busy,
     /// The device is gone, read-only or otherwise beyond use. Stop using the device.
     Lost,
     /// The file system or the device is full. Free space or configure a smaller size.
@@ -29,6 +31,7 @@ impl fmt::Display for IoErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             IoErrorKind::Media => "media error",
+            IoErrorKind::Busy => "no resources in the kernel",
             IoErrorKind::Lost => "device lost",
             IoErrorKind::NoSpace => "no space",
             IoErrorKind::Invalid => "invalid operation",
@@ -108,9 +111,19 @@ fn kind_of(call: Call, source: &io::Error) -> IoErrorKind {
         // After a failed sync nobody knows what is durable, and the kernel reports it once: the whole device.
         _ if call == Call::Sync => IoErrorKind::Lost,
         libc::EIO | libc::ENODATA | libc::EILSEQ | libc::EUCLEAN => IoErrorKind::Media,
+        // One command that timed out or was lost on its way (a reset controller, a path that failed over) says little
+        // about the device; many of them do, and whoever uses it counts.
+        libc::ETIMEDOUT | libc::ETIME | libc::ENOLINK | libc::EREMOTEIO => IoErrorKind::Media,
+        _ if is_transient(source) => IoErrorKind::Busy,
         libc::EINVAL | libc::EFAULT => IoErrorKind::Invalid,
         _ => IoErrorKind::Lost,
     }
+}
+
+/// Whether a read or write that failed like this may be repeated at once: nothing is wrong with the place. Not of a sync,
+/// which may have dropped what it could not write.
+pub(crate) fn is_transient(source: &io::Error) -> bool {
+    matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::EBUSY))
 }
 
 #[cfg(test)]
@@ -128,6 +141,23 @@ mod tests {
         assert_eq!(kind(Call::Transfer, libc::ENODEV), IoErrorKind::Lost);
         assert_eq!(kind(Call::Transfer, libc::EROFS), IoErrorKind::Lost);
         assert_eq!(kind(Call::Transfer, libc::ENOSPC), IoErrorKind::NoSpace);
+    }
+
+    #[test]
+    fn a_command_that_timed_out_or_found_no_memory_does_not_lose_the_device() {
+        for errno in [libc::ETIMEDOUT, libc::ETIME, libc::ENOLINK, libc::EREMOTEIO] {
+            assert_eq!(kind(Call::Transfer, errno), IoErrorKind::Media);
+        }
+        for errno in [libc::ENOMEM, libc::EAGAIN, libc::EINTR, libc::EBUSY] {
+            assert_eq!(kind(Call::Transfer, errno), IoErrorKind::Busy);
+            assert_eq!(kind(Call::Sync, errno), IoErrorKind::Lost);
+        }
+    }
+
+    #[test]
+    fn a_file_system_that_forbids_writing_is_unavailable() {
+        assert_eq!(kind(Call::Open, libc::EROFS), IoErrorKind::Unavailable);
+        assert_eq!(kind(Call::Open, libc::EACCES), IoErrorKind::Unavailable);
     }
 
     #[test]

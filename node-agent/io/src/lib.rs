@@ -30,7 +30,7 @@ mod uring;
 mod waker;
 
 pub use device::{Caching, DeviceFile, FileAccess, Missing, Preallocated};
-pub use engine::{EngineKind, IoEngine, Wait};
+pub use engine::{Closed, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};
 pub use op::{Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};
 pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::device::DeviceFile;
-use crate::engine::{EngineKind, IoEngine, Wait};
+use crate::engine::{Closed, EngineKind, IoEngine, Wait};
 use crate::error::{Call, IoError};
 use crate::op::{Completion, Op, Submission};
 use crate::sys;
@@ -127,6 +127,12 @@ impl IoEngine for PlainEngine {
 
     fn waker(&self) -> Waker {
         self.bell.waker()
+    }
+
+    fn close(self: Box<Self>) -> Closed {
+        // Joins the threads: a call that is under way ends before.
+        drop(self);
+        Closed::Drained
     }
 
     fn kind(&self) -> EngineKind {

@@ -137,6 +137,11 @@ impl SimulatedDevice {
         self.lock().faults.clear();
     }
 
+    /// Does at last what [`FaultKind::Hang`] has kept: memory is written, whoever owns it by now. No completion comes.
+    pub fn let_go(&self) {
+        self.lock().let_go();
+    }
+
     /// Cuts the medium: from here on reads and writes that reach beyond `bytes` stop there, as when a file was
     /// truncated behind the engine's back.
     pub fn truncate(&self, bytes: u64) {

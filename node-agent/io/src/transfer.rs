@@ -1,17 +1,18 @@
 //! One accepted operation on its way: what is left of it, and what a result means. Shared by the engines that
 //! work on real files.
 //!
-//! A transfer that stopped short is continued with the rest, an interrupted one repeated. The decision is made here
+//! A transfer that stopped short is continued with the rest; one that was interrupted, or for which the kernel had no
+//! memory, is repeated, but not for ever. The decision is made here
 //! and nowhere else, so that the engines agree.
 
 use std::io;
 
 use reprise_buffers::Span;
 
-use crate::error::{Call, IoError, IoErrorKind};
+use crate::error::{Call, IoError, IoErrorKind, is_transient};
 use crate::op::{Completion, IO_ALIGN, Op, Submission, Token};
 
-/// Consecutive attempts that may end in EAGAIN or EINTR without moving a byte. io_uring waits for resources by
+/// Consecutive attempts that may fail for a passing reason without moving a byte. io_uring waits for resources by
 /// itself, so a handful would do; the limit only keeps a broken driver from spinning forever.
 const RETRIES_MAX: u32 = 100;
 
@@ -84,7 +85,7 @@ impl Transfer {
     pub(crate) fn advance(&mut self, result: io::Result<usize>) -> Step {
         let moved = match result {
             Ok(moved) => moved,
-            Err(error) if is_transient(&error) && self.retries < RETRIES_MAX => {
+            Err(error) if self.may_repeat(&error) && self.retries < RETRIES_MAX => {
                 self.retries += 1;
                 return Step::Again;
             }
@@ -109,6 +110,14 @@ impl Transfer {
         Completion { token: self.token, op: self.op, result }
     }
 
+    /// A sync is repeated only when it was not begun, or interrupted.
+    fn may_repeat(&self, error: &io::Error) -> bool {
+        match self.op {
+            Op::Sync => matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)),
+            Op::Read { .. } | Op::Write { .. } => is_transient(error),
+        }
+    }
+
     fn error(&self, source: io::Error) -> IoError {
         let call = if matches!(self.op, Op::Sync) { Call::Sync } else { Call::Transfer };
         IoError::from_call(call, self.describe(), source)
@@ -121,10 +130,6 @@ impl Transfer {
             Op::Sync => "syncing".to_owned(),
         }
     }
-}
-
-fn is_transient(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR))
 }
 
 #[cfg(test)]
@@ -171,11 +176,21 @@ mod tests {
     #[test]
     fn interruptions_are_repeated_but_not_forever() {
         let mut transfer = two_spans();
-        for number in [libc::EINTR, libc::EAGAIN] {
+        for number in [libc::EINTR, libc::EAGAIN, libc::ENOMEM] {
             assert!(matches!(transfer.advance(errno(number)), Step::Again));
         }
-        let ended =
-            (0..=RETRIES_MAX).any(|_| matches!(transfer.advance(errno(libc::EAGAIN)), Step::Ended(Err(_))));
-        assert!(ended);
+        let ended = (0..=RETRIES_MAX).find_map(|_| match transfer.advance(errno(libc::ENOMEM)) {
+            Step::Ended(Err(error)) => Some(error.kind()),
+            _ => None,
+        });
+        assert_eq!(ended, Some(IoErrorKind::Busy));
+    }
+
+    #[test]
+    fn a_sync_that_found_no_memory_is_not_repeated() {
+        let mut sync = Transfer::new(Submission { token: Token(7), op: Op::Sync });
+        assert!(matches!(sync.advance(errno(libc::EINTR)), Step::Again));
+        let Step::Ended(Err(error)) = sync.advance(errno(libc::ENOMEM)) else { panic!("it must end") };
+        assert_eq!(error.kind(), IoErrorKind::Lost);
     }
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, PageBufferPool};
 use reprise_io::{
-    DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IoEngine, IoErrorKind,
-    Missing, Op, RingMode, Submission, Token, Wait, open_engine, probe,
+    Closed, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IoEngine,
+    IoErrorKind, Missing, Op, RingMode, Submission, Token, Wait, open_engine, probe,
 };
 use tempfile::TempDir;
 
@@ -150,7 +150,7 @@ fn a_ring_that_cannot_be_entered_is_lost_and_keeps_the_memory_of_what_it_took() 
             open_engine(device(&directory), &settings(EngineChoice::Auto, &arena())).expect("an engine");
         let error = read_page(engine.as_mut(), &mut target).expect_err("it cannot be enabled");
         assert_eq!(error.kind(), IoErrorKind::Lost);
-        drop(engine);
+        assert_eq!(engine.close(), Closed::Leaked);
     });
     // The engine cannot know what the kernel does with it, so it is leaked, not given back.
     assert!(target.is_lent());
@@ -192,7 +192,7 @@ fn dropped_on_another_thread_it_leaks_what_is_in_flight_rather_than_free_it() {
         });
         first.join().expect("it worked");
     });
-    drop(engine);
+    assert_eq!(engine.close(), Closed::Leaked);
     assert!(target.is_lent());
     assert_reopens(&path);
 }

@@ -9,7 +9,7 @@ use reprise_io::simulated::{
     CrashMode, Fault, FaultKind, Image, SimulatedClock, SimulatedDevice, SimulatedEngine, SimulatedLatency,
     SimulatedSettings, Trigger,
 };
-use reprise_io::{Completion, IoEngine, IoErrorKind, Op, Submission, Token, Wait};
+use reprise_io::{Closed, Completion, IoEngine, IoErrorKind, Op, Submission, Token, Wait};
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 64;
@@ -420,4 +420,22 @@ proptest! {
             prop_assert!(admissible.contains(&found), "page {page}: {found} is none of {admissible:?}");
         }
     }
+}
+
+#[test]
+fn a_transfer_that_hangs_is_leaked_by_its_engine_and_may_write_to_memory_afterwards() {
+    let (device, engine) = device(settings(1));
+    let mut engine = Box::new(engine);
+    device.corrupt(|image| image.write(0, &[7; PAGE]));
+    device.inject(Fault::at(FaultKind::Hang, 0..PAGE as u64));
+    let mut target = PageBuffer::new(PAGE).expect("a page");
+    let op = Op::Read { offset: 0, into: vec![target.span()] };
+    engine.submit(Submission { token: Token(1), op }).expect("there is room");
+    let mut done = Vec::new();
+    engine.reap(Wait::Until(Duration::from_millis(10)), &mut done).expect("a working engine");
+    assert!(done.is_empty() && engine.in_flight() == 1 && target.is_lent());
+    assert_eq!(engine.close(), Closed::Leaked);
+    assert!(target.is_lent(), "the memory is not given back");
+    device.let_go();
+    assert!(!target.is_lent() && target.iter().all(|byte| *byte == 7));
 }

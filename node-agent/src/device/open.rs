@@ -3,7 +3,7 @@
 //! Everything here runs on the device's own thread, because an I/O engine belongs to the thread that first uses it.
 //! What of the journal the medium cannot read is told to recovery, which has two superblocks and two banks for that.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,15 @@ pub(super) struct Open {
     engine: Box<dyn IoEngine>,
 }
 
+/// How a pool came to be what is being read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum History {
+    /// It was there at start.
+    Found,
+    /// It has just been formatted.
+    Formatted,
+}
+
 impl Recipe {
     pub(super) fn new(device: &DeviceSettings, settings: &PoolSettings, arena: &Arena) -> Recipe {
         let regions: Vec<Arc<Region>> = arena.regions().to_vec();
@@ -51,88 +60,85 @@ impl Recipe {
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
         Recipe { path: device.path.clone(), bytes: device.bytes, engine }
     }
-
-    fn error(&self, source: IoError) -> AgentError {
-        AgentError::new(ErrorKind::Device, format!("pool device '{}' cannot be used", self.path.display()))
-            .because(source)
-    }
 }
 
 /// Opens a device and looks what is on it. A file that is not a pool yet gets its size now; one that holds anything
-/// else is left as it is.
+/// else is left as it is. The file is locked once and stays so, from before it is looked at until its engine ends.
 pub(super) fn open(recipe: &Recipe) -> Result<(Open, Found), AgentError> {
-    let mut open = open_as_it_is(recipe)?;
-    let found = if open.size == 0 { Found::Blank { device_bytes: 0 } } else { open.inspect()? };
-    match (found, recipe.bytes) {
-        (Found::Blank { .. }, Some(bytes)) if open.size < bytes => {
-            let fresh = open.size == 0;
-            drop(open);
-            let open = grow(recipe, bytes).inspect_err(|_| {
-                if fresh {
-                    // Nothing was in it: a start that fails leaves nothing behind.
-                    let _ = std::fs::remove_file(&recipe.path);
-                }
-            })?;
-            let found = Found::Blank { device_bytes: open.usable };
-            Ok((open, found))
+    let mut file = recipe.open_file()?;
+    let found = if file.size() == 0 { None } else { recipe.inspect(&file)? };
+    let wanted = recipe.bytes.filter(|bytes| *bytes > file.size());
+    match (&found, wanted) {
+        (None, Some(bytes)) => file = recipe.enlarge(file, bytes)?,
+        (Some(_), Some(_)) => {
+            tracing::warn!(path = %recipe.path.display(), size = file.size(), "the pool keeps the size it was formatted with");
         }
-        (Found::Blank { .. }, _) => {
-            let found = Found::Blank { device_bytes: open.usable };
-            Ok((open, found))
+        (_, None) => {}
+    }
+    let open = recipe.start_engine(file)?;
+    let blank = Found::Blank { device_bytes: open.usable };
+    Ok((open, found.map_or(blank, |recovered| Found::Pool(Box::new(recovered)))))
+}
+
+impl Recipe {
+    fn open_file(&self) -> Result<DeviceFile, AgentError> {
+        let missing = if self.bytes.is_some() { Missing::Create } else { Missing::Fail };
+        let file = DeviceFile::open(&self.path, FileAccess::ReadWrite, missing)
+            .map_err(|error| self.error(error))?;
+        if file.caching() == Caching::PageCache {
+            tracing::warn!(path = %self.path.display(), "this file system has no direct I/O: every byte is copied and cached twice");
         }
-        (found, bytes) => {
-            if bytes.is_some_and(|bytes| bytes > open.size) {
-                tracing::warn!(path = %recipe.path.display(), size = open.size, "the pool keeps the size it was formatted with");
-            }
-            Ok((open, found))
-        }
+        Ok(file)
     }
-}
 
-fn open_as_it_is(recipe: &Recipe) -> Result<Open, AgentError> {
-    let missing = if recipe.bytes.is_some() { Missing::Create } else { Missing::Fail };
-    let file = DeviceFile::open(&recipe.path, FileAccess::ReadWrite, missing)
-        .map_err(|error| recipe.error(error))?;
-    if file.caching() == Caching::PageCache {
-        tracing::warn!(path = %recipe.path.display(), "this file system has no direct I/O: every byte is copied and cached twice");
-    }
-    start_engine(recipe, file)
-}
-
-fn grow(recipe: &Recipe, bytes: u64) -> Result<Open, AgentError> {
-    let mut file = DeviceFile::open(&recipe.path, FileAccess::ReadWrite, Missing::Fail)
-        .map_err(|error| recipe.error(error))?;
-    if file.preallocate(bytes).map_err(|error| recipe.error(error))? == Preallocated::Sparse {
-        tracing::warn!(path = %recipe.path.display(), "this file system cannot reserve space: writes may find it full");
-    }
-    start_engine(recipe, file)
-}
-
-fn start_engine(recipe: &Recipe, file: DeviceFile) -> Result<Open, AgentError> {
-    let size = file.size() / PAGE_BYTES * PAGE_BYTES;
-    let usable = recipe.bytes.unwrap_or(size).min(size);
-    let caching = file.caching();
-    let engine = open_engine(file, &recipe.engine).map_err(|error| recipe.error(error))?;
-    Ok(Open { path: recipe.path.clone(), size, usable, caching, engine })
-}
-
-impl Open {
-    /// Reads the journal, if there is one.
-    fn inspect(&mut self) -> Result<Found, AgentError> {
-        match self.recover(false) {
-            Ok(recovered) => Ok(Found::Pool(Box::new(recovered))),
-            Err(OpenError::Pool(PoolError::NotFormatted)) => Ok(Found::Blank { device_bytes: self.usable }),
+    /// Reads the journal; `None` when nothing was ever written.
+    fn inspect(&self, file: &DeviceFile) -> Result<Option<Recovered>, AgentError> {
+        let read = |offset, pages: &mut PageBuffer| file.read(offset, pages);
+        match recover(&self.path, whole_pages(file), History::Found, read) {
+            Ok(recovered) => Ok(Some(recovered)),
+            Err(OpenError::Pool(PoolError::NotFormatted)) => Ok(None),
             Err(error) => Err(self.error(error)),
         }
     }
 
+    /// Gives a blank file its size. When there is no room for it, nothing is left behind that was not there before.
+    fn enlarge(&self, mut file: DeviceFile, bytes: u64) -> Result<DeviceFile, AgentError> {
+        match file.preallocate(bytes) {
+            Ok(Preallocated::Sparse) => {
+                tracing::warn!(path = %self.path.display(), "this file system cannot reserve space: writes may find it full");
+                Ok(file)
+            }
+            Ok(Preallocated::Reserved | Preallocated::Device) => Ok(file),
+            Err(error) => {
+                if error.kind() == IoErrorKind::NoSpace {
+                    file.discard();
+                }
+                Err(self.error(error))
+            }
+        }
+    }
+
+    fn start_engine(&self, file: DeviceFile) -> Result<Open, AgentError> {
+        let size = whole_pages(&file);
+        let usable = self.bytes.unwrap_or(size).min(size);
+        let caching = file.caching();
+        let engine = open_engine(file, &self.engine).map_err(|error| self.error(error))?;
+        Ok(Open { path: self.path.clone(), size, usable, caching, engine })
+    }
+
+    fn error(&self, source: impl Into<OpenError>) -> AgentError {
+        cannot_be_used(&self.path, source.into())
+    }
+}
+
+impl Open {
     /// Does what was decided; a fresh device becomes a pool.
     pub(super) fn settle(&mut self, verdict: &Verdict) -> Result<Option<Recovered>, AgentError> {
         match verdict {
             Verdict::Keep => Ok(None),
             Verdict::Format(params) => {
-                let formatted = self.format(params).and_then(|()| self.recover(true));
-                formatted.map(Some).map_err(|error| self.error(error))
+                let formatted = self.format(params).and_then(|()| self.recover());
+                formatted.map(Some).map_err(|error| cannot_be_used(&self.path, error))
             }
         }
     }
@@ -150,11 +156,6 @@ impl Open {
         self.engine
     }
 
-    fn error(&self, error: OpenError) -> AgentError {
-        let context = format!("pool device '{}' cannot be used", self.path.display());
-        AgentError::new(ErrorKind::Device, context).because(error)
-    }
-
     fn format(&mut self, params: &PoolParams) -> Result<(), OpenError> {
         for (offset, bytes) in DevicePool::format(params)? {
             let mut pages = PageBuffer::new(bytes.len())?;
@@ -164,31 +165,12 @@ impl Open {
         Ok(self.execute(Op::Sync)?)
     }
 
-    fn recover(&mut self, formatted: bool) -> Result<Recovered, OpenError> {
-        let started = Instant::now();
-        let mut recovery = Recovery::new(self.size);
-        while let Some((offset, bytes)) = recovery.next_read() {
-            let mut pages = PageBuffer::new(bytes)?;
-            match self.execute(Op::Read { offset, into: vec![pages.span()] }) {
-                Ok(()) => recovery.feed(&pages)?,
-                Err(error) if error.kind() == IoErrorKind::Media => {
-                    tracing::warn!(path = %self.path.display(), offset, bytes, %error, "the journal cannot be read here");
-                    recovery.feed_unreadable()?;
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        let (pool, stored, report) = recovery.finish()?;
-        if !report.is_clean() {
-            tracing::warn!(path = %self.path.display(), ?report, "the journal was damaged; blocks it named only there are lost");
-        }
-        let recovery = RecoveryInfo {
-            took: started.elapsed(),
-            records: report.checkpoint_records + report.log_records,
-            blocks: stored.len() as u64,
-            formatted,
-        };
-        Ok(Recovered { pool, stored, recovery })
+    /// Reads what was formatted.
+    fn recover(&mut self) -> Result<Recovered, OpenError> {
+        let (path, size) = (self.path.clone(), self.size);
+        recover(&path, size, History::Formatted, |offset, pages| {
+            self.execute(Op::Read { offset, into: vec![pages.span()] })
+        })
     }
 
     /// Runs one operation to its end.
@@ -201,6 +183,48 @@ impl Open {
         }
         completed.pop().expect("the loop ended").result
     }
+}
+
+/// Reads the journal of a device of `size` bytes through `read`.
+fn recover(
+    path: &Path,
+    size: u64,
+    history: History,
+    mut read: impl FnMut(u64, &mut PageBuffer) -> Result<(), IoError>,
+) -> Result<Recovered, OpenError> {
+    let started = Instant::now();
+    let mut recovery = Recovery::new(size);
+    while let Some((offset, bytes)) = recovery.next_read() {
+        let mut pages = PageBuffer::new(bytes)?;
+        match read(offset, &mut pages) {
+            Ok(()) => recovery.feed(&pages)?,
+            Err(error) if error.kind() == IoErrorKind::Media => {
+                tracing::warn!(path = %path.display(), offset, bytes, %error, "the journal cannot be read here");
+                recovery.feed_unreadable()?;
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let (pool, stored, report) = recovery.finish()?;
+    if !report.is_clean() {
+        tracing::warn!(path = %path.display(), ?report, "the journal was damaged; blocks it named only there are lost");
+    }
+    let recovery = RecoveryInfo {
+        took: started.elapsed(),
+        records: report.checkpoint_records + report.log_records,
+        blocks: stored.len() as u64,
+        formatted: history == History::Formatted,
+    };
+    Ok(Recovered { pool, stored, recovery })
+}
+
+fn whole_pages(file: &DeviceFile) -> u64 {
+    file.size() / PAGE_BYTES * PAGE_BYTES
+}
+
+fn cannot_be_used(path: &Path, error: OpenError) -> AgentError {
+    let context = format!("pool device '{}' cannot be used", path.display());
+    AgentError::new(ErrorKind::Device, context).because(error)
 }
 
 /// Why a device cannot be opened.

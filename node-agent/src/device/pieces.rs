@@ -56,6 +56,12 @@ impl PieceMap {
         start..end
     }
 
+    /// Bytes that are read for a piece: the first one comes with the header.
+    pub(super) fn read_bytes(&self, piece: u32) -> u64 {
+        let range = self.bytes(piece);
+        range.end - range.start + if piece == 0 { PAGE_BYTES } else { 0 }
+    }
+
     /// Where an object begins within the payload.
     pub(super) fn object_offset(&self, object: u32) -> u64 {
         u64::from(object) * self.layout.object_bytes()

@@ -19,6 +19,7 @@ use reprise_agent_core::effect::{BlockRead, FillId, ReadBatch};
 use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
+use reprise_io::Closed;
 use reprise_policy::Tier;
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -66,6 +67,15 @@ pub(super) struct Reads {
     turn_bytes: u64,
     /// Blocks that have news.
     changed: VecDeque<(BatchIndex, usize)>,
+    waiting: Waiting,
+}
+
+/// What is still to be read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Waiting {
+    pub(super) pieces: u64,
+    /// With the headers.
+    pub(super) bytes: u64,
 }
 
 struct Batch {
@@ -75,6 +85,7 @@ struct Batch {
     next: (u32, usize),
     /// Blocks that are not over.
     open: usize,
+    waiting: Waiting,
 }
 
 struct Block {
@@ -113,7 +124,13 @@ impl Reads {
             batch.blocks.iter().map(|read| Block::new(arena, read, &pieces)).collect();
         let blocks = blocks.filter(|blocks| !blocks.is_empty()).ok_or(BadBatch)?;
         let open = blocks.len();
-        let batch = Some(Batch { pieces, blocks, next: (0, 0), open });
+        let waiting = Waiting {
+            pieces: u64::from(pieces.count()) * open as u64,
+            bytes: (PAGE_BYTES + pieces.layout().slot_bytes()) * open as u64,
+        };
+        self.waiting.pieces += waiting.pieces;
+        self.waiting.bytes += waiting.bytes;
+        let batch = Some(Batch { pieces, blocks, next: (0, 0), open, waiting });
         let index = self.batches.iter().position(Option::is_none).unwrap_or(self.batches.len());
         match self.batches.get_mut(index) {
             Some(free) => *free = batch,
@@ -126,8 +143,7 @@ impl Reads {
     /// The next read; `None` when nothing is left to be read.
     pub(super) fn next(&mut self, pages: &PageBufferPool) -> Option<PieceRead> {
         while let Some(index) = self.order.front().copied() {
-            let Some(read) = self.batches[index.0].as_mut().and_then(|batch| batch.next_piece(index, pages))
-            else {
+            let Some(read) = self.next_of(index, pages) else {
                 self.order.pop_front();
                 self.turn_bytes = 0;
                 continue;
@@ -140,6 +156,20 @@ impl Reads {
             return Some(read);
         }
         None
+    }
+
+    /// What is still to be read.
+    pub(super) fn waiting(&self) -> Waiting {
+        self.waiting
+    }
+
+    fn next_of(&mut self, index: BatchIndex, pages: &PageBufferPool) -> Option<PieceRead> {
+        let batch = self.batches[index.0].as_mut()?;
+        let before = batch.waiting;
+        let read = batch.next_piece(index, pages);
+        self.waiting.pieces -= before.pieces - batch.waiting.pieces;
+        self.waiting.bytes -= before.bytes - batch.waiting.bytes;
+        read
     }
 
     /// A read has ended; verifies what came.
@@ -162,13 +192,16 @@ impl Reads {
         }
     }
 
-    /// Fails every block: the device is lost and has let go of all memory.
-    pub(super) fn fail_all(&mut self) {
+    /// Fails every block: the device is lost. When its engine could not end its operations, slots with reads in flight
+    /// are reported as such: the device may still write to them.
+    pub(super) fn fail_all(&mut self, closed: Closed) {
         for (index, batch) in self.batches.iter_mut().enumerate() {
             let Some(batch) = batch else { continue };
             for (block_index, block) in batch.blocks.iter_mut().enumerate() {
-                block.in_flight = 0;
-                block.fail(FillError::Device);
+                match (closed, std::mem::take(&mut block.in_flight)) {
+                    (Closed::Leaked, 1..) => block.state = State::Failing(FillError::Stranded),
+                    _ => block.fail(FillError::Device),
+                }
                 if block.has_something_to_say(&batch.pieces) && !block.has_news {
                     block.has_news = true;
                     self.changed.push_back((BatchIndex(index), block_index));
@@ -188,6 +221,9 @@ impl Reads {
             if matches!(block.state, State::Over) {
                 batch.open -= 1;
                 if batch.open == 0 {
+                    // Pieces of failed blocks that were never asked for.
+                    self.waiting.pieces -= batch.waiting.pieces;
+                    self.waiting.bytes -= batch.waiting.bytes;
                     self.batches[index.0] = None;
                 }
             }
@@ -207,6 +243,8 @@ impl Batch {
         while self.next.0 < self.pieces.count() {
             let (piece, block) = self.next;
             self.next = if block + 1 < self.blocks.len() { (piece, block + 1) } else { (piece + 1, 0) };
+            self.waiting.pieces -= 1;
+            self.waiting.bytes -= self.pieces.read_bytes(piece);
             let name = PieceName { batch: index, block, piece };
             if let Some(read) = self.blocks[block].read_piece(&self.pieces, name, pages) {
                 return Some(read);

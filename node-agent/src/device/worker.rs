@@ -14,15 +14,14 @@
 //! Every report wakes the core's thread, so progress of fills is gathered for [`NEWS_DELAY_MAX`] while the device has
 //! more to read. Ends of operations are reported at once: the pool's next step waits for them.
 //!
-//! A device that is lost loses capacity only: the engine is dropped (which ends its operations), everything under way
-//! fails, and whatever still comes is answered with an error.
+//! A device that is lost loses capacity only: see `lost`.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use reprise_agent_core::effect::{DeviceId, FillId, ReadBatch};
+use reprise_agent_core::effect::{DeviceId, ReadBatch};
 use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
@@ -35,7 +34,7 @@ use super::health::Health;
 use super::reads::{PieceName, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
-use crate::metrics::DeviceMetrics;
+use crate::metrics::{DeviceMetrics, Queued};
 
 /// Bytes under way: 9 ms of a device of 3.6 GB/s, so that a new load waits no longer than that for its first piece.
 const IN_FLIGHT_BYTES_MAX: u64 = 32 << 20;
@@ -78,6 +77,8 @@ pub(super) struct Worker {
     in_flight: Vec<Option<InFlight>>,
     free_tokens: Vec<usize>,
     in_flight_bytes: u64,
+    /// Of writes that wait in the queue.
+    write_bytes_queued: u64,
     reads_in_queue: InQueue,
     pieces_in_flight: usize,
     completed: VecDeque<Done>,
@@ -140,20 +141,24 @@ enum Commands {
     Ended,
 }
 
-/// Answers for a device that is gone.
-struct LostDevice {
-    around: Surroundings,
-    report: DeviceReport,
+impl Work {
+    /// Bytes of a write.
+    fn bytes(&self) -> u64 {
+        match self {
+            Work::Write { from, .. } => from.iter().map(|span| span.len() as u64).sum(),
+            Work::Piece | Work::Sync { .. } => 0,
+        }
+    }
 }
 
 impl Surroundings {
     fn empty_report(&self) -> DeviceReport {
-        DeviceReport { device: self.device, done: Vec::new(), fills: Vec::new() }
+        DeviceReport { device: self.device, lost: None, done: Vec::new(), fills: Vec::new() }
     }
 
     /// Hands a report to the core, if there is anything in it.
     fn send(&self, report: &mut DeviceReport) {
-        if !report.done.is_empty() || !report.fills.is_empty() {
+        if report.lost.is_some() || !report.done.is_empty() || !report.fills.is_empty() {
             let report = std::mem::replace(report, self.empty_report());
             // The core may have stopped; then nobody wants to know.
             let _ = self.inbox.send(Input::Device(report));
@@ -173,6 +178,7 @@ impl Worker {
             in_flight: (0..capacity).map(|_| None).collect(),
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
+            write_bytes_queued: 0,
             reads_in_queue: InQueue::No,
             pieces_in_flight: 0,
             completed: VecDeque::with_capacity(capacity),
@@ -194,7 +200,7 @@ impl Worker {
             }
             self.submit();
             if let Err(error) = self.reap(self.wait()) {
-                return self.lose(&error.to_string()).run();
+                return self.lose(error.to_string()).run();
             }
             let mut bytes = 0;
             while bytes < TURN_BYTES
@@ -202,7 +208,7 @@ impl Worker {
             {
                 bytes += done.bytes.max(1);
                 if let Err(reason) = self.finish(done) {
-                    return self.lose(&reason).run();
+                    return self.lose(reason).run();
                 }
             }
             self.say();
@@ -234,7 +240,8 @@ impl Worker {
             return self.queue_reads();
         }
         tracing::error!(path = %self.around.path, blocks = batch.blocks.len(), "a batch of reads cannot be taken");
-        self.report.fills.extend(batch.blocks.iter().map(|block| failed(block.fill)));
+        let refused = FillUpdate::Failed(FillError::Refused);
+        self.report.fills.extend(batch.blocks.iter().map(|block| (block.fill, refused.clone())));
         self.news_since.get_or_insert_with(Instant::now);
     }
 
@@ -273,15 +280,17 @@ impl Worker {
         };
         // The last place is for the reads.
         let has_room = self.queue.len() < COMMANDS_MAX;
+        let bytes = work.bytes();
         if !has_room || self.queue.push(self.around.clock.now(), class, work).is_err() {
-            self.refuse_op(token, "the device's queue is full");
+            return self.refuse_op(token, "the device's queue is full");
         }
+        self.write_bytes_queued += bytes;
     }
 
     /// Only a mistake of the core gets here.
     fn refuse_op(&mut self, token: OpToken, reason: &str) {
         tracing::error!(path = %self.around.path, reason, "a device operation cannot be taken");
-        self.report.done.push((token, Err(DeviceError::Media)));
+        self.report.done.push((token, Err(DeviceError::Refused)));
         self.news_since.get_or_insert_with(Instant::now);
     }
 
@@ -295,6 +304,7 @@ impl Worker {
         while self.may_submit() {
             let now = self.around.clock.now();
             let Some(work) = self.queue.pop(now) else { break };
+            self.write_bytes_queued -= work.bytes();
             let (purpose, op) = match work {
                 Work::Sync { token } => (Purpose::Sync { token }, Op::Sync),
                 Work::Write { token, offset, from, pages } => {
@@ -311,7 +321,14 @@ impl Worker {
             };
             self.start(purpose, op);
         }
-        self.around.metrics.queue(self.queue.len(), self.in_flight.len() - self.free_tokens.len());
+        let reads = self.reads.waiting();
+        self.around.metrics.queue(&Queued {
+            reads: reads.pieces,
+            read_bytes: reads.bytes,
+            writes: (self.queue.count(OpClass::Write) + self.queue.count(OpClass::Sync)) as u64,
+            write_bytes: self.write_bytes_queued,
+            in_flight: (self.in_flight.len() - self.free_tokens.len()) as u64,
+        });
     }
 
     fn start(&mut self, purpose: Purpose, op: Op) {
@@ -355,7 +372,7 @@ impl Worker {
         match purpose {
             Purpose::Piece { piece, header } => {
                 self.around.metrics.read(bytes, latency);
-                let outcome = if error.is_none() { Ok(()) } else { Err(FillError::Device) };
+                let outcome = error.map_or(Ok(()), |error| Err(read_error(error)));
                 self.reads.finish(piece, outcome, header.as_ref());
                 self.news_since.get_or_insert_with(Instant::now);
                 if let Some(header) = header {
@@ -391,56 +408,16 @@ impl Worker {
             self.around.send(&mut self.report);
         }
     }
+}
 
-    /// Everything under way and in the queue fails.
-    fn lose(self, reason: &str) -> LostDevice {
-        let Worker { around, engine, mut queue, mut reads, mut in_flight, completed, mut report, .. } = self;
-        tracing::error!(path = %around.path, reason, "device lost; the agent goes on without it, restart it when the device is back");
-        around.metrics.lost();
-        // Ends the operations in flight: no slot is touched after its block is reported.
-        drop(engine);
-        let under_way = in_flight.iter_mut().filter_map(Option::take).map(|operation| operation.purpose);
-        for purpose in completed.into_iter().map(|done| done.purpose).chain(under_way) {
-            match purpose {
-                Purpose::Write { token, .. } | Purpose::Sync { token } => {
-                    report.done.push((token, Err(DeviceError::Lost)));
-                }
-                Purpose::Piece { .. } => {}
-            }
-        }
-        while let Some(work) = queue.pop(around.clock.now()) {
-            match work {
-                Work::Write { token, .. } | Work::Sync { token } => {
-                    report.done.push((token, Err(DeviceError::Lost)));
-                }
-                Work::Piece => {}
-            }
-        }
-        reads.fail_all();
-        reads.take_updates(&mut report.fills);
-        around.send(&mut report);
-        LostDevice { around, report }
+/// What a failed operation means for the blocks that it was to read.
+pub(crate) fn read_error(error: DeviceError) -> FillError {
+    match error {
+        DeviceError::Media | DeviceError::Lost => FillError::Device,
+        DeviceError::Refused => FillError::Refused,
     }
 }
 
-impl LostDevice {
-    fn run(mut self) {
-        while let Ok(command) = self.around.commands.recv() {
-            match command {
-                Command::Op(op) => self.report.done.push((op.token, Err(DeviceError::Lost))),
-                Command::Read(batch) => {
-                    self.report.fills.extend(batch.blocks.iter().map(|block| failed(block.fill)));
-                }
-                Command::Stop => return,
-            }
-            self.around.send(&mut self.report);
-        }
-    }
-}
-
-fn failed(fill: FillId) -> (FillId, FillUpdate) {
-    (fill, FillUpdate::Failed(FillError::Device))
-}
-
+mod lost;
 #[cfg(test)]
 mod tests;

@@ -45,6 +45,7 @@ pub(crate) const CORE: &[Described] = &[
     counter("peer_fills", "Blocks fetched from peers"),
     counter("peer_fill_bytes", "Payload bytes fetched from peers"),
     counter("fill_device_errors", "Fills that failed with a device error"),
+    counter("fill_refused", "Fills that a device did not take, for want of memory or room in its queue"),
     counter("fill_corrupt", "Fills that did not verify"),
     counter("fill_absent", "Fetches of blocks that the peer no longer had"),
     counter("fill_peer_lost", "Fetches from peers that were lost"),
@@ -69,6 +70,10 @@ pub(crate) const CORE: &[Described] = &[
     gauge("arena_bytes", "Bytes of the arena's regions"),
     gauge("arena_used_bytes", "Bytes of the arena's slots in use"),
     gauge("arena_free_bytes", "Bytes of the arena not in use"),
+    counter(
+        "arena_lost_bytes",
+        "Bytes of arena slots never used again, because a lost device may still write to them; a restart frees them",
+    ),
     gauge("reserved_bytes", "Bytes of slots reserved by sessions"),
     gauge("unsaved_bytes", "Slot bytes of blocks that are not durable yet"),
     gauge("unsaved_blocks", "Blocks that are not durable yet"),

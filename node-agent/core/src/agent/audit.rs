@@ -35,7 +35,7 @@ impl AgentCore {
     }
 
     fn audit_frames(&self) -> Result<(), String> {
-        let (mut slots, mut reserved, mut evictable) = (BTreeMap::new(), 0, 0);
+        let (mut slots, mut reserved, mut evictable, mut retired) = (BTreeMap::new(), 0, 0, 0);
         for (index, frame) in self.frames.iter() {
             let slot = self.arena.slot(frame.place);
             ensure!(slots.insert((slot.region, slot.offset), index).is_none(), "{slot:?} is in two frames");
@@ -66,6 +66,10 @@ impl AgentCore {
                     evictable += usize::from(frame.leases == 0);
                     ensure!(findable && !frame.checksums.is_empty(), "{slot:?} is clean, but not findable");
                 }
+                FrameState::Retired => {
+                    retired += slot.bytes;
+                    ensure!(entry.is_none(), "{slot:?} is retired, and findable");
+                }
                 FrameState::Orphan => {
                     ensure!(entry.is_none() && frame.leases > 0, "{slot:?} is an orphan nobody reads");
                 }
@@ -82,6 +86,8 @@ impl AgentCore {
             "{reserved} bytes reserved, {} counted",
             self.reserved_bytes
         );
+        let lost = self.counters.arena_lost_bytes;
+        ensure!(retired == lost, "{retired} bytes retired, {lost} counted");
         let listed = self.arena.evictable();
         ensure!(evictable == listed, "{evictable} evictable frames, {listed} in the policies");
         Ok(())

@@ -105,6 +105,8 @@ counters! {
     peer_fill_bytes,
     /// Fills that failed with a device error.
     fill_device_errors,
+    /// Fills that a device did not take.
+    fill_refused,
     /// Fills that did not verify.
     fill_corrupt,
     /// Fetches of blocks that the peer no longer had.
@@ -153,6 +155,8 @@ counters! {
     arena_used_bytes,
     /// Gauge: bytes not in use.
     arena_free_bytes,
+    /// Bytes of slots that are never used again, because a lost device may still write to them.
+    arena_lost_bytes,
     /// Gauge: bytes of slots reserved by sessions.
     reserved_bytes,
     /// Gauge: slot bytes of blocks that are not durable yet.

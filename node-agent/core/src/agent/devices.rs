@@ -230,6 +230,13 @@ impl AgentCore {
         }
     }
 
+    /// The runtime has found a device to be beyond use.
+    pub(super) fn device_lost(&mut self, id: DeviceId, reason: String) {
+        if usize::from(id.0) < self.devices.devices.len() {
+            self.lose_device(id, reason);
+        }
+    }
+
     /// A block is durable on a device.
     pub(super) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
         let StoredBlock { page, generation, header_crc, .. } = *block;
@@ -287,6 +294,13 @@ impl AgentCore {
         let evicted = (0..POOL_EVICTIONS_FOR_SIZE).take_while(|_| self.evict_stored()).count();
         // What is stored and was not evicted is being read: the end of the read is an event.
         if evicted > 0 || self.index.stored_blocks() > 0 { Room::Coming } else { Room::Never }
+    }
+
+    /// A stored block is not read after all: it may be evicted again.
+    pub(super) fn stay_stored(&mut self, entry: EntryIndex) {
+        if self.index.entry(entry).stored().is_some() {
+            self.devices.enter_order(entry, self.index.entry(entry).class());
+        }
     }
 
     /// A stored block could not be read or did not verify: forgets it and takes its slot out of use.

@@ -7,7 +7,8 @@
 //! When a fill fails, its block is forgotten where it was read from. Loads that were not answered yet try the next
 //! place; those that were are told that the block failed, because the engine may have read layers of it already,
 //! and another replica may differ in bits (checksums travel with the replica). A failed fill's slot that was
-//! named in an answer is an orphan until its readers release it.
+//! named in an answer is an orphan until its readers release it; one that its device did not let go of is retired.
+//! A read that the device did not take says nothing about the block, which stays where it is.
 
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, Tier};
@@ -235,12 +236,19 @@ impl AgentCore {
         if let Some(entry) = entry {
             self.frames.get_mut(fill.frame).set_entry(None);
             self.index.entry_mut(entry).set_dram(Dram::Absent);
-            if matches!(fill.origin, Origin::Device(_)) {
-                self.drop_stored(entry, error);
+            match fill.origin {
+                Origin::Device(_) if error == FillError::Refused => self.stay_stored(entry),
+                Origin::Device(_) => self.drop_stored(entry, error),
+                Origin::Peer(_) => {}
             }
             self.forget_if_nowhere(entry);
         }
-        self.set_frame_state(fill.frame, FrameState::Orphan);
+        if error == FillError::Stranded {
+            self.counters.arena_lost_bytes += self.frame_slot(fill.frame).bytes;
+            self.set_frame_state(fill.frame, FrameState::Retired);
+        } else {
+            self.set_frame_state(fill.frame, FrameState::Orphan);
+        }
         let mut retries: Vec<(SlabId, Vec<u32>)> = Vec::new();
         for waiter in &fill.waiters {
             match *waiter {
@@ -267,7 +275,8 @@ impl AgentCore {
             (_, error) => error,
         };
         match error {
-            FillError::Device => self.counters.fill_device_errors += 1,
+            FillError::Device | FillError::Stranded => self.counters.fill_device_errors += 1,
+            FillError::Refused => self.counters.fill_refused += 1,
             FillError::Corrupt => self.counters.fill_corrupt += 1,
             FillError::Absent => self.counters.fill_absent += 1,
             FillError::PeerLost => self.counters.fill_peer_lost += 1,
@@ -297,6 +306,13 @@ impl AgentCore {
 
     /// Tries the next place for blocks whose fill failed before their load was answered.
     fn try_elsewhere(&mut self, fill: &Fill, error: FillError, load: SlabId, blocks: &[u32]) {
+        if error == FillError::Refused {
+            // The block is still here: whatever looks for it would ask the device the same again at once.
+            for block in blocks {
+                self.lose_block(load, *block, LossReason::Failed);
+            }
+            return self.settle_load(load);
+        }
         let wanted = blocks.iter().map(|block| Wanted::from(*block, fill.others.clone())).collect();
         let missing = self.place_here(load, wanted);
         match fill.origin {

@@ -8,6 +8,7 @@
 //!    │    ╲───────────▶ Filling ─────────────────────────────────────────────────────────┘   ▼
 //!    │                    │ failed while read, or overtaken by a commit                    (free)
 //!    └── last lease ends ─┴─▶ Orphan: no longer findable, still read
+//!                         └─▶ Retired, for ever: a lost device may still write to it
 //! ```
 //!
 //! A frame is freed only when no reader holds a lease on it and nothing writes to it: an engine (`Reserved`) or a
@@ -53,6 +54,8 @@ pub(super) enum FrameState {
     Clean,
     /// Still read, no longer findable.
     Orphan,
+    /// A lost device may write to it at any time: never used again. Its slot and shape stay taken.
+    Retired,
 }
 
 /// All frames.
@@ -199,7 +202,11 @@ impl AgentCore {
                 self.arena.add_evictable(place, frame, class);
             }
             FrameState::Orphan => self.free_frame(frame),
-            FrameState::Vacant | FrameState::Reserved | FrameState::Filling(_) | FrameState::Unsaved(_) => {}
+            FrameState::Vacant
+            | FrameState::Reserved
+            | FrameState::Filling(_)
+            | FrameState::Unsaved(_)
+            | FrameState::Retired => {}
         }
     }
 }

@@ -57,6 +57,13 @@ impl Batch {
         self.failed.push(key);
     }
 
+    /// The device did not take a block's write: its slot is no longer the batch's.
+    pub(super) fn write_refused(&mut self, page: PageNumber) {
+        let at = self.blocks.iter().position(|(other, _)| *other == page).expect("its write was started");
+        let (_, key) = self.blocks.remove(at);
+        self.failed.push(key);
+    }
+
     /// A block's write came to its end, well or not.
     pub(super) fn write_done(&mut self) -> BatchWaits {
         self.writes_in_flight -= 1;

@@ -260,6 +260,11 @@ impl DevicePool {
                 self.slots.quarantine(page);
                 self.block_written(batch);
             }
+            (Purpose::Block { batch, page }, Err(DeviceError::Refused)) => {
+                self.slots.abandon_write(page);
+                self.batch_mut(batch).write_refused(page);
+                self.block_written(batch);
+            }
             (Purpose::Block { batch, .. }, Err(DeviceError::Lost)) => {
                 self.batch_mut(batch).write_done();
                 self.lose("a block could not be written: the device is lost", &mut events);

@@ -236,6 +236,15 @@ impl Slots {
         u64::from(self.segments[place.segment].slot_pages - 1) * PAGE_BYTES
     }
 
+    /// The device did not take a write: nothing says that there is anything in the slot.
+    pub(super) fn abandon_write(&mut self, page: PageNumber) {
+        let place = self.expect_state(page, SlotState::Writing);
+        self.tally.used -= u64::from(self.segments[place.segment].slot_pages);
+        self.layouts.release(self.slot(place).layout);
+        self.contents.remove(&page);
+        self.push_free(place);
+    }
+
     /// A written block's record is durable.
     pub(super) fn commit(&mut self, page: PageNumber) -> StoredBlock {
         let place = self.expect_state(page, SlotState::Writing);

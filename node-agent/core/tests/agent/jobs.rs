@@ -92,7 +92,13 @@ impl World {
         (0..self.jobs.len()).filter(|at| is_fill(&self.jobs[*at])).collect()
     }
 
+    /// Draws nothing in worlds without this fault: what else happens by chance in them stays as it is.
+    fn is_refused(&mut self) -> bool {
+        self.faults.refused > 0 && self.rng.chance(self.faults.refused)
+    }
+
     fn end_device_op(&mut self, device: DeviceId, op: &DeviceOp, covered: u64) {
+        let refused = matches!(op.kind, DeviceOpKind::WriteBlock { .. }) && self.is_refused();
         let disk = &mut self.disks[usize::from(device.0)];
         let token = op.token;
         let lost = self.lost_devices.contains(&device) || self.rng.chance(self.faults.device_lost);
@@ -100,7 +106,9 @@ impl World {
             self.lost_devices.insert(device);
             Err(DeviceError::Lost)
         } else if let DeviceOpKind::WriteBlock { slot, .. } = &op.kind {
-            if self.rng.chance(self.faults.write_media) {
+            if refused {
+                Err(DeviceError::Refused)
+            } else if self.rng.chance(self.faults.write_media) {
                 Err(DeviceError::Media)
             } else {
                 disk.complete(Written::of(&op.kind, self.memory.layers(*slot)).expect("a write"));
@@ -119,8 +127,19 @@ impl World {
     fn read_on(&mut self, device: DeviceId, read: BlockRead, layout: Layout, layers: std::ops::Range<u32>) {
         let fill = read.fill;
         let failed = |error| Event::Fill { fill, update: FillUpdate::Failed(error) };
-        if self.lost_devices.contains(&device) || self.rng.chance(self.faults.read) {
+        if self.lost_devices.contains(&device) {
+            let stranded = self.rng.chance(self.faults.stranded);
+            if stranded {
+                self.memory.strand(read.slot);
+            }
+            let error = if stranded { FillError::Stranded } else { FillError::Device };
+            return self.apply(failed(error));
+        }
+        if self.rng.chance(self.faults.read) {
             return self.apply(failed(FillError::Device));
+        }
+        if layers.start == 0 && self.is_refused() {
+            return self.apply(failed(FillError::Refused));
         }
         let (page, payload) = self.disks[usize::from(device.0)].read(read.page);
         let BlockRead { key, generation, header_crc, .. } = read;

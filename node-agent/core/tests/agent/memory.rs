@@ -14,6 +14,8 @@ pub(crate) type Tag = u64;
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     slots: BTreeMap<(u16, u64), Slot>,
+    /// Slots that a lost device may write to.
+    stranded: Vec<ArenaSlot>,
 }
 
 #[derive(Debug)]
@@ -25,6 +27,10 @@ struct Slot {
 impl Memory {
     /// Writes layers of a slot, leaving the others.
     pub(crate) fn write(&mut self, slot: ArenaSlot, layout: &Layout, layers: std::ops::Range<u32>, tag: Tag) {
+        assert!(
+            !self.stranded.iter().any(|other| overlap(*other, slot)),
+            "{slot:?} may be written to by a device"
+        );
         let end = slot.offset + slot.bytes;
         self.slots.retain(|(region, offset), other| {
             let same = *offset == slot.offset && other.bytes == slot.bytes;
@@ -36,6 +42,11 @@ impl Memory {
             .or_insert_with(|| Slot { bytes: slot.bytes, layers: Vec::new() });
         place.layers.resize(layout.layers() as usize, 0);
         place.layers[layers.start as usize..layers.end as usize].fill(tag);
+    }
+
+    /// From now on a device may write to a slot at any time.
+    pub(crate) fn strand(&mut self, slot: ArenaSlot) {
+        self.stranded.push(slot);
     }
 
     /// The layers of a slot as they are now.

@@ -15,8 +15,16 @@ use crate::random::{random_setup, settle, step};
 use crate::rng::{for_seeds, seed_wanted};
 use crate::world::{Faults, Setup, World, keys, large_layout, small_layout};
 
-const QUIET: Faults =
-    Faults { write_media: 0, read: 0, fetch: 60, lookup: 80, directory_lies: 60, device_lost: 0 };
+const QUIET: Faults = Faults {
+    write_media: 0,
+    read: 0,
+    refused: 0,
+    fetch: 60,
+    lookup: 80,
+    directory_lies: 60,
+    device_lost: 0,
+    stranded: 0,
+};
 
 fn promised(world: &World) -> BTreeSet<BlockKey> {
     world.announced.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key).collect()

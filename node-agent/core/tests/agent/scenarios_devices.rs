@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{DeviceId, LoadedBlock, LossReason, Report};
-use reprise_agent_core::event::{FillError, Priority, Request, Scope};
+use reprise_agent_core::event::{Event, FillError, Priority, Request, Scope};
 use reprise_policy::{BlockKey, Parts, SessionId, TenantId, Tier};
 
 use crate::engine::Asked;
@@ -176,6 +176,79 @@ fn a_device_that_reads_nothing_any_more_is_given_up() {
     assert_eq!(world.core.counters().nvme_blocks, 0);
     save_durably(&mut world, session, &keys(100..101));
     assert_eq!(world.engines[&session].notices.last().expect("a notice").2, keys(100..101));
+}
+
+#[test]
+fn a_device_that_the_runtime_has_lost_is_reported_once_with_its_reason() {
+    let (mut world, session) = with(Setup::default());
+    save_durably(&mut world, session, &keys(0..2));
+    trim(&mut world, session);
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    let reason = "the cable".to_owned();
+    world.apply(Event::DeviceLost { device: DeviceId(0), reason: reason.clone() });
+    assert!(!on_nvme(&world, key(0)) && !on_nvme(&world, key(1)));
+    let job = world.fills()[0];
+    world.fail(job, FillError::Device);
+    world.apply(Event::DeviceLost { device: DeviceId(0), reason: "again".to_owned() });
+    assert_eq!(world.reports, [Report::DeviceLost { device: DeviceId(0), reason }]);
+    assert_eq!(world.core.counters().pool_quarantined_slots, 0);
+}
+
+#[test]
+fn a_read_that_the_device_does_not_take_costs_neither_the_block_nor_its_slot() {
+    let (mut world, session) = with(Setup::default());
+    save_durably(&mut world, session, &keys(0..1));
+    trim(&mut world, session);
+    world.load(session, &keys(0..1), Duration::from_secs(1), Scope::Cluster);
+    let job = world.fills()[0];
+    world.fail(job, FillError::Refused);
+    let (_, held) = world.engines[&session].loads.iter().next().expect("answered");
+    assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Failed)), "it is not asked again at once");
+    let counters = world.core.counters();
+    assert_eq!((counters.fill_refused, counters.pool_quarantined_slots, counters.nvme_blocks), (1, 0, 1));
+    assert_eq!(counters.lookups, 0, "nor by way of the directory");
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    world.finish_jobs();
+    assert_eq!(world.core.counters().hit_blocks_own_nvme, 1);
+}
+
+#[test]
+fn a_write_that_the_device_does_not_take_is_tried_again_and_costs_no_slot() {
+    let faults = Faults { refused: 1000, ..Faults::default() };
+    let (mut world, session) = with(Setup { faults, ..Setup::default() });
+    world.reserve(session, 1);
+    world.commit(session, &keys(0..1), Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    world.advance(0);
+    world.faults.refused = 0;
+    world.finish_jobs();
+    assert_eq!(world.engines[&session].notices[0].1, 1);
+    assert_eq!(world.core.counters().pool_quarantined_slots, 0);
+}
+
+#[test]
+fn a_slot_that_a_lost_device_did_not_let_go_of_is_never_used_again() {
+    let (mut world, session) = with(Setup::default());
+    save_durably(&mut world, session, &keys(0..1));
+    trim(&mut world, session);
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    let Job::Read { read, .. } = &world.jobs[0] else { panic!("a read") };
+    let slot = read.slot;
+    world.memory.strand(slot);
+    world.fail(0, FillError::Stranded);
+    assert_eq!(world.core.counters().arena_lost_bytes, slot.bytes);
+    // Every other slot of the arena is taken.
+    let reserved =
+        |world: &World| world.engines[&session].reserved.iter().map(|(_, slot)| *slot).collect::<Vec<_>>();
+    let mut before = None;
+    while before != Some(reserved(&world).len()) {
+        before = Some(reserved(&world).len());
+        world.reserve(session, 8);
+    }
+    assert!(!reserved(&world).is_empty() && !reserved(&world).contains(&slot));
+    let counters = world.core.counters();
+    assert_eq!(counters.reserved_bytes + counters.arena_lost_bytes, counters.arena_used_bytes);
+    world.core.audit().expect("consistent");
 }
 
 #[test]

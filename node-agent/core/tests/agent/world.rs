@@ -28,10 +28,14 @@ use crate::rng::Rng;
 pub(crate) struct Faults {
     pub(crate) write_media: u64,
     pub(crate) read: u64,
+    /// Of reads and writes of blocks.
+    pub(crate) refused: u64,
     pub(crate) fetch: u64,
     pub(crate) lookup: u64,
     pub(crate) directory_lies: u64,
     pub(crate) device_lost: u64,
+    /// Of the reads of a lost device.
+    pub(crate) stranded: u64,
 }
 
 /// What a world is made of.

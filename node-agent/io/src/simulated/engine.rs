@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::engine::{EngineKind, IoEngine, Wait};
+use crate::engine::{Closed, EngineKind, IoEngine, Wait};
 use crate::error::{IoError, IoErrorKind};
 use crate::op::{Completion, Submission};
 use crate::simulated::state::{EngineSeat, Power};
@@ -106,6 +106,12 @@ impl IoEngine for SimulatedEngine {
 
     fn waker(&self) -> Waker {
         self.bell.waker()
+    }
+
+    fn close(self: Box<Self>) -> Closed {
+        let device = self.device.clone();
+        drop(self);
+        if device.lock().hangs() { Closed::Leaked } else { Closed::Drained }
     }
 
     fn kind(&self) -> EngineKind {

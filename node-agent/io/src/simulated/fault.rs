@@ -29,8 +29,13 @@ pub enum FaultKind {
     Full,
     /// Syncs fail with `Lost`, and make nothing durable.
     SyncError,
+    /// Transfers fail with `Busy`, and change nothing.
+    Busy,
     /// Everything fails with `Lost`.
     Gone,
+    /// Transfers never end: they stay in flight, and their engine leaks them when it is closed. See
+    /// [`SimulatedDevice::let_go`](crate::simulated::SimulatedDevice::let_go).
+    Hang,
     /// Writes succeed but change nothing: a lost write, for checks of generations.
     LostWrite,
 }
@@ -62,6 +67,7 @@ impl Fault {
         let concerns = match (self.kind, op) {
             (FaultKind::Gone, _) => true,
             (FaultKind::SyncError, Op::Sync) => true,
+            (FaultKind::Hang | FaultKind::Busy, Op::Read { .. } | Op::Write { .. }) => self.touches(op),
             (FaultKind::ReadError, Op::Read { .. }) => self.touches(op),
             (FaultKind::WriteError | FaultKind::Full | FaultKind::LostWrite, Op::Write { .. }) => {
                 self.touches(op)
@@ -86,13 +92,14 @@ impl Fault {
 }
 
 impl FaultKind {
-    /// What the operation ends with; `None` when it seems to succeed.
+    /// What the operation ends with; `None` when it seems to succeed, or does not end.
     pub(crate) fn error(self) -> Option<IoError> {
         let kind = match self {
             FaultKind::ReadError | FaultKind::WriteError => IoErrorKind::Media,
             FaultKind::Full => IoErrorKind::NoSpace,
             FaultKind::SyncError | FaultKind::Gone => IoErrorKind::Lost,
-            FaultKind::LostWrite => return None,
+            FaultKind::Busy => IoErrorKind::Busy,
+            FaultKind::LostWrite | FaultKind::Hang => return None,
         };
         Some(IoError::new(kind, "simulated fault"))
     }

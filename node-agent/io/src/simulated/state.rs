@@ -37,6 +37,8 @@ pub(crate) struct State {
     /// By due time, then order of submission.
     flying: BTreeMap<(Duration, u64), Flying>,
     submitted: u64,
+    /// Hit by [`FaultKind::Hang`].
+    hanging: Vec<Flying>,
 }
 
 /// Whether the device can still do anything.
@@ -77,6 +79,7 @@ impl State {
             started: Instant::now(),
             flying: BTreeMap::new(),
             submitted: 0,
+            hanging: Vec::new(),
             settings,
         }
     }
@@ -101,7 +104,19 @@ impl State {
     }
 
     pub(crate) fn flying(&self) -> usize {
-        self.flying.len()
+        self.flying.len() + self.hanging.len()
+    }
+
+    /// Whether something will never end by itself.
+    pub(crate) fn hangs(&self) -> bool {
+        !self.hanging.is_empty()
+    }
+
+    /// Does what hangs, for nobody to see but the memory and the medium.
+    pub(crate) fn let_go(&mut self) {
+        for flying in std::mem::take(&mut self.hanging) {
+            self.transfer(&flying, flying.total() - flying.done);
+        }
     }
 
     /// Takes in an operation that [`Bounds::check`] has passed.
@@ -136,7 +151,8 @@ impl State {
     pub(crate) fn crash(&mut self, mode: CrashMode) -> Image {
         self.power = Power::Off;
         let flying = std::mem::take(&mut self.flying);
-        let in_flight = flying.values().filter_map(|flying| flying.rest_of_write(self.end));
+        let in_flight =
+            flying.values().chain(&self.hanging).filter_map(|flying| flying.rest_of_write(self.end));
         let in_flight: Vec<_> = in_flight.collect();
         self.flying = flying;
         let sector = self.settings.sector_bytes as usize;
@@ -176,6 +192,10 @@ impl State {
         }
         let (op, random) = (&flying.submission.op, &mut self.random);
         let fault = self.faults.iter_mut().find_map(|fault| fault.hits(op, random).then_some(fault.kind));
+        if fault == Some(FaultKind::Hang) {
+            self.hanging.push(flying);
+            return None;
+        }
         if let Some(kind) = fault {
             self.damage(kind, &flying);
             return Some(flying.complete(kind.error().map_or(Ok(()), Err)));

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, Span};
@@ -21,6 +22,9 @@ pub(crate) const CAPACITY: usize = 16;
 
 /// Longer than anything here takes: a test that waits this long has failed.
 pub(crate) const FOREVER: Duration = Duration::from_secs(60);
+
+/// Set for the process that [`Fixture::open_half_full`] starts.
+const LIMITED_PROCESS: &str = "REPRISE_IO_TEST_LIMITED_PROCESS";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -66,15 +70,27 @@ impl Fixture {
         }
     }
 
-    /// An engine on a device whose second half has no space behind it.
-    pub(crate) fn open_half_full(&self) -> Box<dyn IoEngine> {
-        match self.kind {
-            Kind::Simulated => {
-                self.simulated.inject(Fault::at(FaultKind::Full, DEVICE_BYTES / 2..DEVICE_BYTES));
-                self.open()
-            }
-            _ => self.open_file(&sparse_file_on_small_tmpfs(&self.directory), FileAccess::ReadWrite),
+    /// An engine on a device whose second half has no space behind it. A real file gets that by a limit on the size of
+    /// files, which binds a whole process: so `law` is run once more in a process of its own, and the caller gets `None`
+    /// when it held there.
+    pub(crate) fn open_half_full(&self, law: &str) -> Option<Box<dyn IoEngine>> {
+        if self.kind == Kind::Simulated {
+            self.simulated.inject(Fault::at(FaultKind::Full, DEVICE_BYTES / 2..DEVICE_BYTES));
+            return Some(self.open());
         }
+        if std::env::var_os(LIMITED_PROCESS).is_some() {
+            limit_file_size(DEVICE_BYTES / 2);
+            return Some(self.open());
+        }
+        let module = if self.kind == Kind::IoUring { "io_uring" } else { "plain" };
+        let output = Command::new(std::env::current_exe().expect("this test"))
+            .args(["--exact", &format!("{module}::{law}")])
+            .env(LIMITED_PROCESS, "1")
+            .output()
+            .expect("a process");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{}: {text}", output.status);
+        None
     }
 
     /// Cuts the device behind the engine's back.
@@ -143,38 +159,15 @@ fn simulated(image: Image, access: FileAccess) -> SimulatedDevice {
     SimulatedDevice::new(image, settings).expect("sane settings")
 }
 
-/// A file as large as the device on a file system of half its size, seen by this thread only.
-fn sparse_file_on_small_tmpfs(directory: &TempDir) -> PathBuf {
-    let point = directory.path().join("small");
-    std::fs::create_dir(&point).expect("a directory");
-    mount_private_tmpfs(&point, DEVICE_BYTES / 2 + (64 << 10));
-    let path = point.join("device");
-    File::create(&path).expect("a file").set_len(DEVICE_BYTES).expect("a sparse file");
-    path
-}
-
-fn mount_private_tmpfs(point: &Path, bytes: u64) {
-    use std::ffi::CString;
-    use std::io::Error;
-    use std::os::unix::ffi::OsStrExt;
-    let text = |bytes: &[u8]| CString::new(bytes).expect("no zero in it");
-    let (point, options) = (text(point.as_os_str().as_bytes()), text(format!("size={bytes}").as_bytes()));
-    let (tmpfs, none) = (c"tmpfs".as_ptr(), std::ptr::null());
-    // SAFETY: unshare(2) takes flags; a thread may have a mount namespace of its own.
-    let unshared = unsafe { libc::unshare(libc::CLONE_NEWNS) };
-    assert_eq!(
-        unshared,
-        0,
-        "cannot test a full file system here: it needs CAP_SYS_ADMIN: {}",
-        Error::last_os_error()
-    );
-    let (root, private) = (c"/".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
-    // SAFETY: C strings that live on; mount(2) ignores source, type and data when it changes propagation.
-    let made_private = unsafe { libc::mount(none, root, none, private, none.cast()) };
-    assert_eq!(made_private, 0, "{}", Error::last_os_error());
-    // SAFETY: C strings that live on (mount(2)).
-    let mounted = unsafe { libc::mount(tmpfs, point.as_ptr(), tmpfs, 0, options.as_ptr().cast()) };
-    assert_eq!(mounted, 0, "{}", Error::last_os_error());
+/// From here on, writes of this process end at `bytes` of any file with EFBIG (setrlimit(2), RLIMIT_FSIZE).
+fn limit_file_size(bytes: u64) {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: ignoring a signal runs no code of ours (signal(2)); the default action would end the process.
+    let ignored = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    assert_ne!(ignored, libc::SIG_ERR);
+    // SAFETY: setrlimit(2) reads the struct that it is given.
+    let limited = unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) };
+    assert_eq!(limited, 0, "{}", std::io::Error::last_os_error());
 }
 
 /// Bytes that depend on seed and position, so that a block in a wrong place is seen.

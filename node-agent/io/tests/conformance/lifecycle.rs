@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use reprise_buffers::PageBuffer;
-use reprise_io::{IO_ALIGN, IoEngine, Wait};
+use reprise_io::{Closed, IO_ALIGN, IoEngine, Wait};
 
 use crate::fixture::{
     CAPACITY, DEVICE_BYTES, FOREVER, Fixture, buffer, finish, page, pattern, read, submit, sync, write,
@@ -72,6 +72,15 @@ pub(crate) fn dropping_the_engine_ends_what_is_in_flight(fixture: &Fixture) {
         drop(done);
         assert_written(fixture, &mut buffers);
     }
+}
+
+pub(crate) fn closing_the_engine_says_that_everything_has_ended(fixture: &Fixture) {
+    let mut engine = fixture.open();
+    let mut buffers = submit_writes(engine.as_mut());
+    engine.reap(Wait::No, &mut Vec::new()).expect("a working engine");
+    assert_eq!(engine.close(), Closed::Drained);
+    assert_written(fixture, &mut buffers);
+    assert_eq!(fixture.open().close(), Closed::Drained, "nothing was in flight");
 }
 
 pub(crate) fn an_engine_opened_here_works_on_another_thread(fixture: &Fixture) {

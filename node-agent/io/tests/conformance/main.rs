@@ -43,6 +43,7 @@ conformance! {
         spans_are_held_until_the_completion_is_dropped,
         dropping_the_engine_ends_what_was_never_started,
         dropping_the_engine_ends_what_is_in_flight,
+        closing_the_engine_says_that_everything_has_ended,
         an_engine_opened_here_works_on_another_thread,
         a_wake_ends_a_waiting_reap,
         a_wake_that_came_early_ends_the_next_waiting_reap,

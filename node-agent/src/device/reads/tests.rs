@@ -180,10 +180,41 @@ fn a_lost_device_fails_every_block_that_is_not_over() {
         }
     }
     assert_eq!(layers_of(&world.updates()[0].1), Ok(8));
-    world.reads.fail_all();
+    world.reads.fail_all(Closed::Drained);
     let failed: Vec<FillId> = world.updates().iter().map(|(fill, _)| *fill).collect();
     assert_eq!(failed, [FillId(0), FillId(1)]);
     assert!(!world.reads.is_open(world.index));
+}
+
+#[test]
+fn slots_that_a_lost_device_did_not_let_go_of_are_told_from_the_others() {
+    let mut world = World::new(16 << 10, |_| {});
+    let mut reads: Vec<PieceRead> = (0..5).filter_map(|_| world.reads.next(&world.pages)).collect();
+    let blocks: Vec<usize> = reads.iter().map(|read| read.piece.block).collect();
+    assert_eq!(blocks, [0, 1, 2, 0, 1]);
+    // The third block has nothing under way; the first has failed already, but its second read is under way.
+    world.complete(reads.remove(2), Ok(()));
+    world.complete(reads.remove(0), Err(FillError::Device));
+    world.reads.fail_all(Closed::Leaked);
+    let mut ends: Vec<_> = world.updates().iter().map(|(fill, update)| (fill.0, layers_of(update))).collect();
+    ends.sort_unstable_by_key(|(fill, _)| *fill);
+    let stranded = Err(FillError::Stranded);
+    assert_eq!(ends, [(0, stranded), (1, stranded), (2, Err(FillError::Device))]);
+}
+
+#[test]
+fn what_waits_is_counted_by_pieces_and_bytes() {
+    let mut world = World::new(8 << 10, |_| {});
+    let block = PAGE_BYTES + layout().slot_bytes();
+    assert_eq!(world.reads.waiting(), Waiting { pieces: 12, bytes: 3 * block });
+    let first = world.reads.next(&world.pages).expect("a read");
+    assert_eq!(world.reads.waiting(), Waiting { pieces: 11, bytes: 3 * block - PAGE_BYTES - (8 << 10) });
+    world.complete(first, Err(FillError::Device));
+    world.reads.fail_all(Closed::Drained);
+    world.updates();
+    assert_eq!(world.reads.waiting(), Waiting::default());
+    assert!(world.reads.next(&world.pages).is_none());
+    assert_eq!(world.reads.waiting(), Waiting::default());
 }
 
 #[test]

@@ -11,6 +11,8 @@ use reprise_io::Waker;
 use reprise_io::simulated::{Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
 use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
 
+use reprise_agent_core::effect::FillId;
+
 use super::*;
 use crate::metrics::Metrics;
 
@@ -100,7 +102,7 @@ impl World {
             inbox,
             arena: arena.clone(),
             clock: Clock::start(),
-            metrics: Metrics::new("test", "4 KiB").device(DeviceId(0)),
+            metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
         };
         let thread = Some(std::thread::spawn(move || Worker::new(around, Box::new(engine)).run()));
         World { device, arena, commands, waker, inputs, thread }
@@ -273,13 +275,48 @@ fn a_sync_that_fails_loses_the_device_because_nothing_is_certain_after_it() {
 }
 
 #[test]
+fn slots_that_a_lost_device_may_still_write_to_are_reported_as_such() {
+    let world = World::new();
+    let hanging = 2 * stride()..3 * stride();
+    world.device.inject(Fault::at(FaultKind::Hang, hanging));
+    world.device.inject(Fault::everywhere(FaultKind::SyncError));
+    world.read(0..5);
+    let others = [0, 1, 3, 4];
+    assert_eq!(world.ends(4), others.map(|block| (block, Ok(()))));
+    world.op(1, DeviceOpKind::Sync);
+    let Input::Device(DeviceReport { lost, done, fills, .. }) =
+        world.inputs.recv_timeout(PATIENCE).expect("the end")
+    else {
+        panic!("a device reports as a device")
+    };
+    assert!(lost.expect("news").contains("simulated fault"));
+    assert_eq!(done, [(OpToken(1), Err(DeviceError::Lost))]);
+    assert!(matches!(fills[..], [(FillId(2), FillUpdate::Failed(FillError::Stranded))]), "{fills:?}");
+    // What the device does at last, it does to a slot that nobody else has.
+    world.device.let_go();
+}
+
+#[test]
+fn want_of_memory_in_the_kernel_costs_neither_device_nor_places() {
+    let world = World::new();
+    world.device.inject(Fault::everywhere(FaultKind::Busy));
+    world.read(0..BLOCKS);
+    assert!(world.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Refused)));
+    world.op(1, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: slot(0) });
+    assert_eq!(world.done(), (1, Err(DeviceError::Refused)));
+    world.device.heal();
+    world.read(0..BLOCKS);
+    assert!(world.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
+}
+
+#[test]
 fn operations_that_make_no_sense_are_refused_one_by_one() {
     let world = World::new();
     world.op(1, DeviceOpKind::WritePages { offset: 0, bytes: vec![0; 100] });
-    assert_eq!(world.done(), (1, Err(DeviceError::Media)));
+    assert_eq!(world.done(), (1, Err(DeviceError::Refused)));
     let outside = ArenaSlot { region: RegionId(9), offset: 0, bytes: 4096 };
     world.op(2, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: outside });
-    assert_eq!(world.done(), (2, Err(DeviceError::Media)));
+    assert_eq!(world.done(), (2, Err(DeviceError::Refused)));
     world.read(0..3);
     assert_eq!(world.ends(3).len(), 3);
 }
