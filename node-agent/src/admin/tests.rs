@@ -31,7 +31,7 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
     Arc::new(AdminContext {
         inbox,
         pulse,
-        metrics: Arc::new(Metrics::new("test", "4 KiB")),
+        metrics: Arc::new(Metrics::new("test", reprise_buffers::PageCoverage::default())),
         directory: Arc::new(DirectoryClient::start(alone, Arc::new(|_| {})).expect("a thread is to be had")),
         peers: None,
         devices: Vec::new(),
