@@ -225,7 +225,7 @@ impl CoreLoop {
                 }
             }
             Input::Request(Request { session, request, body, received }) => {
-                self.executor.request_received(session, request, &body, received);
+                let _applying = self.executor.request_received(session, request, &body, received).entered();
                 self.apply(Event::Request { session, request, body });
             }
             Input::Opened(opened) => {

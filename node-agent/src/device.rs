@@ -227,7 +227,9 @@ fn begin(
         metrics: context.metrics.device(id),
     };
     let recipe = open::Recipe::new(device, settings, &context.arena);
+    let span = tracing::info_span!("device", path = %device.path.display());
     let body = move || {
+        let _device = span.entered();
         let (mut open, found) = match open::open(&recipe) {
             Ok(open) => open,
             Err(error) => return drop(found_sender.send(Err(error))),

@@ -67,16 +67,24 @@ struct Connected {
     session: Arc<Session>,
     progress: ProgressWriter,
     /// Requests without an answer; bounded by the session's own limit.
-    asked: HashMap<RequestId, (Phase, Instant)>,
+    asked: HashMap<RequestId, (Phase, Timed)>,
     /// Loads whose blocks are not all there, by progress entry.
-    loading: HashMap<ProgressEntry, Instant>,
+    loading: HashMap<ProgressEntry, Timed>,
     /// When the request that is being applied had been received.
     current: Option<Instant>,
+}
+
+/// Something that is being waited for: since when, and its span, which ends with it.
+struct Timed {
+    since: Instant,
+    _span: tracing::Span,
 }
 
 struct Fetching {
     since: Instant,
     layers: u32,
+    /// Shared by the blocks of one fetch.
+    _span: tracing::Span,
 }
 
 impl Executor {
@@ -105,14 +113,14 @@ impl Executor {
         }
     }
 
-    /// Notes when a request came, for the latency of its answer.
+    /// Notes when a request came, for the latency of its answer; gives its span, to be entered while it is applied.
     pub(crate) fn request_received(
         &mut self,
         session: SessionId,
         request: RequestId,
         body: &Request,
         at: Instant,
-    ) {
+    ) -> tracing::Span {
         let phase = match body {
             Request::Match { .. } => Phase::Match,
             Request::Reserve { .. } => Phase::Reserve,
@@ -120,10 +128,12 @@ impl Executor {
             Request::Load(_) => Phase::LoadFirstLayer,
             Request::Abort { .. } | Request::Release { .. } | Request::Trim | Request::Stats => Phase::Other,
         };
+        let span = tracing::debug_span!("request", session = session.0, request = request.0, ?phase);
         if let Some(connected) = self.sessions.get_mut(&session) {
-            connected.asked.insert(request, (phase, at));
+            connected.asked.insert(request, (phase, Timed { since: at, _span: span.clone() }));
             connected.current = Some(at);
         }
+        span
     }
 
     /// Looks at events on their way into the core, for what they say about latencies.
@@ -206,8 +216,8 @@ impl Executor {
     fn reply(&mut self, session: SessionId, request: RequestId, reply: Reply) {
         let Some(connected) = self.sessions.get_mut(&session) else { return };
         connected.session.reply(request, reply);
-        if let Some((phase, since)) = connected.asked.remove(&request) {
-            self.parts.metrics.phase(phase, since.elapsed());
+        if let Some((phase, asked)) = connected.asked.remove(&request) {
+            self.parts.metrics.phase(phase, asked.since.elapsed());
         }
     }
 
@@ -218,14 +228,15 @@ impl Executor {
             ProgressUpdate::Begin { load: LoadId(load) } => {
                 page.begin(entry.0, *load);
                 let since = connected.current.unwrap_or_else(Instant::now);
-                connected.loading.insert(entry, since);
+                let _span = tracing::debug_span!("load", session = session.0, load);
+                connected.loading.insert(entry, Timed { since, _span });
             }
             ProgressUpdate::Layers { layers } => page.set_layers(entry.0, *layers),
             ProgressUpdate::BlockFailed { block } => page.fail_block(entry.0, *block as usize),
             ProgressUpdate::Done => {
                 page.done(entry.0);
-                if let Some(since) = connected.loading.remove(&entry) {
-                    self.parts.metrics.phase(Phase::LoadTotal, since.elapsed());
+                if let Some(loading) = connected.loading.remove(&entry) {
+                    self.parts.metrics.phase(Phase::LoadTotal, loading.since.elapsed());
                 }
             }
         }
@@ -269,8 +280,18 @@ impl Executor {
         match asked {
             Ok(()) => {
                 let (since, layers) = (Instant::now(), fetch.layout.layers());
-                self.fetches
-                    .extend(fetch.blocks.iter().map(|block| (block.fill, Fetching { since, layers })));
+                let span = tracing::debug_span!(
+                    "fetch",
+                    fetch = fetch.fetch.0,
+                    node = fetch.node.0,
+                    blocks = fetch.blocks.len()
+                );
+                self.fetches.extend(
+                    fetch
+                        .blocks
+                        .iter()
+                        .map(|block| (block.fill, Fetching { since, layers, _span: span.clone() })),
+                );
             }
             Err(reason) => {
                 tracing::warn!(

@@ -24,6 +24,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::fmt::format::FmtSpan;
 
 use config::{Config, LogFormat, LogSettings};
 use error::{AgentError, ErrorKind};
@@ -100,7 +102,13 @@ fn print(text: &str) -> ExitCode {
 
 fn start_log(settings: &LogSettings) -> Result<(), AgentError> {
     let filter = tracing_subscriber::EnvFilter::new(&settings.level);
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // At debug level, the end of each request, load and fetch is a line with its time.
+    let ends = match filter.max_level_hint() {
+        Some(level) if level < LevelFilter::DEBUG => FmtSpan::NONE,
+        _ => FmtSpan::CLOSE,
+    };
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_span_events(ends).with_writer(std::io::stderr);
     let started = match settings.format {
         LogFormat::Text => builder.with_ansi(false).try_init(),
         LogFormat::Json => builder.json().try_init(),

@@ -204,10 +204,10 @@ fn turn_away(socket: &UnixStream, peer: &Peer, kind: FailureKind, message: &str)
 
 /// One session from its greeting to its end.
 fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer: Peer) {
+    let _session = tracing::info_span!("session", id = id.0, pid = peer.pid, uid = peer.uid).entered();
     let Some(greeted) = greet(context, socket, id, peer) else { return };
     let Greeted { opened, session, progress, mut frames, welcome } = greeted;
-    let peer = session.peer();
-    tracing::info!(session = id.0, client = %peer.client_name, pid = peer.pid, uid = peer.uid, "session opened");
+    tracing::info!(client = %session.peer().client_name, "session opened");
     let writer = spawn(&format!("session-{id}-out"), {
         let session = session.clone();
         move || session.outbound.write_queued()
@@ -215,7 +215,7 @@ fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer:
     let writer = match writer {
         Ok(writer) => writer,
         Err(error) => {
-            tracing::warn!(session = id.0, %error, "session refused: cannot start a thread");
+            tracing::warn!(%error, "session refused: cannot start a thread");
             return;
         }
     };
@@ -229,7 +229,7 @@ fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer:
         session.close();
     }
     let _ = writer.join();
-    tracing::info!(session = id.0, "session closed");
+    tracing::info!("session closed");
 }
 
 /// The user that this process runs as: `/proc/self` belongs to it.

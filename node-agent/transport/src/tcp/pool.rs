@@ -98,6 +98,7 @@ fn start(common: &Arc<Common>, peer: &str) -> Result<Arc<Outgoing>, TransportErr
     common.threads.spawn("peer-request", move || sending.run_sender()).map_err(cannot_start)?;
     let receiving = Arc::clone(&connection);
     let spawned = common.threads.spawn("peer-receive", move || {
+        let _connection = tracing::info_span!("fetching", peer = receiving.peer).entered();
         receiver::run(&receiving);
         receiving.common.pool.remove(&receiving);
     });
