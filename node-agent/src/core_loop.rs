@@ -113,7 +113,13 @@ impl Clock {
 
     /// Microseconds since the start.
     pub(crate) fn now(&self) -> Tick {
-        Tick(u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX))
+        self.tick(Instant::now())
+    }
+
+    /// Microseconds from the start to an instant.
+    fn tick(&self, instant: Instant) -> Tick {
+        let since = instant.saturating_duration_since(self.start);
+        Tick(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
     }
 
     /// The instant of a tick; far ahead for one that no `Instant` reaches.
@@ -216,7 +222,8 @@ impl CoreLoop {
             }
             Input::Request(Request { session, request, body, received }) => {
                 self.executor.request_received(session, request, &body, received);
-                self.apply(Event::Request { session, request, body });
+                let received = self.clock.tick(received);
+                self.apply(Event::Request { session, request, body, received });
             }
             Input::Opened(opened) => {
                 let Opened { opened, session, progress } = *opened;

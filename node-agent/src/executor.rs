@@ -282,7 +282,7 @@ fn failed(fill: FillId, error: FillError) -> Event {
 fn log(report: &Report) {
     match report {
         Report::CorruptBlock { device, page, key } => {
-            tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped and its place is not used again");
+            tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped");
         }
         Report::DeviceLost { device, reason } => {
             tracing::error!(device = device.0, reason, "device given up; its blocks are gone from the cache");

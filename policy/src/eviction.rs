@@ -29,6 +29,10 @@ pub trait EvictionPolicy: Send + Debug {
     /// policy's highest counts as the highest. An entry that is in already moves.
     fn insert(&mut self, entry: EntryIndex, class: u8);
 
+    /// Makes an entry evictable, as the one of its class that goes next: for a victim that cannot go after all. An
+    /// entry that is in already moves.
+    fn put_back(&mut self, entry: EntryIndex, class: u8);
+
     /// Notes a use of an entry; nothing happens when it is not in.
     fn touch(&mut self, entry: EntryIndex);
 

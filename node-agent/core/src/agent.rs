@@ -65,7 +65,7 @@ use index::{Dram, Index};
 use loads::Load;
 use lookups::Lookup;
 use peers::Peers;
-use serves::Serve;
+use serves::{Serve, ServeShare};
 use sessions::{Reservation, Session};
 use shapes::{ShapeId, Shapes};
 use slab::{Slab, SlabId};
@@ -101,6 +101,7 @@ pub struct AgentCore {
     fetches: u64,
     peers: Peers,
     serves: BTreeMap<ServeId, Serve>,
+    serve_share: ServeShare,
     timers: Timers,
     counters: Counters,
 }
@@ -137,6 +138,7 @@ impl AgentCore {
             fetches: 0,
             peers: Peers::default(),
             serves: BTreeMap::new(),
+            serve_share: ServeShare::default(),
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -159,6 +161,7 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
         self.dispatch(event);
         self.fire_timers();
+        self.begin_serves();
         self.write_back();
         self.keep_pool_free();
         self.announce_changes();
@@ -180,12 +183,14 @@ impl AgentCore {
         match event {
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
-            Event::Request { session, request, body } => self.request(session, request, body),
+            Event::Request { session, request, body, received } => {
+                self.request((session, request), body, received);
+            }
             Event::DeviceDone { device, token, result } => self.device_done(device, token, result),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
-            Event::PeerRequest(request) => self.serve(&request),
+            Event::PeerRequest(request) => self.serve(request),
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted => self.announce_all(),
@@ -194,7 +199,7 @@ impl AgentCore {
         }
     }
 
-    fn request(&mut self, session: SessionId, request: RequestId, body: Request) {
+    fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
         if !self.sessions.contains_key(&session) {
             let message =
                 "this session is not open: the agent has as many sessions or layouts as it can hold";
@@ -207,7 +212,7 @@ impl AgentCore {
             Request::Commit { items, priority } => self.commit(session, request, items, priority),
             Request::Abort { leases } => self.abort(session, request, &leases),
             Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
-            Request::Load(wanted) => self.load(session, request, wanted),
+            Request::Load(wanted) => self.load(session, request, wanted, received),
             Request::Release { load } => self.release(session, request, load),
             Request::Trim => {
                 let blocks = self.trim();

@@ -401,7 +401,7 @@ pub enum Report {
     CorruptBlock {
         /// Where it was stored.
         device: DeviceId,
-        /// Its header page, now quarantined.
+        /// Its header page; the slot is free again.
         page: PageNumber,
         /// Its key.
         key: BlockKey,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tick, Tier};
 
 use crate::effect::{ArenaSlot, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId, Source};
 use crate::pool::{DeviceError, OpToken};
@@ -29,6 +29,8 @@ pub enum Event {
         request: RequestId,
         /// What is wanted.
         body: Request,
+        /// When it came: deadlines count from here. An instant to come counts as now.
+        received: Tick,
     },
     /// A pool operation finished ([`Effect::Device`](crate::effect::Effect::Device)).
     DeviceDone {
@@ -172,7 +174,7 @@ pub enum Scope {
 pub struct LoadRequest {
     /// Which, in order.
     pub keys: Vec<BlockKey>,
-    /// What is not there by then is reported as missed.
+    /// What is not there so long after the receipt is reported as missed; zero: the default.
     pub deadline: Duration,
     /// Bytes of one device read at the most; rounded to whole objects, at least one.
     pub read_bytes: u64,

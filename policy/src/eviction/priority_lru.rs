@@ -85,6 +85,30 @@ impl PriorityLru {
         self.links[entry.0 as usize] = Link { older, newer: NIL };
     }
 
+    /// Puts an entry that is in no list at the oldest end of a class's list.
+    fn link_oldest(&mut self, entry: EntryIndex, class: u8) {
+        let list = &mut self.lists[usize::from(class)];
+        let newer = list.oldest;
+        list.oldest = entry.0;
+        if newer == NIL {
+            list.newest = entry.0;
+        } else {
+            self.links[newer as usize].older = entry.0;
+        }
+        self.links[entry.0 as usize] = Link { older: NIL, newer };
+    }
+
+    /// Makes an entry one that is in no list yet; returns the class it belongs to.
+    fn enter(&mut self, entry: EntryIndex, class: u8) -> u8 {
+        assert!(entry.0 != NIL, "entry index {NIL} is reserved");
+        self.remove(entry);
+        self.grow_to(entry);
+        let class = class.min(CLASSES as u8 - 1);
+        self.classes[entry.0 as usize] = class;
+        self.len += 1;
+        class
+    }
+
     /// Takes an entry out of the list of the class it is in.
     fn unlink(&mut self, entry: EntryIndex, class: u8) {
         let Link { older, newer } = self.links[entry.0 as usize];
@@ -110,13 +134,13 @@ impl Default for PriorityLru {
 
 impl EvictionPolicy for PriorityLru {
     fn insert(&mut self, entry: EntryIndex, class: u8) {
-        assert!(entry.0 != NIL, "entry index {NIL} is reserved");
-        self.remove(entry);
-        self.grow_to(entry);
-        let class = class.min(CLASSES as u8 - 1);
+        let class = self.enter(entry, class);
         self.link_newest(entry, class);
-        self.classes[entry.0 as usize] = class;
-        self.len += 1;
+    }
+
+    fn put_back(&mut self, entry: EntryIndex, class: u8) {
+        let class = self.enter(entry, class);
+        self.link_oldest(entry, class);
     }
 
     fn touch(&mut self, entry: EntryIndex) {
@@ -164,6 +188,11 @@ mod tests {
             self.classes[usize::from(class).min(CLASSES - 1)].push(entry);
         }
 
+        fn put_back(&mut self, entry: u32, class: u8) {
+            self.remove(entry);
+            self.classes[usize::from(class).min(CLASSES - 1)].insert(0, entry);
+        }
+
         fn touch(&mut self, entry: u32) {
             let class = self.classes.iter().position(|entries| entries.contains(&entry));
             if let Some(class) = class {
@@ -183,6 +212,7 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Operation {
         Insert(u32, u8),
+        PutBack(u32, u8),
         Touch(u32),
         Remove(u32),
         Victim,
@@ -191,6 +221,7 @@ mod tests {
     fn operation() -> impl Strategy<Value = Operation> {
         prop_oneof![
             (0..24u32, 0..5u8).prop_map(|(entry, class)| Operation::Insert(entry, class)),
+            (0..24u32, 0..5u8).prop_map(|(entry, class)| Operation::PutBack(entry, class)),
             (0..30u32).prop_map(Operation::Touch),
             (0..30u32).prop_map(Operation::Remove),
             Just(Operation::Victim),
@@ -208,6 +239,10 @@ mod tests {
                     Operation::Insert(entry, class) => {
                         policy.insert(EntryIndex(entry), class);
                         model.insert(entry, class);
+                    }
+                    Operation::PutBack(entry, class) => {
+                        policy.put_back(EntryIndex(entry), class);
+                        model.put_back(entry, class);
                     }
                     Operation::Touch(entry) => {
                         policy.touch(EntryIndex(entry));

@@ -68,8 +68,12 @@ pub const READ_ERRORS_MAX: u32 = 16;
 /// follows with the next event, and the free target leaves time for that.
 pub const POOL_EVICTIONS_PER_APPLY: usize = 1024;
 
-/// Victims taken beyond the free target when a device has free bytes but none of the wanted slot size.
+/// Victims of the wanted slot size taken beyond the free target when no slot of that size is free: a batch's worth,
+/// 128 MiB in 2 MiB blocks.
 pub const POOL_EVICTIONS_FOR_SIZE: usize = 64;
+
+/// Coldest blocks that are looked at for a segment that can be emptied, before the segments themselves are searched.
+pub const POOL_VICTIMS_TRIED: usize = 64;
 
 /// Deadline of a load at the most; a client that waits longer has forgotten.
 pub const LOAD_DEADLINE_MAX: Duration = Duration::from_secs(600);

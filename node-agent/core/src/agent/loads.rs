@@ -19,7 +19,7 @@ use std::time::Duration;
 use reprise_policy::{BlockKey, SessionId, Tick};
 
 use super::AgentCore;
-use super::fills::Waiter;
+use super::fills::WaitPlace;
 use super::frames::FrameIndex;
 use super::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
 use super::placing::Wanted;
@@ -54,10 +54,7 @@ pub(super) enum LoadBlock {
     /// Nothing brings it yet.
     Unplaced,
     /// A fill brings it; leased.
-    Waiting {
-        /// Slot of the fill.
-        fill: u32,
-    },
+    Waiting(WaitPlace),
     /// Complete and leased.
     Ready { frame: FrameIndex, source: Source },
     /// Failed after the answer; leased.
@@ -84,7 +81,13 @@ const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loa
 
 impl AgentCore {
     /// A session wants blocks readable.
-    pub(super) fn load(&mut self, session: SessionId, request: RequestId, wanted: LoadRequest) {
+    pub(super) fn load(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        wanted: LoadRequest,
+        received: Tick,
+    ) {
         let Some(state) = self.sessions.get(&session) else { return };
         let shape = state.shape;
         if wanted.keys.len() > LOAD_BLOCKS_MAX {
@@ -99,7 +102,8 @@ impl AgentCore {
         if let Some(refusal) = self.refuse_block_size(shape) {
             return self.reply(session, request, refusal);
         }
-        let id = self.begin_load(session, request, entry, wanted);
+        let deadline = self.deadline_of(&wanted, received);
+        let id = self.begin_load((session, request, entry), wanted, deadline);
         let blocks = self.loads.get(id).map_or(0, |load| load.blocks.len() as u32);
         let missing = self.place_here(id, (0..blocks).map(Wanted::anywhere).collect());
         self.ask_elsewhere(id, missing, LossReason::Miss);
@@ -125,8 +129,8 @@ impl AgentCore {
             let Some(load) = self.loads.get(id) else { return };
             match load.blocks[at as usize] {
                 LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
-                LoadBlock::Waiting { fill } => {
-                    let (frame, layers) = self.leave_fill(fill, Waiter::Load { load: id, block: at });
+                LoadBlock::Waiting(place) => {
+                    let (frame, layers) = self.leave_fill(place);
                     let held = if answered {
                         LoadBlock::Held { frame }
                     } else {
@@ -148,8 +152,8 @@ impl AgentCore {
         for at in 0..load.blocks.len() as u32 {
             let Some(load) = self.loads.get(id) else { return };
             match load.blocks[at as usize] {
-                LoadBlock::Waiting { fill } => {
-                    let (frame, _) = self.leave_fill(fill, Waiter::Load { load: id, block: at });
+                LoadBlock::Waiting(place) => {
+                    let (frame, _) = self.leave_fill(place);
                     self.unlease(frame);
                 }
                 LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.unlease(frame),
@@ -210,19 +214,24 @@ impl AgentCore {
         }
     }
 
+    /// When a load is over that was received at an instant: the time it waited for the core is part of its own.
+    fn deadline_of(&self, wanted: &LoadRequest, received: Tick) -> Tick {
+        let span = match wanted.deadline {
+            Duration::ZERO => self.settings.load_deadline_default,
+            span => span,
+        };
+        received.min(self.now).after(span.min(LOAD_DEADLINE_MAX))
+    }
+
     fn begin_load(
         &mut self,
-        session: SessionId,
-        request: RequestId,
-        entry: ProgressEntry,
+        (session, request, entry): (SessionId, RequestId, ProgressEntry),
         wanted: LoadRequest,
+        deadline: Tick,
     ) -> SlabId {
         let Some(state) = self.sessions.get_mut(&session) else { unreachable!("the caller has looked") };
         let shape = state.shape;
         let blocks = wanted.keys.len();
-        let or_default =
-            |span: Duration| if span.is_zero() { self.settings.load_deadline_default } else { span };
-        let deadline = self.now.after(or_default(wanted.deadline).min(LOAD_DEADLINE_MAX));
         let read_bytes = match wanted.read_bytes {
             0 => self.settings.read_bytes_default,
             bytes => bytes,
@@ -258,7 +267,7 @@ impl AgentCore {
         for block in &load.blocks {
             let (frame, source) = match *block {
                 LoadBlock::Ready { frame, source } => (frame, source),
-                LoadBlock::Waiting { fill } => self.fill_place(fill),
+                LoadBlock::Waiting(place) => self.fill_place(place.fill),
                 LoadBlock::Lost(reason) => {
                     blocks.push(LoadedBlock::Lost(reason));
                     continue;

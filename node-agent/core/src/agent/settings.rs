@@ -22,6 +22,8 @@ pub struct Settings {
     /// Share of the arena, in thousandths, that reservations and unsaved blocks may take: the rest stays for
     /// loads while the device is slower than the engines.
     pub arena_unsaved_permille: u16,
+    /// Share of the arena, in thousandths, that blocks may take which peers are waiting for.
+    pub arena_serves_permille: u16,
     /// What is told to a session that finds the arena full.
     pub retry_after: Duration,
     /// Order of eviction, in DRAM and on NVMe.
@@ -41,6 +43,8 @@ impl Default for Settings {
             // 3 % of 30 TB is 15 minutes of writing at 1 GB/s; of a 1 GiB test pool 15 blocks of 2 MiB.
             pool_free_permille: 30,
             arena_unsaved_permille: 750,
+            // 256 MiB of 1 GiB: 128 blocks of 2 MiB under way are 25 times what 10 GB/s carry in a millisecond.
+            arena_serves_permille: 250,
             // 2 MiB blocks free at 3.6 GB/s come every 0.6 ms.
             retry_after: Duration::from_millis(2),
             eviction: EvictionKind::default(),
