@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tick, Tier};
 
-use crate::effect::{ArenaSlot, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId, Source};
+use crate::effect::{DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId};
 use crate::pool::{DeviceError, OpToken};
 
 /// Names one request within its session; chosen by the client.
@@ -237,13 +237,4 @@ pub struct PeerRequest {
     pub layout: Layout,
     /// The peer gives up after this time.
     pub deadline: Duration,
-}
-
-/// A slot with what it came from; used by replies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placed {
-    /// Where the block is readable.
-    pub slot: ArenaSlot,
-    /// Where it came from.
-    pub source: Source,
 }

@@ -5,7 +5,7 @@
 //! as one group per peer, each in the order of the load's keys, so that devices and peers can work layer by layer.
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::routing::{self, Candidate, LocalTiers, Route};
+use reprise_policy::routing::{self, Candidate};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
 use super::AgentCore;
@@ -264,9 +264,8 @@ impl AgentCore {
         };
         let candidates: Vec<Candidate> = replicas.iter().map(candidate).collect();
         let suspect = |node| self.peers.is_suspect(node, self.now);
-        let route = routing::soonest(key, LocalTiers::NONE, &candidates, suspect)
-            .or_else(|| routing::soonest(key, LocalTiers::NONE, &candidates, |_| false))?;
-        let Route::Peer(node, _) = route else { unreachable!("no local tier was offered") };
+        let Candidate { node, .. } = routing::soonest(key, &candidates, suspect)
+            .or_else(|| routing::soonest(key, &candidates, |_| false))?;
         replicas.retain(|replica| replica.node != node);
         Some((node, replicas))
     }
