@@ -284,6 +284,13 @@ fn log(report: &Report) {
         Report::CorruptBlock { device, page, key } => {
             tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped");
         }
+        Report::Unstorable { block_bytes, payload_bytes_max } => {
+            tracing::warn!(
+                block_bytes,
+                payload_bytes_max,
+                "blocks of this layout fit no segment of the pool and are never durable; format the pool with a larger pool.segment_bytes"
+            );
+        }
         Report::DeviceLost { device, reason } => {
             tracing::error!(device = device.0, reason, "device given up; its blocks are gone from the cache");
         }

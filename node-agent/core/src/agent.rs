@@ -66,7 +66,7 @@ use loads::Load;
 use lookups::Lookup;
 use peers::Peers;
 use serves::{Serve, ServeShare};
-use sessions::{Reservation, Session};
+use sessions::{Reservation, ReservationGroup, Session};
 use shapes::{ShapeId, Shapes};
 use slab::{Slab, SlabId};
 use tickets::TicketState;
@@ -90,6 +90,7 @@ pub struct AgentCore {
     writeback: WriteBack,
     sessions: BTreeMap<SessionId, Session>,
     reservations: Slab<Reservation>,
+    groups: Slab<ReservationGroup>,
     reserved_bytes: u64,
     /// Blocks readable in DRAM.
     resident_blocks: u64,
@@ -129,6 +130,7 @@ impl AgentCore {
             writeback: WriteBack::new(),
             sessions: BTreeMap::new(),
             reservations: Slab::new(),
+            groups: Slab::new(),
             reserved_bytes: 0,
             resident_blocks: 0,
             tickets: Slab::new(),
@@ -232,6 +234,7 @@ impl AgentCore {
                 Timer::Load(load) => self.expire_load(load),
                 Timer::Lookup(lookup) => self.lookup_failed(lookup),
                 Timer::Serve(serve) => self.expire_serve(serve),
+                Timer::Reservations(group) => self.expire_reservations(group),
             }
         }
     }

@@ -406,6 +406,14 @@ pub enum Report {
         /// Its key.
         key: BlockKey,
     },
+    /// Blocks of a layout are larger than the segments of every device: they are cached, and never durable. Said once
+    /// for each layout.
+    Unstorable {
+        /// Bytes of one block.
+        block_bytes: u64,
+        /// Bytes of the largest block that a segment has room for.
+        payload_bytes_max: u64,
+    },
     /// A device had too many errors and is no longer used.
     DeviceLost {
         /// Which.

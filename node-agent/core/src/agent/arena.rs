@@ -16,6 +16,8 @@
 //!
 //! Deliberately absent: memory, and what is in a slot (`frames`).
 
+use std::collections::BTreeSet;
+
 use reprise_policy::TenantId;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy};
 
@@ -42,6 +44,8 @@ pub(super) struct Place {
 pub(super) struct Arena {
     regions: Vec<Region>,
     unowned: Vec<u16>,
+    /// Regions with an owner in which everything can be evicted.
+    idle: BTreeSet<u16>,
     classes: Vec<Class>,
     eviction: EvictionKind,
     bytes: u64,
@@ -109,6 +113,7 @@ impl Arena {
             unowned: (0..regions.len()).rev().map(|region| region as u16).collect(),
             bytes: regions.iter().map(|region| region.bytes).sum(),
             used_bytes: 0,
+            idle: BTreeSet::new(),
             classes: Vec::new(),
             eviction,
             regions,
@@ -171,6 +176,7 @@ impl Arena {
         if state.full() {
             self.leave_partial(region);
         }
+        self.note_idle(region);
         self.used_bytes += slot_bytes;
         Some(Place { region, slot })
     }
@@ -194,12 +200,14 @@ impl Arena {
         } else if !listed {
             self.enter_partial(place.region, owner);
         }
+        self.note_idle(place.region);
     }
 
     /// Makes a frame's slot evictable.
     pub(super) fn add_evictable(&mut self, place: Place, frame: FrameIndex, class: u8) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
+        self.note_idle(place.region);
         self.class_mut(owner).policy.insert(EntryIndex(frame.0), class);
     }
 
@@ -207,6 +215,7 @@ impl Arena {
     pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable -= 1;
+        self.note_idle(place.region);
         self.class_mut(owner).policy.remove(EntryIndex(frame.0));
     }
 
@@ -218,17 +227,29 @@ impl Arena {
     /// Completes [`Arena::victim`].
     pub(super) fn take_victim(&mut self, place: Place) {
         self.regions[usize::from(place.region)].evictable -= 1;
+        self.note_idle(place.region);
+    }
+
+    /// Keeps the set of regions in which everything can be evicted.
+    fn note_idle(&mut self, region: u16) {
+        let state = &self.regions[usize::from(region)];
+        if state.owner.is_some() && state.evictable == state.used() {
+            self.idle.insert(region);
+        } else {
+            self.idle.remove(&region);
+        }
     }
 
     /// A region of another class of the same tenant that the class could use and in which everything can be
-    /// evicted: its frames. The emptiest, to lose the least.
+    /// evicted: its frames. The emptiest, to lose the least. Looks at such regions only: in an arena that is full of
+    /// what cannot go, that is at none.
     pub(super) fn reclaimable(&self, class: ClassId) -> Option<Vec<FrameIndex>> {
         let Class { tenant, slot_bytes, .. } = self.class(class);
-        self.regions
+        self.idle
             .iter()
+            .map(|region| &self.regions[usize::from(*region)])
             .filter(|region| region.owner.is_some_and(|owner| owner != class))
             .filter(|region| region.tenant == Some(*tenant) && region.bytes >= *slot_bytes)
-            .filter(|region| region.evictable == region.used())
             .min_by_key(|region| u64::from(region.used()) * region.bytes / u64::from(region.slots))
             .map(|region| region.frames.iter().copied().filter(|frame| *frame != FrameIndex::NONE).collect())
     }
@@ -277,6 +298,12 @@ impl Arena {
                 return Err(format!("region {name} is wrongly listed as having free slots, or not"));
             }
             used_bytes += u64::from(region.used()) * class.slot_bytes;
+        }
+        let idle = |region: &Region| region.owner.is_some() && region.evictable == region.used();
+        let idle: BTreeSet<u16> =
+            (0..).zip(&self.regions).filter(|(_, region)| idle(region)).map(|(at, _)| at).collect();
+        if idle != self.idle {
+            return Err(format!("regions {:?} are idle, not {:?}", idle, self.idle));
         }
         let evictable: u64 = self.regions.iter().map(|region| u64::from(region.evictable)).sum();
         if evictable != self.evictable() as u64 {

@@ -231,10 +231,18 @@ impl AgentCore {
             tickets += session.tickets.len();
         }
         ensure!(reservations == self.reservations.len(), "reservations without a session");
+        for (id, group) in self.groups.iter() {
+            let open = self.reservations.iter().filter(|(_, one)| one.group == id).count();
+            ensure!(
+                open == group.open as usize && open > 0,
+                "{id:?}: {open} reservations, {} counted",
+                group.open
+            );
+        }
         ensure!(loads == self.loads.len(), "loads without a session");
         ensure!(tickets == self.tickets.len(), "tickets without a session");
         let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Complete).count();
-        let timers = timed_loads + self.lookups.len();
+        let timers = timed_loads + self.lookups.len() + self.groups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers that guard nothing");
         let uses: u64 = self.shapes.uses().sum();

@@ -153,6 +153,8 @@ counters! {
     arena_used_bytes,
     /// Gauge: bytes not in use.
     arena_free_bytes,
+    /// Reserved slots taken back because they were not committed in time.
+    expired_reservations,
     /// Gauge: bytes of slots reserved by sessions.
     reserved_bytes,
     /// Gauge: slot bytes of blocks that are not durable yet.

@@ -14,6 +14,7 @@ use reprise_policy::{BlockKey, Tier};
 use super::AgentCore;
 use super::index::{Dram, Stored};
 use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
+use super::shapes::ShapeId;
 use crate::effect::{Change, DeviceId, Effect, Report};
 use crate::event::FillError;
 use crate::pool::{
@@ -123,11 +124,6 @@ impl Devices {
     /// It may not.
     pub(super) fn leave_order(&mut self, entry: EntryIndex) {
         self.order.remove(entry);
-    }
-
-    /// A block that may be evicted is worth more or less than before.
-    pub(super) fn reclass(&mut self, entry: EntryIndex, class: u8) {
-        self.order.insert(entry, class);
     }
 
     /// It was used.
@@ -309,6 +305,18 @@ impl AgentCore {
         device.read_errors += 1;
         if device.read_errors >= READ_ERRORS_MAX {
             self.lose_device(stored.device, format!("{READ_ERRORS_MAX} reads failed one after the other"));
+        }
+    }
+
+    /// Tells the operator, once for each shape, that its blocks fit no segment of a device. Without a device nothing is
+    /// expected to be durable.
+    pub(super) fn report_unstorable(&mut self, shape: ShapeId) {
+        let segments = self.devices.usable_devices().map(|device| device.pool.payload_bytes_max());
+        if let Some(payload_bytes_max) = segments.max()
+            && self.shapes.tell_unstorable(shape)
+        {
+            let block_bytes = self.shapes.get(shape).slot_bytes;
+            self.emit(Effect::Report(Report::Unstorable { block_bytes, payload_bytes_max }));
         }
     }
 

@@ -121,6 +121,7 @@ impl Default for Setup {
                 load_deadline_default: Duration::from_millis(100),
                 lookup_timeout: Duration::from_millis(10),
                 arena_unsaved_permille: 1000,
+                arena_session_permille: 1000,
                 arena_serves_permille: 1000,
                 ..Settings::default()
             },
