@@ -290,12 +290,12 @@ pub enum ProgressUpdate {
         /// How many.
         layers: u32,
     },
-    /// A block (index within the load) failed after the reply was sent.
+    /// A block (index within the load) failed after the reply was sent, or is readable no longer.
     BlockFailed {
         /// Index within the load.
         block: u32,
     },
-    /// All blocks are verified or failed.
+    /// All blocks are verified or failed. Comes again after failures when a load was held for longer than it may be.
     Done,
 }
 

@@ -205,6 +205,7 @@ impl AgentCore {
             let progress = (load.progress.pending(), load.progress.ready());
             ensure!(progress == (pending, ready), "{id:?}: {progress:?} should be {:?}", (pending, ready));
             let stage = match (pending, ready) {
+                (0, _) if load.stage == Stage::Over => Stage::Over,
                 (0, _) => Stage::Complete,
                 (_, 0) => Stage::Placing,
                 (_, layers) => Stage::Answered { layers },
@@ -241,7 +242,7 @@ impl AgentCore {
         }
         ensure!(loads == self.loads.len(), "loads without a session");
         ensure!(tickets == self.tickets.len(), "tickets without a session");
-        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Complete).count();
+        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Over).count();
         let timers = timed_loads + self.lookups.len() + self.groups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers that guard nothing");

@@ -153,6 +153,8 @@ counters! {
     arena_used_bytes,
     /// Gauge: bytes not in use.
     arena_free_bytes,
+    /// Loads whose blocks were taken back because they were held too long.
+    expired_loads,
     /// Reserved slots taken back because they were not committed in time.
     expired_reservations,
     /// Gauge: bytes of slots reserved by sessions.

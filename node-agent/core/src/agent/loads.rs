@@ -12,7 +12,8 @@
 //! A load is answered when no block is without its first layer, that is when every block is placed or lost. At its
 //! deadline every block that is not complete counts as lost (before the answer) or failed (after it), so the
 //! answer comes by then at the latest. A slot that was named in an answer stays leased until `Release`, whatever
-//! became of the block.
+//! became of the block, but no longer than the time for which a load may be held: then every block of it counts as failed,
+//! and its slots are others'. An engine that reads on regardless finds bytes that do not match the checksums of its answer.
 
 use std::time::Duration;
 
@@ -42,6 +43,7 @@ pub(super) struct Load {
     pub(super) progress: LayerProgress,
     pub(super) scope: Scope,
     pub(super) read_bytes: u64,
+    /// Of the blocks; when they are complete, of holding them.
     pub(super) deadline: Tick,
     pub(super) stage: Stage,
     request: RequestId,
@@ -73,8 +75,10 @@ pub(super) enum Stage {
         /// That many.
         layers: u32,
     },
-    /// That nothing more comes.
+    /// That nothing more comes. The load is held until its deadline.
     Complete,
+    /// That it was held too long: nothing of it is leased any more.
+    Over,
 }
 
 const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loads a session");
@@ -124,6 +128,9 @@ impl AgentCore {
     /// A load's deadline has come.
     pub(super) fn expire_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
+        if load.stage == Stage::Complete {
+            return self.take_load_back(id);
+        }
         let answered = load.stage != Stage::Placing;
         for at in 0..load.blocks.len() as u32 {
             let Some(load) = self.loads.get(id) else { return };
@@ -144,6 +151,28 @@ impl AgentCore {
             }
         }
         self.settle_load(id);
+    }
+
+    /// A load was held too long: its blocks fail, and their slots are free for others.
+    fn take_load_back(&mut self, id: SlabId) {
+        let Some(load) = self.loads.get_mut(id) else { return };
+        load.stage = Stage::Over;
+        let (session, entry) = (load.session, load.entry);
+        let lost = vec![LoadBlock::Lost(LossReason::Deadline); load.blocks.len()].into_boxed_slice();
+        let held = std::mem::replace(&mut load.blocks, lost);
+        self.counters.expired_loads += 1;
+        for (block, state) in (0..).zip(&held) {
+            match *state {
+                LoadBlock::Ready { frame, .. } => {
+                    self.unlease(frame);
+                    let update = ProgressUpdate::BlockFailed { block };
+                    self.emit(Effect::Progress { session, entry, update });
+                }
+                LoadBlock::Held { frame } => self.unlease(frame),
+                LoadBlock::Unplaced | LoadBlock::Waiting(_) | LoadBlock::Lost(_) => {}
+            }
+        }
+        self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
     }
 
     /// A load ends, with the session or by its wish: everything it holds is given back.
@@ -197,16 +226,20 @@ impl AgentCore {
         let (session, entry, deadline) = (load.session, load.entry, load.deadline);
         let (told, answer) = match load.stage {
             Stage::Placing if ready > 0 => (0, true),
-            Stage::Placing | Stage::Complete => return,
+            Stage::Placing | Stage::Complete | Stage::Over => return,
             Stage::Answered { layers } => (layers, false),
         };
         load.stage = if pending == 0 { Stage::Complete } else { Stage::Answered { layers: ready } };
+        if pending == 0 {
+            load.deadline = self.now.after(self.settings.load_hold_timeout);
+            self.timers.clear(deadline, Timer::Load(id));
+            self.timers.set(load.deadline, Timer::Load(id));
+        }
         if ready > told {
             let update = ProgressUpdate::Layers { layers: ready };
             self.emit(Effect::Progress { session, entry, update });
         }
         if pending == 0 {
-            self.timers.clear(deadline, Timer::Load(id));
             self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
         }
         if answer {

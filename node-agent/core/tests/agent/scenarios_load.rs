@@ -347,3 +347,20 @@ fn a_load_without_room_is_answered_for_all_its_blocks() {
     let lost = |block: &LoadedBlock| matches!(block, LoadedBlock::Lost(LossReason::NoSpace));
     assert_eq!(held.blocks.iter().map(lost).collect::<Vec<_>>(), [false, false, true, true, false]);
 }
+
+#[test]
+fn a_load_that_is_held_too_long_fails_and_gives_its_slots_back() {
+    let (mut world, session) = world(2);
+    load(&mut world, session, &[key(0), key(90), key(1)]);
+    let (id, _) = held(&world, session);
+    world.pass(Duration::from_secs(599));
+    assert_eq!(world.core.counters().read_leases, 2);
+    world.pass(Duration::from_secs(1));
+    let progress = world.engines[&session].progress(id);
+    assert_eq!(progress.failed.iter().copied().collect::<Vec<_>>(), [0, 2]);
+    assert_eq!((world.core.counters().read_leases, world.core.counters().expired_loads), (0, 1));
+    world.reserve(session, 16);
+    assert_eq!(world.engines[&session].reserved.len(), 16, "the slots are others' now");
+    world.release(session, id);
+    assert_eq!(world.core.next_deadline().map(|tick| tick.since(world.now)), Some(Duration::from_secs(60)));
+}
