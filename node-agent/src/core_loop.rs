@@ -227,7 +227,7 @@ impl CoreLoop {
             }
             Input::Opened(opened) => {
                 let Opened { opened, session, progress } = *opened;
-                self.executor.session_opened(session, progress);
+                self.executor.session_opened(session, opened.namespace, progress);
                 self.apply(Event::SessionOpened(opened));
             }
             Input::Inspect(answer) => {
