@@ -16,8 +16,8 @@
 //! by its deadline; a block is in the index exactly when it is in DRAM, on its way there, or on a device.
 //!
 //! Memory of a block (without checksums, 4 bytes an object in DRAM): index entry 36 and 5–11 in the table, order of
-//! NVMe eviction 9, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
-//! region, order of DRAM eviction 9.
+//! NVMe eviction 10, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
+//! region, order of DRAM eviction 10.
 //!
 //! Deliberately absent: bytes, sockets, clocks, quotas of tenants, prefetch, a cold tier.
 

@@ -19,7 +19,7 @@
 use std::collections::BTreeSet;
 
 use reprise_policy::TenantId;
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy};
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
 
 use super::frames::FrameIndex;
 use super::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
@@ -47,7 +47,9 @@ pub(super) struct Arena {
     /// Regions with an owner in which everything can be evicted.
     idle: BTreeSet<u16>,
     classes: Vec<Class>,
-    eviction: EvictionKind,
+    /// Evictable slots by frame; a class is a group. One for all classes, because an order costs memory by the largest
+    /// frame number.
+    order: Box<dyn EvictionPolicy>,
     bytes: u64,
     used_bytes: u64,
 }
@@ -77,7 +79,6 @@ struct Class {
     shapes: u32,
     /// Its regions that have free slots.
     partial: Vec<u16>,
-    policy: Box<dyn EvictionPolicy>,
 }
 
 impl Region {
@@ -115,7 +116,7 @@ impl Arena {
             used_bytes: 0,
             idle: BTreeSet::new(),
             classes: Vec::new(),
-            eviction,
+            order: eviction.build(),
             regions,
         }
     }
@@ -141,11 +142,11 @@ impl Arena {
         let at = self.classes.iter().position(same).or_else(|| {
             // A class without shapes has no frames, hence no regions.
             let vacant = self.classes.iter().position(|class| class.shapes == 0)?;
-            self.classes[vacant] = Class::new(tenant, slot_bytes, self.eviction);
+            self.classes[vacant] = Class::new(tenant, slot_bytes);
             Some(vacant)
         });
         let at = at.unwrap_or_else(|| {
-            self.classes.push(Class::new(tenant, slot_bytes, self.eviction));
+            self.classes.push(Class::new(tenant, slot_bytes));
             self.classes.len() - 1
         });
         self.classes[at].shapes += 1;
@@ -208,20 +209,19 @@ impl Arena {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
         self.note_idle(place.region);
-        self.class_mut(owner).policy.insert(EntryIndex(frame.0), class);
+        self.order.insert(EntryIndex(frame.0), Standing { group: Group(owner.0), class });
     }
 
     /// Makes it not evictable.
     pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
-        let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable -= 1;
         self.note_idle(place.region);
-        self.class_mut(owner).policy.remove(EntryIndex(frame.0));
+        self.order.remove(EntryIndex(frame.0));
     }
 
     /// The frame of the class that should go next; it is no longer evictable once `take_victim` is told its place.
     pub(super) fn victim(&mut self, class: ClassId) -> Option<FrameIndex> {
-        self.class_mut(class).policy.victim().map(|victim| FrameIndex(victim.0))
+        self.order.victim(Group(class.0)).map(|victim| FrameIndex(victim.0))
     }
 
     /// Completes [`Arena::victim`].
@@ -266,9 +266,9 @@ impl Arena {
         self.regions[usize::from(region)].id
     }
 
-    /// Whether a frame is evictable is known to the policy only; this counts them per class.
+    /// Evictable slots. Whether one frame is evictable is known to the order only.
     pub(super) fn evictable(&self) -> usize {
-        self.classes.iter().map(|class| class.policy.len()).sum()
+        self.order.len()
     }
 
     /// Checks what must always hold.
@@ -381,8 +381,8 @@ impl Arena {
 }
 
 impl Class {
-    fn new(tenant: TenantId, slot_bytes: u64, eviction: EvictionKind) -> Class {
-        Class { tenant, slot_bytes, shapes: 0, partial: Vec::new(), policy: eviction.build() }
+    fn new(tenant: TenantId, slot_bytes: u64) -> Class {
+        Class { tenant, slot_bytes, shapes: 0, partial: Vec::new() }
     }
 }
 

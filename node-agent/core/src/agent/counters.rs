@@ -39,6 +39,10 @@ counters! {
     committed_bytes,
     /// Items whose block was there already.
     duplicate_items,
+    /// Reserved slots taken back because they were not committed in time.
+    expired_reservations,
+    /// Loads whose blocks were taken back because they were held too long.
+    expired_loads,
     /// Items without a lease, or with a wrong key or checksums.
     refused_items,
     /// Items given as durable in notices.
@@ -153,10 +157,6 @@ counters! {
     arena_used_bytes,
     /// Gauge: bytes not in use.
     arena_free_bytes,
-    /// Loads whose blocks were taken back because they were held too long.
-    expired_loads,
-    /// Reserved slots taken back because they were not committed in time.
-    expired_reservations,
     /// Gauge: bytes of slots reserved by sessions.
     reserved_bytes,
     /// Gauge: slot bytes of blocks that are not durable yet.

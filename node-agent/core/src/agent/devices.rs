@@ -8,7 +8,7 @@
 //! A lost device is lost capacity: its blocks are forgotten (copies in DRAM stay), and what it was writing is written
 //! elsewhere as soon as it no longer reads the memory.
 
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy};
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
 use reprise_policy::{BlockKey, Tier};
 
 use super::AgentCore;
@@ -117,8 +117,13 @@ impl Devices {
 
     /// A block may be evicted from its device, as the one used last.
     pub(super) fn enter_order(&mut self, entry: EntryIndex, class: u8) {
-        self.order.insert(entry, class);
+        self.order.insert(entry, Standing::of_class(class));
         self.attention = Attention::Wanted;
+    }
+
+    /// A victim that cannot go after all goes next.
+    fn put_back(&mut self, entry: EntryIndex, class: u8) {
+        self.order.put_back(entry, Standing::of_class(class));
     }
 
     /// It may not.
@@ -330,7 +335,7 @@ impl AgentCore {
 
     /// Drops the stored block that should go next; `false` when there is none.
     fn evict_stored(&mut self) -> bool {
-        let Some(entry) = self.devices.order.victim() else { return false };
+        let Some(entry) = self.devices.order.victim(Group::default()) else { return false };
         self.drop_victim(entry);
         true
     }

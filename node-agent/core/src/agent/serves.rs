@@ -63,6 +63,15 @@ pub(super) enum ServeBlock {
     Sending { frame: FrameIndex },
 }
 
+/// Blocks that are begun together, by where they are.
+#[derive(Debug, Default)]
+struct Sorted {
+    /// Leased.
+    in_dram: Vec<(u32, FrameIndex)>,
+    /// To be read.
+    on_device: Vec<(u32, EntryIndex)>,
+}
+
 /// Whether the peer knows a block's checksums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Header {
@@ -136,9 +145,9 @@ impl AgentCore {
         let layout = serve.layout;
         let keys = serve.keys[blocks.start as usize..blocks.end as usize].to_vec();
         let wanted: Vec<(u32, BlockKey)> = blocks.zip(keys).collect();
-        let (in_dram, on_device) = self.sort_serve(id, &layout, &wanted);
-        self.serve_from_devices(id, layout, &on_device);
-        self.serve_from_dram(id, &layout, &in_dram);
+        let sorted = self.sort_serve(id, &layout, &wanted);
+        self.serve_from_devices(id, layout, &sorted.on_device);
+        self.serve_from_dram(id, &layout, &sorted.in_dram);
         self.end_serve_if_over(id);
     }
 
@@ -224,13 +233,8 @@ impl AgentCore {
 
     /// Leases what is in DRAM, attaches to what is being read, reports what is not here, and returns the
     /// blocks in DRAM and those to be read.
-    fn sort_serve(
-        &mut self,
-        id: ServeId,
-        layout: &Layout,
-        wanted: &[(u32, BlockKey)],
-    ) -> (Vec<(u32, FrameIndex)>, Vec<(u32, EntryIndex)>) {
-        let (mut in_dram, mut on_device) = (Vec::new(), Vec::new());
+    fn sort_serve(&mut self, id: ServeId, layout: &Layout, wanted: &[(u32, BlockKey)]) -> Sorted {
+        let mut sorted = Sorted::default();
         for (block, key) in wanted.iter().copied() {
             let found = self
                 .index
@@ -245,16 +249,16 @@ impl AgentCore {
                 (Dram::Resident(frame), _) => {
                     self.lease(frame);
                     self.set_serve_block(id, block, ServeBlock::Sending { frame });
-                    in_dram.push((block, frame));
+                    sorted.in_dram.push((block, frame));
                 }
                 (Dram::Filling(frame), _) if self.is_read_from_device(frame) => {
                     self.attach_serve(id, block, frame);
                 }
-                (Dram::Absent, Some(_)) => on_device.push((block, entry)),
+                (Dram::Absent, Some(_)) => sorted.on_device.push((block, entry)),
                 _ => self.serve_absent(id, block),
             }
         }
-        (in_dram, on_device)
+        sorted
     }
 
     fn serve_from_devices(&mut self, id: ServeId, layout: Layout, blocks: &[(u32, EntryIndex)]) {

@@ -5,7 +5,7 @@
 //! than one segment at a time. Blocks that stand in segments which cannot be emptied now (one of their blocks is being
 //! read or written, or a slot is quarantined) are passed over and stay where they are in the order.
 
-use reprise_policy::eviction::EntryIndex;
+use reprise_policy::eviction::{EntryIndex, Group};
 
 use super::super::AgentCore;
 use super::super::index::{Dram, Stored};
@@ -51,7 +51,7 @@ impl AgentCore {
         let (mut evicted, mut passed) = (0, Vec::new());
         let mut tried: Vec<(DeviceId, u32)> = Vec::new();
         while evicted < POOL_EVICTIONS_FOR_SIZE && passed.len() < POOL_VICTIMS_TRIED {
-            let Some(entry) = self.devices.order.victim() else { break };
+            let Some(entry) = self.devices.order.victim(Group::default()) else { break };
             let stored = self.index.entry(entry).stored().expect("only stored blocks are in the order");
             match self.victim_for(stored, slot_bytes, &tried) {
                 Victim::Slot => {
@@ -59,7 +59,7 @@ impl AgentCore {
                     evicted += 1;
                 }
                 Victim::Segment { segment, blocks } if evicted == 0 => {
-                    self.devices.order.put_back(entry, self.index.entry(entry).class());
+                    self.devices.put_back(entry, self.index.entry(entry).class());
                     self.empty_segment(stored.device, segment, blocks);
                     evicted = POOL_EVICTIONS_FOR_SIZE;
                 }
@@ -74,7 +74,7 @@ impl AgentCore {
             }
         }
         for entry in passed.into_iter().rev() {
-            self.devices.order.put_back(entry, self.index.entry(entry).class());
+            self.devices.put_back(entry, self.index.entry(entry).class());
         }
         evicted > 0
     }
