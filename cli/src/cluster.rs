@@ -168,9 +168,10 @@ impl Cluster {
         remove_if_there(&pool)?;
         let socket = home.join("agent.sock");
         let config = self.directory.join(format!("{node}.toml"));
+        // One engine a node, which may have all that engines may have.
         let text = format!(
             "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
-             \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[peers]\nlisten = \
+             \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[cache]\narena_session_permille = 1000\n\n[peers]\nlisten = \
              \"127.0.0.1:0\"\n\n[controlplane]\naddress = \"{controlplane}\"\n\n[admin]\nlisten = \
              \"127.0.0.1:0\"\n",
             socket = quoted(&socket),

@@ -59,7 +59,7 @@ impl AgentConfig {
         }
     }
 
-    /// The file's text.
+    /// The file's text. One engine may have all that engines may have: tests fill an arena with one.
     pub fn text(&self, files: &AgentFiles) -> String {
         let device = self.pool.map_or(String::new(), |bytes| {
             format!("devices = [{{ path = {}, bytes = \"{bytes}\" }}]\n", quoted(&files.pool))
@@ -67,8 +67,8 @@ impl AgentConfig {
         let control_plane = self.control_plane.as_deref().unwrap_or_default();
         format!(
             "[node]\nname = \"{node}\"\n[session]\nsocket = {socket}\n{session}\n[arena]\nbytes = \"{arena}\"\n\
-             region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[writeback]\ndelay = \
-             \"{delay}\"\n[peers]\nlisten = \"127.0.0.1:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
+             region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[cache]\narena_session_permille = \
+             1000\n[writeback]\ndelay = \"{delay}\"\n[peers]\nlisten = \"127.0.0.1:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
              \"{control_plane}\"\n[admin]\nlisten = \"127.0.0.1:0\"\n{extra}\n",
             node = self.node,
             socket = quoted(&files.socket),

@@ -9,6 +9,7 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
+use reprise_policy::eviction::EvictionKind;
 use reprise_policy::{ByteSize, Interval};
 use serde::Deserialize;
 
@@ -30,6 +31,7 @@ pub(crate) struct Config {
     pub(crate) session: SessionSection,
     pub(crate) arena: ArenaSection,
     pub(crate) pool: PoolSection,
+    pub(crate) cache: CacheSection,
     pub(crate) writeback: WritebackSection,
     pub(crate) peers: PeersSection,
     pub(crate) controlplane: ControlPlaneSection,
@@ -111,6 +113,17 @@ pub(crate) struct DeviceSection {
     pub(crate) bytes: ByteSize,
 }
 
+/// What is kept, and who may take how much of the memory. Shares are thousandths.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct CacheSection {
+    pub(crate) eviction: EvictionKind,
+    pub(crate) pool_free_permille: u16,
+    pub(crate) arena_unsaved_permille: u16,
+    pub(crate) arena_session_permille: u16,
+    pub(crate) arena_serves_permille: u16,
+}
+
 /// When committed blocks go to disk.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -152,6 +165,8 @@ pub(crate) struct AdminSection {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct LimitsSection {
     pub(crate) load_deadline: Interval,
+    pub(crate) load_hold: Interval,
+    pub(crate) reservation: Interval,
     pub(crate) read_bytes: ByteSize,
 }
 
@@ -187,8 +202,9 @@ impl Config {
 
     /// The default configuration as a commented file.
     pub(crate) fn default_text() -> String {
-        let Config { session, arena, pool, writeback, peers, controlplane, admin, limits, log, .. } =
-            Config::default();
+        let Config {
+            session, arena, pool, cache, writeback, peers, controlplane, admin, limits, log, ..
+        } = Config::default();
         format!(
             r#"# Configuration of reprise-agent. Every value below is the default; leave out what suits you.
 # Sizes: bytes or KiB, MiB, GiB, TiB, kB, MB, GB, TB. Times: ms, s, m.
@@ -217,6 +233,15 @@ io_engine = "auto"         # "auto", "io_uring" or "plain"
 # path = "/var/lib/reprise/pool-0"
 # bytes = "100GiB"
 
+[cache]
+# Order of eviction, in memory and on devices. "priority_lru": low priority first, then what was used longest ago.
+eviction = {{ kind = "{eviction}" }}
+# Shares in thousandths, 1 to 1000 (pool_free_permille: 0 to 900).
+pool_free_permille = {pool_free}    # of the pool, kept free ahead of writes
+arena_unsaved_permille = {unsaved} # of the arena, for slots that engines fill and blocks not yet on a device
+arena_session_permille = {share} # of the arena, for slots that one session fills
+arena_serves_permille = {serves}  # of the arena, for blocks that peers are waiting for
+
 [writeback]
 delay = "{delay}"          # a committed block waits at most this long before it is written
 bytes = "{wb_bytes}"       # or until so much is waiting
@@ -236,6 +261,8 @@ listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticate
 
 [limits]
 load_deadline = "{deadline}" # of loads that name none
+load_hold = "{hold}"        # a load that is held longer loses its blocks
+reservation = "{reservation}"      # slots that are not committed by then are taken back
 read_bytes = "{read}"      # one device read of loads that name none
 
 [log]
@@ -248,6 +275,13 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             region_bytes = arena.region_bytes,
             segment_bytes = pool.segment_bytes,
             queue_depth = pool.queue_depth,
+            eviction = match cache.eviction {
+                EvictionKind::PriorityLru => "priority_lru",
+            },
+            pool_free = cache.pool_free_permille,
+            unsaved = cache.arena_unsaved_permille,
+            share = cache.arena_session_permille,
+            serves = cache.arena_serves_permille,
             delay = writeback.delay,
             wb_bytes = writeback.bytes,
             listen = peers.listen,
@@ -256,6 +290,8 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             lookup = controlplane.lookup_timeout,
             admin = admin.listen,
             deadline = limits.load_deadline,
+            hold = limits.load_hold,
+            reservation = limits.reservation,
             read = limits.read_bytes,
             level = log.level,
         )
@@ -293,6 +329,18 @@ impl Default for PoolSection {
     }
 }
 
+impl Default for CacheSection {
+    fn default() -> Self {
+        CacheSection {
+            eviction: EvictionKind::default(),
+            pool_free_permille: defaults::POOL_FREE_PERMILLE,
+            arena_unsaved_permille: defaults::ARENA_UNSAVED_PERMILLE,
+            arena_session_permille: defaults::ARENA_SESSION_PERMILLE,
+            arena_serves_permille: defaults::ARENA_SERVES_PERMILLE,
+        }
+    }
+}
+
 impl Default for WritebackSection {
     fn default() -> Self {
         WritebackSection { delay: defaults::WRITEBACK_DELAY, bytes: defaults::WRITEBACK_BYTES }
@@ -324,7 +372,12 @@ impl Default for AdminSection {
 
 impl Default for LimitsSection {
     fn default() -> Self {
-        LimitsSection { load_deadline: defaults::LOAD_DEADLINE, read_bytes: defaults::READ_BYTES }
+        LimitsSection {
+            load_deadline: defaults::LOAD_DEADLINE,
+            load_hold: defaults::LOAD_HOLD,
+            reservation: defaults::RESERVATION,
+            read_bytes: defaults::READ_BYTES,
+        }
     }
 }
 

@@ -122,7 +122,13 @@ impl Clock {
 
     /// Microseconds since the start.
     pub(crate) fn now(&self) -> Tick {
-        Tick(u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX))
+        self.tick(Instant::now())
+    }
+
+    /// Microseconds from the start to an instant.
+    fn tick(&self, instant: Instant) -> Tick {
+        let since = instant.saturating_duration_since(self.start);
+        Tick(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
     }
 
     /// The instant of a tick; far ahead for one that no `Instant` reaches.
@@ -226,11 +232,12 @@ impl CoreLoop {
             }
             Input::Request(Request { session, request, body, received }) => {
                 let _applying = self.executor.request_received(session, request, &body, received).entered();
-                self.apply(Event::Request { session, request, body });
+                let received = self.clock.tick(received);
+                self.apply(Event::Request { session, request, body, received });
             }
             Input::Opened(opened) => {
                 let Opened { opened, session, progress } = *opened;
-                self.executor.session_opened(session, progress);
+                self.executor.session_opened(session, opened.namespace, progress);
                 self.apply(Event::SessionOpened(opened));
             }
             Input::Inspect(answer) => {

@@ -51,8 +51,6 @@ use outbox::Outbox;
 /// Announcements waiting for the control plane, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
 /// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice that).
 pub(crate) const CHANGES_QUEUED_MAX: usize = 1 << 20;
-/// Lookups queued or under way; more fail at once. Each is at most 8,192 keys: 256 × 128 KiB = 32 MiB.
-pub(crate) const LOOKUPS_MAX: usize = 256;
 /// Time that [`DirectoryClient::shutdown`] gives the threads to end.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
@@ -69,7 +67,7 @@ pub(crate) struct DirectorySettings {
     pub(crate) call_timeout: Duration,
     /// Bound of the announcement queue, in changes; [`CHANGES_QUEUED_MAX`] unless tested.
     pub(crate) changes_queued_max: usize,
-    /// Bound of the lookups queued or under way; [`LOOKUPS_MAX`] unless tested.
+    /// Bound of the lookups queued or under way, more fail at once; the core's `LOOKUPS_MAX` unless tested.
     pub(crate) lookups_max: usize,
 }
 

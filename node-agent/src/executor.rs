@@ -20,7 +20,7 @@ use reprise_agent_core::effect::{
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
-use reprise_policy::SessionId;
+use reprise_policy::{NamespaceDigest, SessionId};
 
 use crate::device::{Command, Device, Unsent, read_error};
 use crate::directory::DirectoryClient;
@@ -59,12 +59,15 @@ pub(crate) enum Clustered {
 pub(crate) struct SessionView {
     pub(crate) id: SessionId,
     pub(crate) peer: Peer,
+    pub(crate) namespace: NamespaceDigest,
     pub(crate) in_flight: usize,
 }
 
 /// A session and what is being measured of it.
 struct Connected {
     session: Arc<Session>,
+    /// What it compares with, as it said in its greeting.
+    namespace: NamespaceDigest,
     progress: ProgressWriter,
     /// Requests without an answer; bounded by the session's own limit.
     asked: HashMap<RequestId, (Phase, Timed)>,
@@ -97,9 +100,15 @@ impl Executor {
         self.feedback.pop_front()
     }
 
-    pub(crate) fn session_opened(&mut self, session: Arc<Session>, progress: ProgressWriter) {
-        let (asked, loading) = (HashMap::new(), HashMap::new());
-        self.sessions.insert(session.id(), Connected { session, progress, asked, loading, current: None });
+    pub(crate) fn session_opened(
+        &mut self,
+        session: Arc<Session>,
+        namespace: NamespaceDigest,
+        progress: ProgressWriter,
+    ) {
+        let (id, asked, loading) = (session.id(), HashMap::new(), HashMap::new());
+        let connected = Connected { session, namespace, progress, asked, loading, current: None };
+        self.sessions.insert(id, connected);
     }
 
     pub(crate) fn session_closed(&mut self, session: SessionId) {
@@ -157,6 +166,7 @@ impl Executor {
         let view = |connected: &Connected| SessionView {
             id: connected.session.id(),
             peer: connected.session.peer().clone(),
+            namespace: connected.namespace,
             in_flight: connected.session.in_flight(),
         };
         let mut views: Vec<SessionView> = self.sessions.values().map(view).collect();
@@ -253,7 +263,14 @@ impl Executor {
     fn report(&self, report: &Report) {
         match report {
             Report::CorruptBlock { device, page, key } => {
-                tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped and its place is not used again");
+                tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped");
+            }
+            Report::Unstorable { block_bytes, payload_bytes_max } => {
+                tracing::warn!(
+                    block_bytes,
+                    payload_bytes_max,
+                    "blocks of this layout fit no segment of the pool and are never durable; format the pool with a larger pool.segment_bytes"
+                );
             }
             Report::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);

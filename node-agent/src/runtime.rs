@@ -16,6 +16,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::bounded;
+use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
@@ -28,8 +29,7 @@ use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
 use crate::device::{self, Device, DeviceContext, DeviceInfo};
 use crate::directory::{
-    CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, LOOKUPS_MAX,
-    Registration,
+    CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::{Clustered, Executor, ExecutorParts};
@@ -212,12 +212,20 @@ fn take_memory(settings: &ArenaSettings) -> Result<Arena, AgentError> {
 }
 
 fn core_settings(settings: &Settings) -> CoreSettings {
+    let cache = &settings.cache;
     CoreSettings {
         writeback_delay: settings.writeback_delay,
         writeback_bytes: settings.writeback_bytes,
         load_deadline_default: settings.load_deadline,
         lookup_timeout: settings.lookup_timeout,
         read_bytes_default: settings.read_bytes,
+        pool_free_permille: cache.pool_free_permille,
+        arena_unsaved_permille: cache.arena_unsaved_permille,
+        arena_session_permille: cache.arena_session_permille,
+        arena_serves_permille: cache.arena_serves_permille,
+        reservation_timeout: settings.reservation,
+        load_hold_timeout: settings.load_hold,
+        eviction: cache.eviction,
         ..CoreSettings::default()
     }
 }

@@ -23,9 +23,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
+use reprise_agent_core::agent::limits;
 use reprise_agent_core::effect::{Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
-use reprise_buffers::Arena;
+use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_policy::{BlockKey, SessionId};
 use reprise_proto::local;
 
@@ -38,6 +39,13 @@ pub(crate) use listener::{SessionServer, SessionServerSettings};
 
 /// Sessions at the same time: 8 GPUs × 32 processes of engines, tools and tests. Two threads each.
 pub(crate) const SESSIONS_MAX: usize = 256;
+
+// The core has room for all sessions and for those of which it has not heard that they ended.
+const _: () = assert!(2 * SESSIONS_MAX <= limits::SESSIONS_MAX);
+
+// The core gives loads the entries and bits that a progress page has.
+const _: () = assert!(PROGRESS_ENTRIES as usize == limits::PROGRESS_ENTRIES);
+const _: () = assert!(PROGRESS_BLOCKS_MAX == limits::LOAD_BLOCKS_MAX);
 
 /// Requests of one session that have not been answered yet. Loads wait for I/O, everything else is
 /// answered at once; an engine has at most a few dozen loads under way.

@@ -5,8 +5,8 @@
 //! it removes an entry when it is leased and inserts it again when the last lease ends. So "never evict what
 //! somebody reads" needs no check here, and finding a victim costs the same whatever is leased.
 //!
-//! Invariants: an entry is in a policy at most once; [`EvictionPolicy::victim`] returns every entry that is in
-//! and nothing else. Deliberately absent: thresholds and amounts (the caller's budget) and time (order is by
+//! Invariants: an entry is in a policy at most once, in one group; [`EvictionPolicy::victim`] returns every entry that
+//! is in and nothing else. Deliberately absent: thresholds and amounts (the caller's budget) and time (order is by
 //! sequence of calls, so a replay gives the same victims).
 
 use std::fmt::Debug;
@@ -23,11 +23,29 @@ pub use priority_lru::PriorityLru;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryIndex(pub u32);
 
-/// An order of eviction. All operations are expected to be O(1).
+/// Entries that compete with each other for going last. A policy keeps an order for each group, so that callers with
+/// several kinds of room (slot sizes) pay for an entry once and not once for each kind. Groups should be dense.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Group(pub u16);
+
+/// Where an entry stands: its group, and its worth in it. Class 0 goes first; a class above the policy's highest counts
+/// as the highest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Standing {
+    /// With whom it competes.
+    pub group: Group,
+    /// What it is worth among those.
+    pub class: u8,
+}
+
+/// Orders of eviction, one for each group. All operations are expected to be O(1).
 pub trait EvictionPolicy: Send + Debug {
-    /// Makes an entry evictable, as the one used last. `class` is its worth: 0 goes first; a class above the
-    /// policy's highest counts as the highest. An entry that is in already moves.
-    fn insert(&mut self, entry: EntryIndex, class: u8);
+    /// Makes an entry evictable, as the one used last. An entry that is in already moves.
+    fn insert(&mut self, entry: EntryIndex, standing: Standing);
+
+    /// Makes an entry evictable, as the one of its group and class that goes next: for a victim that cannot go after
+    /// all. An entry that is in already moves.
+    fn put_back(&mut self, entry: EntryIndex, standing: Standing);
 
     /// Notes a use of an entry; nothing happens when it is not in.
     fn touch(&mut self, entry: EntryIndex);
@@ -35,10 +53,10 @@ pub trait EvictionPolicy: Send + Debug {
     /// Takes an entry out; nothing happens when it is not in.
     fn remove(&mut self, entry: EntryIndex);
 
-    /// Takes out the entry that should go next, if there is any.
-    fn victim(&mut self) -> Option<EntryIndex>;
+    /// Takes out the entry of a group that should go next, if there is any.
+    fn victim(&mut self, group: Group) -> Option<EntryIndex>;
 
-    /// Entries that are in.
+    /// Entries that are in, of all groups.
     fn len(&self) -> usize;
 
     /// Whether no entry is in.
@@ -54,6 +72,13 @@ pub enum EvictionKind {
     /// Classes in ascending order, least recently used first within a class.
     #[default]
     PriorityLru,
+}
+
+impl Standing {
+    /// A class of the only group that a caller has.
+    pub fn of_class(class: u8) -> Standing {
+        Standing { group: Group::default(), class }
+    }
 }
 
 impl EvictionKind {
@@ -86,6 +111,6 @@ mod tests {
     fn a_built_policy_is_empty() {
         let mut policy = EvictionKind::default().build();
         assert!(policy.is_empty());
-        assert_eq!(policy.victim(), None);
+        assert_eq!(policy.victim(Group(0)), None);
     }
 }

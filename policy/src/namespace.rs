@@ -58,9 +58,9 @@ mod tests {
     use super::*;
     use crate::layout::{Dtype, LayoutSpec, Parts};
 
-    fn spec() -> NamespaceSpec {
-        let layout = LayoutSpec {
-            layers: 2,
+    fn layout(layers: u16) -> Layout {
+        let spec = LayoutSpec {
+            layers,
             parts: Parts::KeyValue,
             kv_heads: 1,
             head_dim: 64,
@@ -69,10 +69,14 @@ mod tests {
             tp_rank: 0,
             tp_size: 1,
         };
+        spec.validate().expect("valid")
+    }
+
+    fn spec() -> NamespaceSpec {
         NamespaceSpec {
             model: "m".into(),
             revision: "r".into(),
-            layout: layout.validate().expect("valid"),
+            layout: layout(2),
             hash_algorithm: "sha256_cbor".into(),
             hash_seed: "s".into(),
             engine_format: "reference".into(),
@@ -91,6 +95,7 @@ mod tests {
         };
         assert_ne!(base, other(|s| s.model.push('x')));
         assert_ne!(base, other(|s| s.revision.push('x')));
+        assert_ne!(base, other(|s| s.layout = layout(3)));
         assert_ne!(base, other(|s| s.hash_algorithm.push('x')));
         assert_ne!(base, other(|s| s.hash_seed.push('x')));
         assert_ne!(base, other(|s| s.engine_format.push('x')));

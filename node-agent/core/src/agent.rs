@@ -16,8 +16,8 @@
 //! by its deadline; a block is in the index exactly when it is in DRAM, on its way there, or on a device.
 //!
 //! Memory of a block (without checksums, 4 bytes an object in DRAM): index entry 36 and 5–11 in the table, order of
-//! NVMe eviction 9, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
-//! region, order of DRAM eviction 9.
+//! NVMe eviction 10, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
+//! region, order of DRAM eviction 10.
 //!
 //! Deliberately absent: bytes, sockets, clocks, quotas of tenants, prefetch, a cold tier.
 
@@ -65,8 +65,8 @@ use index::{Dram, Index};
 use loads::Load;
 use lookups::Lookup;
 use peers::Peers;
-use serves::Serve;
-use sessions::{Reservation, Session};
+use serves::{Serve, ServeShare};
+use sessions::{Reservation, ReservationGroup, Session};
 use shapes::{ShapeId, Shapes};
 use slab::{Slab, SlabId};
 use tickets::TicketState;
@@ -90,6 +90,7 @@ pub struct AgentCore {
     writeback: WriteBack,
     sessions: BTreeMap<SessionId, Session>,
     reservations: Slab<Reservation>,
+    groups: Slab<ReservationGroup>,
     reserved_bytes: u64,
     /// Blocks readable in DRAM.
     resident_blocks: u64,
@@ -101,6 +102,7 @@ pub struct AgentCore {
     fetches: u64,
     peers: Peers,
     serves: BTreeMap<ServeId, Serve>,
+    serve_share: ServeShare,
     timers: Timers,
     counters: Counters,
 }
@@ -128,6 +130,7 @@ impl AgentCore {
             writeback: WriteBack::new(),
             sessions: BTreeMap::new(),
             reservations: Slab::new(),
+            groups: Slab::new(),
             reserved_bytes: 0,
             resident_blocks: 0,
             tickets: Slab::new(),
@@ -137,6 +140,7 @@ impl AgentCore {
             fetches: 0,
             peers: Peers::default(),
             serves: BTreeMap::new(),
+            serve_share: ServeShare::default(),
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -159,6 +163,7 @@ impl AgentCore {
         std::mem::swap(&mut self.out, effects);
         self.dispatch(event);
         self.fire_timers();
+        self.begin_serves();
         self.write_back();
         self.keep_pool_free();
         self.announce_changes();
@@ -180,13 +185,15 @@ impl AgentCore {
         match event {
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
-            Event::Request { session, request, body } => self.request(session, request, body),
+            Event::Request { session, request, body, received } => {
+                self.request((session, request), body, received);
+            }
             Event::DeviceDone { device, token, result } => self.device_done(device, token, result),
             Event::DeviceLost { device, reason } => self.device_lost(device, reason),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
-            Event::PeerRequest(request) => self.serve(&request),
+            Event::PeerRequest(request) => self.serve(request),
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted => self.announce_all(),
@@ -195,7 +202,7 @@ impl AgentCore {
         }
     }
 
-    fn request(&mut self, session: SessionId, request: RequestId, body: Request) {
+    fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {
         if !self.sessions.contains_key(&session) {
             let message =
                 "this session is not open: the agent has as many sessions or layouts as it can hold";
@@ -208,7 +215,7 @@ impl AgentCore {
             Request::Commit { items, priority } => self.commit(session, request, items, priority),
             Request::Abort { leases } => self.abort(session, request, &leases),
             Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
-            Request::Load(wanted) => self.load(session, request, wanted),
+            Request::Load(wanted) => self.load(session, request, wanted, received),
             Request::Release { load } => self.release(session, request, load),
             Request::Trim => {
                 let blocks = self.trim();
@@ -228,6 +235,7 @@ impl AgentCore {
                 Timer::Load(load) => self.expire_load(load),
                 Timer::Lookup(lookup) => self.lookup_failed(lookup),
                 Timer::Serve(serve) => self.expire_serve(serve),
+                Timer::Reservations(group) => self.expire_reservations(group),
             }
         }
     }

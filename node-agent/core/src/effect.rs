@@ -290,12 +290,12 @@ pub enum ProgressUpdate {
         /// How many.
         layers: u32,
     },
-    /// A block (index within the load) failed after the reply was sent.
+    /// A block (index within the load) failed after the reply was sent, or is readable no longer.
     BlockFailed {
         /// Index within the load.
         block: u32,
     },
-    /// All blocks are verified or failed.
+    /// All blocks are verified or failed. Comes again after failures when a load was held for longer than it may be.
     Done,
 }
 
@@ -401,10 +401,18 @@ pub enum Report {
     CorruptBlock {
         /// Where it was stored.
         device: DeviceId,
-        /// Its header page, now quarantined.
+        /// Its header page; the slot is free again.
         page: PageNumber,
         /// Its key.
         key: BlockKey,
+    },
+    /// Blocks of a layout are larger than the segments of every device: they are cached, and never durable. Said once
+    /// for each layout.
+    Unstorable {
+        /// Bytes of one block.
+        block_bytes: u64,
+        /// Bytes of the largest block that a segment has room for.
+        payload_bytes_max: u64,
     },
     /// A device had too many errors and is no longer used.
     DeviceLost {

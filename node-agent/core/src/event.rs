@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tick, Tier};
 
-use crate::effect::{ArenaSlot, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId, Source};
+use crate::effect::{DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId};
 use crate::pool::{DeviceError, OpToken};
 
 /// Names one request within its session; chosen by the client.
@@ -29,6 +29,8 @@ pub enum Event {
         request: RequestId,
         /// What is wanted.
         body: Request,
+        /// When it came: deadlines count from here. An instant to come counts as now.
+        received: Tick,
     },
     /// A pool operation finished ([`Effect::Device`](crate::effect::Effect::Device)).
     DeviceDone {
@@ -179,7 +181,7 @@ pub enum Scope {
 pub struct LoadRequest {
     /// Which, in order.
     pub keys: Vec<BlockKey>,
-    /// What is not there by then is reported as missed.
+    /// What is not there so long after the receipt is reported as missed; zero: the default.
     pub deadline: Duration,
     /// Bytes of one device read at the most; rounded to whole objects, at least one.
     pub read_bytes: u64,
@@ -249,13 +251,4 @@ pub struct PeerRequest {
     pub layout: Layout,
     /// The peer gives up after this time.
     pub deadline: Duration,
-}
-
-/// A slot with what it came from; used by replies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placed {
-    /// Where the block is readable.
-    pub slot: ArenaSlot,
-    /// Where it came from.
-    pub source: Source,
 }

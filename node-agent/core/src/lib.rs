@@ -2,7 +2,7 @@
 //!
 //! [`AgentCore::apply`](agent::AgentCore::apply) takes one [`Event`](event::Event) at an instant and returns
 //! [`Effect`](effect::Effect)s; the runtime executes them and reports back with events. No clock, no
-//! randomness, no I/O, no threads: the simulator and the tests drive the same code with synthetic events.
+//! randomness, no I/O, no threads: tests drive the code of the agent with synthetic events.
 //!
 //! Deliberately absent: bytes of blocks (the runtime moves them), sockets, files, metrics libraries.
 

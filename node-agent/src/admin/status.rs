@@ -69,6 +69,8 @@ struct Session {
     client: String,
     pid: i32,
     uid: u32,
+    /// What it compares with, in hexadecimal.
+    namespace: String,
     requests_in_flight: usize,
 }
 
@@ -149,6 +151,7 @@ fn session(view: &crate::executor::SessionView) -> Session {
         client: view.peer.client_name.clone(),
         pid: view.peer.pid,
         uid: view.peer.uid,
+        namespace: view.namespace.0.iter().map(|byte| format!("{byte:02x}")).collect(),
         requests_in_flight: view.in_flight,
     }
 }

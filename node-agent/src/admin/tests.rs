@@ -2,13 +2,14 @@
 
 use std::sync::mpsc;
 
+use reprise_agent_core::agent::limits;
 use reprise_agent_core::effect::LookupId;
 use reprise_agent_core::event::Event;
 
 use super::*;
 use crate::config::Config;
 use crate::core_loop::Clock;
-use crate::directory::{CHANGES_QUEUED_MAX, DirectorySettings, LOOKUPS_MAX, Registration};
+use crate::directory::{CHANGES_QUEUED_MAX, DirectorySettings, Registration};
 
 fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
     let registration = Registration {
@@ -26,7 +27,7 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         connect_timeout: CORE_PATIENCE,
         call_timeout: CORE_PATIENCE,
         changes_queued_max: CHANGES_QUEUED_MAX,
-        lookups_max: LOOKUPS_MAX,
+        lookups_max: limits::LOOKUPS_MAX,
     };
     Arc::new(AdminContext {
         inbox,

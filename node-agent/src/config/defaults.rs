@@ -26,6 +26,18 @@ pub(super) const SEGMENT_BYTES: ByteSize = ByteSize(64 << 20);
 /// worker needs some more to verify behind the device's back.
 pub(super) const QUEUE_DEPTH: u32 = 128;
 
+/// 3 % of 30 TB is 15 minutes of writing at 1 GB/s.
+pub(super) const POOL_FREE_PERMILLE: u16 = 30;
+
+/// A quarter of the arena stays for loads while the device is slower than the engines.
+pub(super) const ARENA_UNSAVED_PERMILLE: u16 = 750;
+
+/// Two engines can save at once, and none can keep the others from it.
+pub(super) const ARENA_SESSION_PERMILLE: u16 = 500;
+
+/// 128 blocks of 2 MiB in 1 GiB: far more than a network carries in the time of one device read.
+pub(super) const ARENA_SERVES_PERMILLE: u16 = 250;
+
 /// A save is durable this long after its commit plus one batch; what a crash may lose.
 pub(super) const WRITEBACK_DELAY: Interval = Interval(Duration::from_millis(50));
 
@@ -49,6 +61,12 @@ pub(super) const ADMIN_LISTEN: &str = "127.0.0.1:7411";
 
 /// Time for a 128K-token request (16 GiB) from one device at 3.6 GB/s.
 pub(super) const LOAD_DEADLINE: Interval = Interval(Duration::from_secs(5));
+
+/// Copying a whole request takes seconds; whoever holds a load for minutes has lost it.
+pub(super) const LOAD_HOLD: Interval = Interval(Duration::from_secs(600));
+
+/// An engine fills the slots of a whole request in seconds.
+pub(super) const RESERVATION: Interval = Interval(Duration::from_secs(60));
 
 /// One device read: large enough for full bandwidth at a depth of 16, small enough that the first
 /// layers of a 2 MiB block do not wait for the last.

@@ -7,13 +7,15 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
+use reprise_policy::eviction::EvictionKind;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
 
 use super::{
-    ArenaSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection, LogSection, NodeSection,
-    PeersSection, PoolSection, SessionSection,
+    ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection, LogSection,
+    NodeSection, PeersSection, PoolSection, SessionSection,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -48,9 +50,12 @@ pub(crate) struct Settings {
     pub(crate) session: SessionSettings,
     pub(crate) arena: ArenaSettings,
     pub(crate) pool: PoolSettings,
+    pub(crate) cache: CacheSettings,
     pub(crate) writeback_delay: Duration,
     pub(crate) writeback_bytes: u64,
     pub(crate) load_deadline: Duration,
+    pub(crate) load_hold: Duration,
+    pub(crate) reservation: Duration,
     pub(crate) read_bytes: u64,
     pub(crate) lookup_timeout: Duration,
     /// `None`: no peers.
@@ -92,6 +97,16 @@ pub(crate) struct PoolSettings {
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
     pub(crate) devices: Vec<DeviceSettings>,
+}
+
+/// What is kept, and who may take how much; shares in thousandths.
+#[derive(Clone, Debug)]
+pub(crate) struct CacheSettings {
+    pub(crate) eviction: EvictionKind,
+    pub(crate) pool_free_permille: u16,
+    pub(crate) arena_unsaved_permille: u16,
+    pub(crate) arena_session_permille: u16,
+    pub(crate) arena_serves_permille: u16,
 }
 
 /// One file or block device.
@@ -142,10 +157,12 @@ impl Config {
     /// # Errors
     /// `ErrorKind::Config` naming the field, its value and what is allowed.
     pub(crate) fn validate(&self) -> Result<Settings, AgentError> {
-        let LimitsSection { load_deadline, read_bytes } = &self.limits;
+        let LimitsSection { load_deadline, load_hold, reservation, read_bytes } = &self.limits;
         let second = Duration::from_secs(1);
         within("writeback.delay", self.writeback.delay.0, Duration::from_millis(1)..=10 * second)?;
-        within("limits.load_deadline", load_deadline.0, Duration::from_millis(1)..=600 * second)?;
+        within("limits.load_deadline", load_deadline.0, Duration::from_millis(1)..=LOAD_DEADLINE_MAX)?;
+        within("limits.load_hold", load_hold.0, second..=86_400 * second)?;
+        within("limits.reservation", reservation.0, second..=86_400 * second)?;
         within(
             "controlplane.lookup_timeout",
             self.controlplane.lookup_timeout.0,
@@ -158,9 +175,12 @@ impl Config {
             session: self.session.validate()?,
             arena: self.arena.validate()?,
             pool: self.pool.validate()?,
+            cache: self.cache.validate()?,
             writeback_delay: self.writeback.delay.0,
             writeback_bytes: self.writeback.bytes.0,
             load_deadline: load_deadline.0,
+            load_hold: load_hold.0,
+            reservation: reservation.0,
             read_bytes: read_bytes.0,
             lookup_timeout: self.controlplane.lookup_timeout.0,
             peers: self.peers.validate()?,
@@ -253,6 +273,29 @@ impl PoolSection {
     }
 }
 
+impl CacheSection {
+    fn validate(&self) -> Result<CacheSettings, AgentError> {
+        let CacheSection {
+            eviction,
+            pool_free_permille,
+            arena_unsaved_permille,
+            arena_session_permille,
+            arena_serves_permille,
+        } = *self;
+        permille("cache.pool_free_permille", pool_free_permille, 0..=900)?;
+        permille("cache.arena_unsaved_permille", arena_unsaved_permille, 1..=1000)?;
+        permille("cache.arena_session_permille", arena_session_permille, 1..=1000)?;
+        permille("cache.arena_serves_permille", arena_serves_permille, 1..=1000)?;
+        Ok(CacheSettings {
+            eviction,
+            pool_free_permille,
+            arena_unsaved_permille,
+            arena_session_permille,
+            arena_serves_permille,
+        })
+    }
+}
+
 impl DeviceSection {
     fn validate(&self) -> Result<DeviceSettings, AgentError> {
         if self.path.as_os_str().is_empty() {
@@ -342,6 +385,14 @@ fn within(
     Err(refuse(field, &format!("{found:?}"), &format!("{:?} to {:?}", allowed.start(), allowed.end())))
 }
 
+fn permille(field: &str, found: u16, allowed: std::ops::RangeInclusive<u16>) -> Result<(), AgentError> {
+    if allowed.contains(&found) {
+        return Ok(());
+    }
+    let allowed = format!("{} to {} thousandths", allowed.start(), allowed.end());
+    Err(refuse(field, &found.to_string(), &allowed))
+}
+
 /// Names appear as metric labels and in paths of dashboards.
 fn label(field: &str, text: &str) -> Result<(), AgentError> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -396,6 +447,9 @@ mod tests {
             ("[session]\nmode = \"0070\"", ["session.mode", "0070", "owner"]),
             ("[pool]\nqueue_depth = 0", ["pool.queue_depth", "0", "1024"]),
             ("[[pool.devices]]\npath = \"/x\"\nbytes = \"5000\"", ["pool.devices.bytes", "5000", "1MiB"]),
+            ("[cache]\npool_free_permille = 1000", ["cache.pool_free_permille", "1000", "0 to 900"]),
+            ("[cache]\narena_serves_permille = 0", ["cache.arena_serves_permille", "0", "thousandths"]),
+            ("[limits]\nreservation = \"5ms\"", ["limits.reservation", "5ms", "1s"]),
             ("[writeback]\ndelay = \"1m\"", ["writeback.delay", "60s", "10s"]),
             ("[peers]\nlisten = \"0.0.0.0:0\"", ["peers.advertise", "", "wildcard"]),
             (
@@ -409,6 +463,19 @@ mod tests {
             let error = refused(text);
             assert!(words.iter().all(|word| error.contains(word)), "{text:?} gave: {error}");
         }
+    }
+
+    #[test]
+    fn an_order_of_eviction_is_chosen_by_name_and_an_unknown_one_is_refused() {
+        let text = "[cache]\neviction = { kind = \"priority_lru\" }\npool_free_permille = 100\n";
+        let settings = Config::parse(text).expect("parses").validate().expect("valid");
+        assert_eq!(
+            (settings.cache.eviction, settings.cache.pool_free_permille),
+            (EvictionKind::PriorityLru, 100)
+        );
+        let text = "[cache]\neviction = { kind = \"random\" }";
+        let error = Config::parse(text).expect_err("no such order").to_string();
+        assert!(error.contains("random") && error.contains("priority_lru"), "{error}");
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod fake;
 
 use std::sync::mpsc;
 
+use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::effect::Change;
 use reprise_proto::controlplane::NodeInfo;
 

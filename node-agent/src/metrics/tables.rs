@@ -12,6 +12,8 @@ pub(crate) const CORE: &[Described] = &[
     counter("committed_blocks", "Blocks that became readable by a commit"),
     counter("committed_bytes", "Payload bytes of committed blocks"),
     counter("duplicate_items", "Items whose block was there already"),
+    counter("expired_reservations", "Reserved slots taken back because they were not committed in time"),
+    counter("expired_loads", "Loads whose blocks were taken back because they were held too long"),
     counter("refused_items", "Items without a lease, or with a wrong key or checksums"),
     counter("durable_items", "Items given as durable in notices"),
     counter("lost_items", "Items given as lost in notices"),

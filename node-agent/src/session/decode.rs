@@ -7,13 +7,18 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use prost::Message;
+use reprise_agent_core::agent::limits::{
+    COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
+};
 use reprise_agent_core::effect::{LeaseId, LoadId};
 use reprise_agent_core::event::{CommitItem, LoadRequest, Priority, Request, RequestId, Scope};
 use reprise_policy::BlockKey;
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
 
-/// A load that waits longer than this is a leak, not a load.
-const LOAD_DEADLINE_MAX: Duration = Duration::from_secs(600);
+// The protocol and the core have one limit for the lists of a call.
+const _: () = assert!(KEYS_PER_CALL_MAX == MATCH_KEYS_MAX && KEYS_PER_CALL_MAX == LOAD_BLOCKS_MAX);
+const _: () =
+    assert!(KEYS_PER_CALL_MAX == COMMIT_ITEMS_MAX && KEYS_PER_CALL_MAX == RESERVE_SLOTS_MAX as usize);
 
 /// A readable message.
 #[derive(Debug)]

@@ -89,7 +89,7 @@ impl Home {
         });
         let text = format!(
             "[node]\nname = \"test\"\n[session]\nsocket = \"{socket}\"\n{session}\n[arena]\nbytes = \"{arena}\"\n\
-             region_bytes = \"16MiB\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[peers]\nlisten = \"127.0.0.1:0\"\n\
+             region_bytes = \"16MiB\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[cache]\narena_session_permille = 1000\n[peers]\nlisten = \"127.0.0.1:0\"\n\
              [admin]\nlisten = \"127.0.0.1:0\"\n{extra}\n",
             socket = self.path().join("agent.sock").display(),
             session = config.session,

@@ -1,17 +1,18 @@
 //! Priority classes, least recently used first within each.
 //!
-//! One doubly linked list per class, threaded through a vector that is indexed by entry: 8 bytes of links and one
-//! byte of class an entry, no allocation per operation, every operation O(1).
+//! One doubly linked list per group and class, threaded through a vector that is indexed by entry: 8 bytes of links and
+//! two of list number an entry, no allocation per operation (but for the first of a group), every operation O(1).
 //!
 //! ```text
+//! of each group
 //! class 0:  oldest ⇄ … ⇄ newest      victims come from the left end of the first list that is not empty
 //! class 1:  oldest ⇄ … ⇄ newest
 //! class 2:  oldest ⇄ … ⇄ newest
 //! ```
 //!
-//! Invariant: an entry's class byte is [`ABSENT`] exactly when it is in no list.
+//! Invariant: an entry's list number is [`ABSENT`] exactly when it is in no list.
 
-use super::{EntryIndex, EvictionPolicy};
+use super::{EntryIndex, EvictionPolicy, Group, Standing};
 
 /// Classes: low (goes first), normal, high.
 pub const CLASSES: usize = 3;
@@ -19,15 +20,21 @@ pub const CLASSES: usize = 3;
 /// End of a list. Entry indices stay below it.
 const NIL: u32 = u32::MAX;
 
-/// Class byte of an entry that is in no list.
-const ABSENT: u8 = u8::MAX;
+/// List number of an entry that is in no list.
+const ABSENT: u16 = u16::MAX;
+
+/// Groups at the most: list numbers have 16 bits.
+pub const GROUPS_MAX: usize = ABSENT as usize / CLASSES;
+
+const NO_ENTRIES: List = List { oldest: NIL, newest: NIL };
 
 /// The policy; see the module.
 #[derive(Debug)]
 pub struct PriorityLru {
     links: Vec<Link>,
-    classes: Vec<u8>,
-    lists: [List; CLASSES],
+    /// List number of each entry: the group's first, plus the class.
+    list_of: Vec<u16>,
+    lists: Vec<List>,
     len: usize,
 }
 
@@ -50,17 +57,12 @@ const _: () = assert!(size_of::<Link>() == 8, "memory per entry is part of the d
 impl PriorityLru {
     /// An empty policy.
     pub fn new() -> PriorityLru {
-        PriorityLru {
-            links: Vec::new(),
-            classes: Vec::new(),
-            lists: [List { oldest: NIL, newest: NIL }; CLASSES],
-            len: 0,
-        }
+        PriorityLru { links: Vec::new(), list_of: Vec::new(), lists: Vec::new(), len: 0 }
     }
 
-    /// The class an entry is in, if it is in any.
-    fn class_of(&self, entry: EntryIndex) -> Option<u8> {
-        self.classes.get(entry.0 as usize).copied().filter(|class| *class != ABSENT)
+    /// The list an entry is in, if it is in any.
+    fn list_of(&self, entry: EntryIndex) -> Option<u16> {
+        self.list_of.get(entry.0 as usize).copied().filter(|list| *list != ABSENT)
     }
 
     /// Makes room for an entry's links.
@@ -68,13 +70,13 @@ impl PriorityLru {
         let wanted = entry.0 as usize + 1;
         if self.links.len() < wanted {
             self.links.resize(wanted, Link { older: NIL, newer: NIL });
-            self.classes.resize(wanted, ABSENT);
+            self.list_of.resize(wanted, ABSENT);
         }
     }
 
-    /// Appends an entry that is in no list at the newest end of a class's list.
-    fn link_newest(&mut self, entry: EntryIndex, class: u8) {
-        let list = &mut self.lists[usize::from(class)];
+    /// Appends an entry that is in no list at the newest end of a list.
+    fn link_newest(&mut self, entry: EntryIndex, list: u16) {
+        let list = &mut self.lists[usize::from(list)];
         let older = list.newest;
         list.newest = entry.0;
         if older == NIL {
@@ -85,10 +87,39 @@ impl PriorityLru {
         self.links[entry.0 as usize] = Link { older, newer: NIL };
     }
 
-    /// Takes an entry out of the list of the class it is in.
-    fn unlink(&mut self, entry: EntryIndex, class: u8) {
+    /// Puts an entry that is in no list at the oldest end of a list.
+    fn link_oldest(&mut self, entry: EntryIndex, list: u16) {
+        let list = &mut self.lists[usize::from(list)];
+        let newer = list.oldest;
+        list.oldest = entry.0;
+        if newer == NIL {
+            list.newest = entry.0;
+        } else {
+            self.links[newer as usize].older = entry.0;
+        }
+        self.links[entry.0 as usize] = Link { older: NIL, newer };
+    }
+
+    /// Takes note of an entry; returns the list in which the caller links it.
+    fn enter(&mut self, entry: EntryIndex, standing: Standing) -> u16 {
+        assert!(entry.0 != NIL, "entry index {NIL} is reserved");
+        let group = usize::from(standing.group.0);
+        assert!(group < GROUPS_MAX, "list numbers have 16 bits: at most {GROUPS_MAX} groups");
+        self.remove(entry);
+        self.grow_to(entry);
+        if self.lists.len() < (group + 1) * CLASSES {
+            self.lists.resize((group + 1) * CLASSES, NO_ENTRIES);
+        }
+        let list = (group * CLASSES + usize::from(standing.class).min(CLASSES - 1)) as u16;
+        self.list_of[entry.0 as usize] = list;
+        self.len += 1;
+        list
+    }
+
+    /// Takes an entry out of the list it is in.
+    fn unlink(&mut self, entry: EntryIndex, list: u16) {
         let Link { older, newer } = self.links[entry.0 as usize];
-        let list = &mut self.lists[usize::from(class)];
+        let list = &mut self.lists[usize::from(list)];
         if older == NIL {
             list.oldest = newer;
         } else {
@@ -109,33 +140,34 @@ impl Default for PriorityLru {
 }
 
 impl EvictionPolicy for PriorityLru {
-    fn insert(&mut self, entry: EntryIndex, class: u8) {
-        assert!(entry.0 != NIL, "entry index {NIL} is reserved");
-        self.remove(entry);
-        self.grow_to(entry);
-        let class = class.min(CLASSES as u8 - 1);
-        self.link_newest(entry, class);
-        self.classes[entry.0 as usize] = class;
-        self.len += 1;
+    fn insert(&mut self, entry: EntryIndex, standing: Standing) {
+        let list = self.enter(entry, standing);
+        self.link_newest(entry, list);
+    }
+
+    fn put_back(&mut self, entry: EntryIndex, standing: Standing) {
+        let list = self.enter(entry, standing);
+        self.link_oldest(entry, list);
     }
 
     fn touch(&mut self, entry: EntryIndex) {
-        if let Some(class) = self.class_of(entry) {
-            self.unlink(entry, class);
-            self.link_newest(entry, class);
+        if let Some(list) = self.list_of(entry) {
+            self.unlink(entry, list);
+            self.link_newest(entry, list);
         }
     }
 
     fn remove(&mut self, entry: EntryIndex) {
-        if let Some(class) = self.class_of(entry) {
-            self.unlink(entry, class);
-            self.classes[entry.0 as usize] = ABSENT;
+        if let Some(list) = self.list_of(entry) {
+            self.unlink(entry, list);
+            self.list_of[entry.0 as usize] = ABSENT;
             self.len -= 1;
         }
     }
 
-    fn victim(&mut self) -> Option<EntryIndex> {
-        let oldest = self.lists.iter().map(|list| list.oldest).find(|oldest| *oldest != NIL)?;
+    fn victim(&mut self, group: Group) -> Option<EntryIndex> {
+        let lists = self.lists.chunks_exact(CLASSES).nth(usize::from(group.0))?;
+        let oldest = lists.iter().map(|list| list.oldest).find(|oldest| *oldest != NIL)?;
         let entry = EntryIndex(oldest);
         self.remove(entry);
         Some(entry)
@@ -152,48 +184,74 @@ mod tests {
 
     use super::*;
 
-    /// The same order, kept the obvious way: a vector per class, oldest first.
+    const GROUPS: usize = 3;
+
+    /// The same orders, kept the obvious way: a vector per group and class, oldest first.
     #[derive(Debug, Default)]
     struct NaiveModel {
-        classes: [Vec<u32>; CLASSES],
+        lists: [[Vec<u32>; CLASSES]; GROUPS],
     }
 
     impl NaiveModel {
-        fn insert(&mut self, entry: u32, class: u8) {
+        fn list(&mut self, standing: Standing) -> &mut Vec<u32> {
+            &mut self.lists[usize::from(standing.group.0)][usize::from(standing.class).min(CLASSES - 1)]
+        }
+
+        fn insert(&mut self, entry: u32, standing: Standing) {
             self.remove(entry);
-            self.classes[usize::from(class).min(CLASSES - 1)].push(entry);
+            self.list(standing).push(entry);
+        }
+
+        fn put_back(&mut self, entry: u32, standing: Standing) {
+            self.remove(entry);
+            self.list(standing).insert(0, entry);
         }
 
         fn touch(&mut self, entry: u32) {
-            let class = self.classes.iter().position(|entries| entries.contains(&entry));
-            if let Some(class) = class {
-                self.insert(entry, class as u8);
+            if let Some(list) = self.lists.iter_mut().flatten().find(|entries| entries.contains(&entry)) {
+                list.retain(|other| *other != entry);
+                list.push(entry);
             }
         }
 
         fn remove(&mut self, entry: u32) {
-            self.classes.iter_mut().for_each(|entries| entries.retain(|other| *other != entry));
+            self.lists.iter_mut().flatten().for_each(|entries| entries.retain(|other| *other != entry));
         }
 
-        fn victim(&mut self) -> Option<u32> {
-            self.classes.iter_mut().find(|entries| !entries.is_empty()).map(|entries| entries.remove(0))
+        fn victim(&mut self, group: Group) -> Option<u32> {
+            let lists = &mut self.lists[usize::from(group.0)];
+            lists.iter_mut().find(|entries| !entries.is_empty()).map(|entries| entries.remove(0))
+        }
+
+        fn len(&self) -> usize {
+            self.lists.iter().flatten().map(Vec::len).sum()
         }
     }
 
     #[derive(Clone, Debug)]
     enum Operation {
-        Insert(u32, u8),
+        Insert(u32, Standing),
+        PutBack(u32, Standing),
         Touch(u32),
         Remove(u32),
-        Victim,
+        Victim(Group),
+    }
+
+    fn group() -> impl Strategy<Value = Group> {
+        (0..GROUPS as u16).prop_map(Group)
+    }
+
+    fn standing() -> impl Strategy<Value = Standing> {
+        (group(), 0..5u8).prop_map(|(group, class)| Standing { group, class })
     }
 
     fn operation() -> impl Strategy<Value = Operation> {
         prop_oneof![
-            (0..24u32, 0..5u8).prop_map(|(entry, class)| Operation::Insert(entry, class)),
+            (0..24u32, standing()).prop_map(|(entry, standing)| Operation::Insert(entry, standing)),
+            (0..24u32, standing()).prop_map(|(entry, standing)| Operation::PutBack(entry, standing)),
             (0..30u32).prop_map(Operation::Touch),
             (0..30u32).prop_map(Operation::Remove),
-            Just(Operation::Victim),
+            group().prop_map(Operation::Victim),
         ]
     }
 
@@ -205,9 +263,13 @@ mod tests {
             let (mut policy, mut model) = (PriorityLru::new(), NaiveModel::default());
             for operation in operations {
                 match operation {
-                    Operation::Insert(entry, class) => {
-                        policy.insert(EntryIndex(entry), class);
-                        model.insert(entry, class);
+                    Operation::Insert(entry, standing) => {
+                        policy.insert(EntryIndex(entry), standing);
+                        model.insert(entry, standing);
+                    }
+                    Operation::PutBack(entry, standing) => {
+                        policy.put_back(EntryIndex(entry), standing);
+                        model.put_back(entry, standing);
                     }
                     Operation::Touch(entry) => {
                         policy.touch(EntryIndex(entry));
@@ -217,37 +279,47 @@ mod tests {
                         policy.remove(EntryIndex(entry));
                         model.remove(entry);
                     }
-                    Operation::Victim => {
-                        prop_assert_eq!(policy.victim().map(|entry| entry.0), model.victim());
+                    Operation::Victim(group) => {
+                        prop_assert_eq!(policy.victim(group).map(|entry| entry.0), model.victim(group));
                     }
                 }
-                prop_assert_eq!(policy.len(), model.classes.iter().map(Vec::len).sum::<usize>());
+                prop_assert_eq!(policy.len(), model.len());
             }
-            while let Some(expected) = model.victim() {
-                prop_assert_eq!(policy.victim(), Some(EntryIndex(expected)));
+            for group in (0..GROUPS as u16).map(Group) {
+                while let Some(expected) = model.victim(group) {
+                    prop_assert_eq!(policy.victim(group), Some(EntryIndex(expected)));
+                }
+                prop_assert_eq!(policy.victim(group), None);
             }
             prop_assert!(policy.is_empty());
-            prop_assert_eq!(policy.victim(), None);
         }
+    }
+
+    fn victims(policy: &mut PriorityLru) -> Vec<u32> {
+        std::iter::from_fn(|| policy.victim(Group(0))).map(|entry| entry.0).collect()
     }
 
     #[test]
     fn a_low_class_goes_before_a_high_one_however_recently_it_was_used() {
         let mut policy = PriorityLru::new();
-        policy.insert(EntryIndex(0), 2);
-        policy.insert(EntryIndex(1), 1);
-        policy.insert(EntryIndex(2), 0);
+        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Standing::of_class(2 - entry as u8)));
         policy.touch(EntryIndex(2));
-        let order: Vec<u32> = std::iter::from_fn(|| policy.victim()).map(|entry| entry.0).collect();
-        assert_eq!(order, [2, 1, 0]);
+        assert_eq!(victims(&mut policy), [2, 1, 0]);
     }
 
     #[test]
     fn a_touched_entry_outlives_the_rest_of_its_class() {
         let mut policy = PriorityLru::new();
-        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), 1));
+        (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Standing::of_class(1)));
         policy.touch(EntryIndex(0));
-        let order: Vec<u32> = std::iter::from_fn(|| policy.victim()).map(|entry| entry.0).collect();
-        assert_eq!(order, [1, 2, 0]);
+        assert_eq!(victims(&mut policy), [1, 2, 0]);
+    }
+
+    #[test]
+    fn a_group_gives_up_none_of_anothers() {
+        let mut policy = PriorityLru::new();
+        policy.insert(EntryIndex(0), Standing { group: Group(7), class: 0 });
+        assert_eq!((policy.victim(Group(6)), policy.victim(Group(8)), policy.len()), (None, None, 1));
+        assert_eq!(policy.victim(Group(7)), Some(EntryIndex(0)));
     }
 }

@@ -16,8 +16,10 @@
 //!
 //! Deliberately absent: memory, and what is in a slot (`frames`).
 
+use std::collections::BTreeSet;
+
 use reprise_policy::TenantId;
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy};
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
 
 use super::frames::FrameIndex;
 use super::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
@@ -42,8 +44,12 @@ pub(super) struct Place {
 pub(super) struct Arena {
     regions: Vec<Region>,
     unowned: Vec<u16>,
+    /// Regions with an owner in which everything can be evicted.
+    idle: BTreeSet<u16>,
     classes: Vec<Class>,
-    eviction: EvictionKind,
+    /// Evictable slots by frame; a class is a group. One for all classes, because an order costs memory by the largest
+    /// frame number.
+    order: Box<dyn EvictionPolicy>,
     bytes: u64,
     used_bytes: u64,
 }
@@ -73,7 +79,6 @@ struct Class {
     shapes: u32,
     /// Its regions that have free slots.
     partial: Vec<u16>,
-    policy: Box<dyn EvictionPolicy>,
 }
 
 impl Region {
@@ -109,8 +114,9 @@ impl Arena {
             unowned: (0..regions.len()).rev().map(|region| region as u16).collect(),
             bytes: regions.iter().map(|region| region.bytes).sum(),
             used_bytes: 0,
+            idle: BTreeSet::new(),
             classes: Vec::new(),
-            eviction,
+            order: eviction.build(),
             regions,
         }
     }
@@ -136,11 +142,11 @@ impl Arena {
         let at = self.classes.iter().position(same).or_else(|| {
             // A class without shapes has no frames, hence no regions.
             let vacant = self.classes.iter().position(|class| class.shapes == 0)?;
-            self.classes[vacant] = Class::new(tenant, slot_bytes, self.eviction);
+            self.classes[vacant] = Class::new(tenant, slot_bytes);
             Some(vacant)
         });
         let at = at.unwrap_or_else(|| {
-            self.classes.push(Class::new(tenant, slot_bytes, self.eviction));
+            self.classes.push(Class::new(tenant, slot_bytes));
             self.classes.len() - 1
         });
         self.classes[at].shapes += 1;
@@ -171,6 +177,7 @@ impl Arena {
         if state.full() {
             self.leave_partial(region);
         }
+        self.note_idle(region);
         self.used_bytes += slot_bytes;
         Some(Place { region, slot })
     }
@@ -194,41 +201,55 @@ impl Arena {
         } else if !listed {
             self.enter_partial(place.region, owner);
         }
+        self.note_idle(place.region);
     }
 
     /// Makes a frame's slot evictable.
     pub(super) fn add_evictable(&mut self, place: Place, frame: FrameIndex, class: u8) {
         let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable += 1;
-        self.class_mut(owner).policy.insert(EntryIndex(frame.0), class);
+        self.note_idle(place.region);
+        self.order.insert(EntryIndex(frame.0), Standing { group: Group(owner.0), class });
     }
 
     /// Makes it not evictable.
     pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
-        let owner = self.owner(place);
         self.regions[usize::from(place.region)].evictable -= 1;
-        self.class_mut(owner).policy.remove(EntryIndex(frame.0));
+        self.note_idle(place.region);
+        self.order.remove(EntryIndex(frame.0));
     }
 
     /// The frame of the class that should go next; it is no longer evictable once `take_victim` is told its place.
     pub(super) fn victim(&mut self, class: ClassId) -> Option<FrameIndex> {
-        self.class_mut(class).policy.victim().map(|victim| FrameIndex(victim.0))
+        self.order.victim(Group(class.0)).map(|victim| FrameIndex(victim.0))
     }
 
     /// Completes [`Arena::victim`].
     pub(super) fn take_victim(&mut self, place: Place) {
         self.regions[usize::from(place.region)].evictable -= 1;
+        self.note_idle(place.region);
+    }
+
+    /// Keeps the set of regions in which everything can be evicted.
+    fn note_idle(&mut self, region: u16) {
+        let state = &self.regions[usize::from(region)];
+        if state.owner.is_some() && state.evictable == state.used() {
+            self.idle.insert(region);
+        } else {
+            self.idle.remove(&region);
+        }
     }
 
     /// A region of another class of the same tenant that the class could use and in which everything can be
-    /// evicted: its frames. The emptiest, to lose the least.
+    /// evicted: its frames. The emptiest, to lose the least. Looks at such regions only: in an arena that is full of
+    /// what cannot go, that is at none.
     pub(super) fn reclaimable(&self, class: ClassId) -> Option<Vec<FrameIndex>> {
         let Class { tenant, slot_bytes, .. } = self.class(class);
-        self.regions
+        self.idle
             .iter()
+            .map(|region| &self.regions[usize::from(*region)])
             .filter(|region| region.owner.is_some_and(|owner| owner != class))
             .filter(|region| region.tenant == Some(*tenant) && region.bytes >= *slot_bytes)
-            .filter(|region| region.evictable == region.used())
             .min_by_key(|region| u64::from(region.used()) * region.bytes / u64::from(region.slots))
             .map(|region| region.frames.iter().copied().filter(|frame| *frame != FrameIndex::NONE).collect())
     }
@@ -245,9 +266,9 @@ impl Arena {
         self.regions[usize::from(region)].id
     }
 
-    /// Whether a frame is evictable is known to the policy only; this counts them per class.
+    /// Evictable slots. Whether one frame is evictable is known to the order only.
     pub(super) fn evictable(&self) -> usize {
-        self.classes.iter().map(|class| class.policy.len()).sum()
+        self.order.len()
     }
 
     /// Checks what must always hold.
@@ -277,6 +298,12 @@ impl Arena {
                 return Err(format!("region {name} is wrongly listed as having free slots, or not"));
             }
             used_bytes += u64::from(region.used()) * class.slot_bytes;
+        }
+        let idle = |region: &Region| region.owner.is_some() && region.evictable == region.used();
+        let idle: BTreeSet<u16> =
+            (0..).zip(&self.regions).filter(|(_, region)| idle(region)).map(|(at, _)| at).collect();
+        if idle != self.idle {
+            return Err(format!("regions {:?} are idle, not {:?}", idle, self.idle));
         }
         let evictable: u64 = self.regions.iter().map(|region| u64::from(region.evictable)).sum();
         if evictable != self.evictable() as u64 {
@@ -354,8 +381,8 @@ impl Arena {
 }
 
 impl Class {
-    fn new(tenant: TenantId, slot_bytes: u64, eviction: EvictionKind) -> Class {
-        Class { tenant, slot_bytes, shapes: 0, partial: Vec::new(), policy: eviction.build() }
+    fn new(tenant: TenantId, slot_bytes: u64) -> Class {
+        Class { tenant, slot_bytes, shapes: 0, partial: Vec::new() }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::AgentCore;
-use super::fills::{Origin, Waiter};
+use super::fills::{Origin, WaitPlace, Waiter};
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::loads::{LoadBlock, Stage};
@@ -132,20 +132,24 @@ impl AgentCore {
             for block in &load.blocks {
                 let frame = match *block {
                     LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => frame,
-                    LoadBlock::Waiting { fill } => of_fill(fill)?,
+                    LoadBlock::Waiting(place) => of_fill(place.fill)?,
                     LoadBlock::Unplaced | LoadBlock::Lost(_) => continue,
                 };
                 *held.entry(frame).or_default() += 1;
             }
         }
+        let mut serving = 0;
         for block in self.serves.values().flat_map(|serve| &serve.blocks) {
             let frame = match *block {
-                ServeBlock::Ended => continue,
+                ServeBlock::Due | ServeBlock::Ended => continue,
                 ServeBlock::Sending { frame } => frame,
-                ServeBlock::Waiting { fill, .. } => of_fill(fill)?,
+                ServeBlock::Waiting { place, .. } => of_fill(place.fill)?,
             };
+            serving += self.frame_slot(frame).bytes;
             *held.entry(frame).or_default() += 1;
         }
+        let counted = self.serve_share.leased_bytes;
+        ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
         let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
         ensure!(total == self.frames.read_leases(), "{total} leases held, not as counted");
         for (index, frame) in self.frames.iter() {
@@ -161,16 +165,18 @@ impl AgentCore {
         for (id, fill) in self.fills.iter() {
             let state = self.frames.get(fill.frame).state;
             ensure!(state == FrameState::Filling(id.slot()), "{id:?} fills a frame that is {state:?}");
-            for waiter in &fill.waiters {
+            for (position, waiter) in (0..).zip(&fill.waiters) {
+                let here = WaitPlace { fill: id.slot(), position };
                 let waits = match *waiter {
-                    Waiter::Load { load, block } => self.loads.get(load).is_some_and(|load| {
-                        load.blocks[block as usize] == LoadBlock::Waiting { fill: id.slot() }
-                    }),
+                    Waiter::Load { load, block } => self
+                        .loads
+                        .get(load)
+                        .is_some_and(|load| load.blocks[block as usize] == LoadBlock::Waiting(here)),
                     Waiter::Serve { serve, block } => self.serves.get(&serve).is_some_and(|serve| {
-                        matches!(serve.blocks[block as usize], ServeBlock::Waiting { fill, .. } if fill == id.slot())
+                        matches!(serve.blocks[block as usize], ServeBlock::Waiting { place, .. } if place == here)
                     }),
                 };
-                ensure!(waits, "{waiter:?} does not know that it waits for {id:?}");
+                ensure!(waits, "{waiter:?} does not know that it waits at {here:?}");
             }
         }
         let wanted_of_peers: u64 = self
@@ -192,9 +198,10 @@ impl AgentCore {
                         (pending, ready) = (pending + 1, 0);
                         ensure!(load.stage == Stage::Placing, "{id:?} is answered without a place for {at}");
                     }
-                    LoadBlock::Waiting { fill } => {
-                        let fill = self.fills.at(fill).ok_or(format!("{id:?}: no fill for {at}"))?;
-                        let known = fill.waiters.contains(&Waiter::Load { load: id, block: at });
+                    LoadBlock::Waiting(place) => {
+                        let fill = self.fills.at(place.fill).ok_or(format!("{id:?}: no fill for {at}"))?;
+                        let waiter = fill.waiters.get(place.position as usize);
+                        let known = waiter == Some(&Waiter::Load { load: id, block: at });
                         ensure!(known, "{id:?}: the fill of {at} does not know it");
                         (pending, ready) = (pending + 1, ready.min(fill.layers));
                     }
@@ -204,6 +211,7 @@ impl AgentCore {
             let progress = (load.progress.pending(), load.progress.ready());
             ensure!(progress == (pending, ready), "{id:?}: {progress:?} should be {:?}", (pending, ready));
             let stage = match (pending, ready) {
+                (0, _) if load.stage == Stage::Over => Stage::Over,
                 (0, _) => Stage::Complete,
                 (_, 0) => Stage::Placing,
                 (_, layers) => Stage::Answered { layers },
@@ -230,10 +238,18 @@ impl AgentCore {
             tickets += session.tickets.len();
         }
         ensure!(reservations == self.reservations.len(), "reservations without a session");
+        for (id, group) in self.groups.iter() {
+            let open = self.reservations.iter().filter(|(_, one)| one.group == id).count();
+            ensure!(
+                open == group.open as usize && open > 0,
+                "{id:?}: {open} reservations, {} counted",
+                group.open
+            );
+        }
         ensure!(loads == self.loads.len(), "loads without a session");
         ensure!(tickets == self.tickets.len(), "tickets without a session");
-        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Complete).count();
-        let timers = timed_loads + self.lookups.len();
+        let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Over).count();
+        let timers = timed_loads + self.lookups.len() + self.groups.len();
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers that guard nothing");
         let uses: u64 = self.shapes.uses().sum();

@@ -39,6 +39,10 @@ counters! {
     committed_bytes,
     /// Items whose block was there already.
     duplicate_items,
+    /// Reserved slots taken back because they were not committed in time.
+    expired_reservations,
+    /// Loads whose blocks were taken back because they were held too long.
+    expired_loads,
     /// Items without a lease, or with a wrong key or checksums.
     refused_items,
     /// Items given as durable in notices.

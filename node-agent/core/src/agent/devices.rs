@@ -2,23 +2,29 @@
 //!
 //! One order of eviction covers all devices: blocks go to the emptiest device, so wherever room is made, writes
 //! follow. A block that is being read is not in the order. Freed slots can be taken again only when the end of
-//! their block is durable, so room is made ahead: a share of the pool is kept free.
+//! their block is durable, so room is made ahead: a share of the pool is kept free, of its bytes and of the entries that
+//! its journals have room for. Room for a slot size that has none is made by emptying a segment ([`room`]).
 //!
 //! A lost device is lost capacity: its blocks are forgotten (copies in DRAM stay), and what it was writing is written
 //! elsewhere as soon as it no longer reads the memory.
 
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy};
+use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
 use reprise_policy::{BlockKey, Tier};
 
 use super::AgentCore;
 use super::index::{Dram, Stored};
-use super::limits::{DEVICES_MAX, POOL_EVICTIONS_FOR_SIZE, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
+use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
+use super::shapes::ShapeId;
 use crate::effect::{Change, DeviceId, Effect, Report};
 use crate::event::FillError;
 use crate::pool::{
     BatchId, BlockWrite, DeviceError, DeviceOp, DevicePool, OpToken, PageNumber, PoolEvent, PoolUsage,
     StoredBlock,
 };
+
+mod room;
+
+pub(super) use room::Room;
 
 /// The devices; see the module.
 #[derive(Debug)]
@@ -55,15 +61,6 @@ enum Health {
     Lost,
 }
 
-/// Whether there will be room on a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
-    /// Something is under way whose end is an event.
-    Coming,
-    /// Nothing can be freed.
-    Never,
-}
-
 impl Devices {
     /// These devices, all usable. Devices beyond the limit are not used.
     pub(super) fn new(pools: Vec<DevicePool>, eviction: EvictionKind) -> Devices {
@@ -83,7 +80,7 @@ impl Devices {
 
     /// Devices that are not lost.
     pub(super) fn usable(&self) -> usize {
-        self.devices.iter().filter(|device| device.health == Health::Usable).count()
+        self.usable_devices().count()
     }
 
     /// The device with most room among those that can take a batch and are not in `full`.
@@ -120,8 +117,13 @@ impl Devices {
 
     /// A block may be evicted from its device, as the one used last.
     pub(super) fn enter_order(&mut self, entry: EntryIndex, class: u8) {
-        self.order.insert(entry, class);
+        self.order.insert(entry, Standing::of_class(class));
         self.attention = Attention::Wanted;
+    }
+
+    /// A victim that cannot go after all goes next.
+    fn put_back(&mut self, entry: EntryIndex, class: u8) {
+        self.order.put_back(entry, Standing::of_class(class));
     }
 
     /// It may not.
@@ -144,10 +146,14 @@ impl Devices {
         self.devices[usize::from(device.0)].read_errors = 0;
     }
 
+    /// Whether a usable device has a slot for a block of so many bytes now.
+    pub(super) fn has_slot(&self, slot_bytes: u64) -> bool {
+        self.usable_devices().any(|device| device.pool.allocatable(slot_bytes) > 0)
+    }
+
     /// Whether any usable device has slots that a block of so many bytes fits into.
     pub(super) fn can_hold(&self, slot_bytes: u64) -> bool {
-        let usable = |device: &&Device| device.health == Health::Usable;
-        self.devices.iter().filter(usable).any(|device| device.pool.payload_bytes_max() >= slot_bytes)
+        self.usable_devices().any(|device| device.pool.payload_bytes_max() >= slot_bytes)
     }
 
     /// Whether a device is still used.
@@ -158,7 +164,7 @@ impl Devices {
     /// What the usable devices say of their space, added up.
     pub(super) fn usage(&self) -> PoolUsage {
         let mut sum = PoolUsage::default();
-        for device in self.devices.iter().filter(|device| device.health == Health::Usable) {
+        for device in self.usable_devices() {
             let usage = device.pool.usage();
             sum.slot_bytes_used += usage.slot_bytes_used;
             sum.slot_bytes_free += usage.slot_bytes_free;
@@ -169,6 +175,9 @@ impl Devices {
             sum.capacity_bytes += usage.capacity_bytes;
             sum.checkpoints += usage.checkpoints;
             sum.journal_records += usage.journal_records;
+            sum.entries_free += usage.entries_free;
+            sum.entries_pending += usage.entries_pending;
+            sum.entries_max += usage.entries_max;
         }
         sum
     }
@@ -176,6 +185,10 @@ impl Devices {
     /// All devices.
     pub(super) fn ids(&self) -> impl Iterator<Item = DeviceId> + use<> {
         (0..self.devices.len()).map(|at| DeviceId(at as u8))
+    }
+
+    fn usable_devices(&self) -> impl Iterator<Item = &Device> {
+        self.devices.iter().filter(|device| device.health == Health::Usable)
     }
 
     fn device(&self, id: DeviceId) -> &Device {
@@ -282,20 +295,6 @@ impl AgentCore {
         counters.journal_records = usage.journal_records;
     }
 
-    /// A block of some size found no slot anywhere: makes some room, unless some is on its way.
-    pub(super) fn make_pool_room(&mut self) -> Room {
-        let under_way = |device: &Device| {
-            device.health == Health::Usable
-                && (device.batches_in_flight > 0 || device.pool.usage().pending_frees_bytes > 0)
-        };
-        if self.devices.devices.iter().any(under_way) {
-            return Room::Coming;
-        }
-        let evicted = (0..POOL_EVICTIONS_FOR_SIZE).take_while(|_| self.evict_stored()).count();
-        // What is stored and was not evicted is being read: the end of the read is an event.
-        if evicted > 0 || self.index.stored_blocks() > 0 { Room::Coming } else { Room::Never }
-    }
-
     /// A stored block is not read after all: it may be evicted again.
     pub(super) fn stay_stored(&mut self, entry: EntryIndex) {
         if self.index.entry(entry).stored().is_some() {
@@ -303,38 +302,60 @@ impl AgentCore {
         }
     }
 
-    /// A stored block could not be read or did not verify: forgets it and takes its slot out of use.
+    /// A stored block could not be read or did not verify: forgets it. Its slot is taken out of use when the medium
+    /// reported an error. A checksum that does not match accuses nobody: whoever committed the block may have named a
+    /// wrong one, and would otherwise use up the pool.
     pub(super) fn drop_stored(&mut self, entry: EntryIndex, error: FillError) {
         let Some(stored) = self.index.entry(entry).stored() else { return };
         let key = self.index.entry(entry).key();
         self.devices.leave_order(entry);
         self.index.set_stored(entry, None);
         self.replica_changed(entry, Tier::Nvme, Change::Removed);
-        let device = self.devices.device_mut(stored.device);
-        device.pool.quarantine(stored.page);
-        device.records_owed += 1;
         if error == FillError::Corrupt {
+            self.devices.free(stored.device, stored.page);
             self.counters.corrupt_blocks += 1;
             let (device, page) = (stored.device, stored.page);
             self.emit(Effect::Report(Report::CorruptBlock { device, page, key }));
             return;
         }
+        let device = self.devices.device_mut(stored.device);
+        device.pool.quarantine(stored.page);
+        device.records_owed += 1;
         device.read_errors += 1;
         if device.read_errors >= READ_ERRORS_MAX {
             self.lose_device(stored.device, format!("{READ_ERRORS_MAX} reads failed one after the other"));
         }
     }
 
-    /// Whether less than the target is free or about to be.
+    /// Tells the operator, once for each shape, that its blocks fit no segment of a device. Without a device nothing is
+    /// expected to be durable.
+    pub(super) fn report_unstorable(&mut self, shape: ShapeId) {
+        let segments = self.devices.usable_devices().map(|device| device.pool.payload_bytes_max());
+        if let Some(payload_bytes_max) = segments.max()
+            && self.shapes.tell_unstorable(shape)
+        {
+            let block_bytes = self.shapes.get(shape).slot_bytes;
+            self.emit(Effect::Report(Report::Unstorable { block_bytes, payload_bytes_max }));
+        }
+    }
+
+    /// Whether less than the target is free or about to be, of bytes or of entries of the journal.
     fn pool_short(&self) -> bool {
         let usage = self.devices.usage();
-        let target = usage.capacity_bytes * u64::from(self.settings.pool_free_permille) / 1000;
-        usage.slot_bytes_free + usage.pending_frees_bytes < target
+        let target = |of: u64| of * u64::from(self.settings.pool_free_permille) / 1000;
+        usage.slot_bytes_free + usage.pending_frees_bytes < target(usage.capacity_bytes)
+            || usage.entries_free + usage.entries_pending < target(usage.entries_max)
     }
 
     /// Drops the stored block that should go next; `false` when there is none.
     fn evict_stored(&mut self) -> bool {
-        let Some(entry) = self.devices.order.victim() else { return false };
+        let Some(entry) = self.devices.order.victim(Group::default()) else { return false };
+        self.drop_victim(entry);
+        true
+    }
+
+    /// Drops a stored block that is no longer in the order.
+    fn drop_victim(&mut self, entry: EntryIndex) {
         let state = self.index.entry(entry);
         let stored = state.stored().expect("only stored blocks are in the order");
         self.counters.nvme_evictions += 1;
@@ -343,7 +364,6 @@ impl AgentCore {
         self.index.set_stored(entry, None);
         self.replica_changed(entry, Tier::Nvme, Change::Removed);
         self.forget_if_nowhere(entry);
-        true
     }
 
     fn lose_device(&mut self, id: DeviceId, reason: String) {

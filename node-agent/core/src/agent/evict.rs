@@ -1,7 +1,9 @@
 //! Making room in the arena.
 //!
 //! Only frames that are clean and unleased can go: the eviction policy of a size class contains nothing else.
-//! Evicting is O(evicted) and needs no I/O, so it happens when a slot is wanted, not ahead of it.
+//! Evicting is O(evicted) and needs no I/O, so it happens when a slot is wanted, not ahead of it. A class without a
+//! victim looks for a region of another class among those in which everything can go; finding that there is none costs
+//! nothing, however full the arena is.
 
 use reprise_policy::Tier;
 use reprise_policy::eviction::EntryIndex;
@@ -11,6 +13,7 @@ use super::arena::ClassId;
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use crate::effect::Change;
+use crate::event::Priority;
 
 impl AgentCore {
     /// Makes a slot of a class free, or a region; `false` when nothing may go.
@@ -56,6 +59,30 @@ impl AgentCore {
         self.resident_blocks -= 1;
         self.replica_changed(entry, Tier::Dram, Change::Removed);
         self.forget_if_nowhere(entry);
+    }
+
+    /// Somebody values a block more than was known. Where it waits to be evicted it moves to its new class, as the one
+    /// used last. What its journal record says stays as it was written: after a restart the block has the class of then.
+    pub(super) fn raise_priority(&mut self, entry: EntryIndex, priority: Priority) {
+        let before = self.index.entry(entry).class();
+        self.index.entry_mut(entry).raise_priority(priority);
+        let state = self.index.entry(entry);
+        let class = state.class();
+        if class == before {
+            return;
+        }
+        let is_read = matches!(state.dram(), Dram::Filling(_));
+        if state.stored().is_some() && !is_read {
+            self.devices.enter_order(entry, class);
+        }
+        if let Dram::Resident(index) = state.dram() {
+            let frame = self.frames.get(index);
+            if frame.state == FrameState::Clean && frame.leases == 0 {
+                let place = frame.place;
+                self.arena.remove_evictable(place, index);
+                self.arena.add_evictable(place, index, class);
+            }
+        }
     }
 
     /// Removes a block from the index when it is neither in DRAM, nor on its way there, nor on a device.

@@ -10,6 +10,8 @@
 //! named in an answer is an orphan until its readers release it; one that its device did not let go of is retired.
 //! A read that the device did not take says nothing about the block, which stays where it is.
 
+use std::collections::BTreeMap;
+
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, Tier};
 
@@ -51,6 +53,15 @@ pub(super) enum Origin {
 pub(super) enum Waiter {
     Load { load: SlabId, block: u32 },
     Serve { serve: ServeId, block: u32 },
+}
+
+/// Where somebody waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WaitPlace {
+    /// Slot of the fill.
+    pub(super) fill: u32,
+    /// Position among its waiters.
+    pub(super) position: u32,
 }
 
 /// What is thought of a fill's checksums.
@@ -111,23 +122,38 @@ impl AgentCore {
         Some((stored.device, frame, BlockRead { fill, key, page, generation, header_crc, slot }))
     }
 
-    /// Somebody waits for the fill of a frame; returns the fill's slot and its layers. The caller takes the lease.
-    pub(super) fn enter_fill(&mut self, frame: FrameIndex, waiter: Waiter) -> (u32, u32) {
+    /// Somebody waits for the fill of a frame; returns where, and the fill's layers. The caller takes the lease.
+    pub(super) fn enter_fill(&mut self, frame: FrameIndex, waiter: Waiter) -> (WaitPlace, u32) {
         let FrameState::Filling(slot) = self.frames.get(frame).state else {
             unreachable!("the caller has seen that the frame is being filled")
         };
         let fill = self.fills.at_mut(slot).expect("a frame that is being filled has a fill");
+        let position = fill.waiters.len() as u32;
         fill.waiters.push(waiter);
-        (slot, fill.layers)
+        (WaitPlace { fill: slot, position }, fill.layers)
     }
 
-    /// Somebody no longer waits; returns the fill's frame (whose lease is the caller's) and layers.
-    pub(super) fn leave_fill(&mut self, slot: u32, waiter: Waiter) -> (FrameIndex, u32) {
-        let fill = self.fills.at_mut(slot).expect("a waiting block has a fill");
-        if let Some(at) = fill.waiters.iter().position(|other| *other == waiter) {
-            fill.waiters.swap_remove(at);
+    /// Somebody no longer waits; returns the fill's frame (whose lease is the caller's) and layers. The last waiter takes
+    /// the place: O(1), because one block may have as many waiters as all loads have blocks.
+    pub(super) fn leave_fill(&mut self, place: WaitPlace) -> (FrameIndex, u32) {
+        let fill = self.fills.at_mut(place.fill).expect("a waiting block has a fill");
+        fill.waiters.swap_remove(place.position as usize);
+        let (frame, layers) = (fill.frame, fill.layers);
+        if let Some(moved) = fill.waiters.get(place.position as usize).copied() {
+            self.move_waiter(moved, place);
         }
-        (fill.frame, fill.layers)
+        (frame, layers)
+    }
+
+    /// Tells a waiter its place among those of its fill.
+    fn move_waiter(&mut self, waiter: Waiter, place: WaitPlace) {
+        match waiter {
+            Waiter::Load { load, block } => {
+                let load = self.loads.get_mut(load).expect("a load leaves its fills before it ends");
+                load.blocks[block as usize] = LoadBlock::Waiting(place);
+            }
+            Waiter::Serve { serve, block } => self.move_serve_block(serve, block, place),
+        }
     }
 
     /// Frame and source of what a fill brings.
@@ -249,14 +275,11 @@ impl AgentCore {
         } else {
             self.set_frame_state(fill.frame, FrameState::Orphan);
         }
-        let mut retries: Vec<(SlabId, Vec<u32>)> = Vec::new();
+        let mut retries: BTreeMap<SlabId, Vec<u32>> = BTreeMap::new();
         for waiter in &fill.waiters {
             match *waiter {
                 Waiter::Load { load, block } if self.detach_failed(&fill, load, block) => {
-                    match retries.iter_mut().find(|(other, _)| *other == load) {
-                        Some((_, blocks)) => blocks.push(block),
-                        None => retries.push((load, vec![block])),
-                    }
+                    retries.entry(load).or_default().push(block);
                 }
                 Waiter::Load { load, .. } => self.settle_load(load),
                 Waiter::Serve { serve, block } => self.serve_failed(serve, block, fill.frame),

@@ -4,8 +4,9 @@
 
 use std::time::Duration;
 
-/// Sessions at once: 8 GPUs with a few processes each leave two orders of magnitude of room.
-pub const SESSIONS_MAX: usize = 1024;
+/// Sessions at once: twice as many as the agent accepts (8 GPUs × 32 processes), because one that has ended is known
+/// here until this core is told.
+pub const SESSIONS_MAX: usize = 512;
 
 /// Slots of one `Reserve`: one 128K-token request of 16-token blocks.
 pub const RESERVE_SLOTS_MAX: u32 = 8192;
@@ -13,8 +14,8 @@ pub const RESERVE_SLOTS_MAX: u32 = 8192;
 /// Items of one `Commit`: as many as one `Reserve` gives.
 pub const COMMIT_ITEMS_MAX: usize = 8192;
 
-/// Keys of one `Match`: 2M tokens in 16-token blocks, 2 MiB of keys.
-pub const MATCH_KEYS_MAX: usize = 131_072;
+/// Keys of one `Match`: one 128K-token request of 16-token blocks, as many as a message carries.
+pub const MATCH_KEYS_MAX: usize = 8192;
 
 /// Blocks of one `Load`: the failed bitmap of a progress entry has 8,192 bits.
 pub const LOAD_BLOCKS_MAX: usize = 8192;
@@ -26,8 +27,9 @@ pub const PROGRESS_ENTRIES: usize = 64;
 /// delay (50 ms): 16,384 allow 300,000 commits a second.
 pub const TICKETS_PER_SESSION_MAX: u32 = 16_384;
 
-/// Questions to the directory at once: one per waiting match or load, 64 loads × 64 busy sessions.
-pub const LOOKUPS_MAX: usize = 4096;
+/// Questions to the directory at once, one per waiting match or load: 256 × 8,192 keys × 16 bytes are 32 MiB in the
+/// client's queue. What would be one more is not asked.
+pub const LOOKUPS_MAX: usize = 256;
 
 /// Requests of peers at once: 1,000 nodes with one each.
 pub const SERVES_MAX: usize = 1024;
@@ -68,10 +70,14 @@ pub const READ_ERRORS_MAX: u32 = 16;
 /// follows with the next event, and the free target leaves time for that.
 pub const POOL_EVICTIONS_PER_APPLY: usize = 1024;
 
-/// Victims taken beyond the free target when a device has free bytes but none of the wanted slot size.
+/// Victims of the wanted slot size taken beyond the free target when no slot of that size is free: a batch's worth,
+/// 128 MiB in 2 MiB blocks.
 pub const POOL_EVICTIONS_FOR_SIZE: usize = 64;
 
-/// Deadline of a load at the most; a client that waits longer has forgotten.
+/// Coldest blocks that are looked at for a segment that can be emptied, before the segments themselves are searched.
+pub const POOL_VICTIMS_TRIED: usize = 64;
+
+/// Deadline of a load at the most: one that waits longer is a leak, not a load.
 pub const LOAD_DEADLINE_MAX: Duration = Duration::from_secs(600);
 
 /// Time beyond a lookup's timeout after which the core stops waiting for the runtime's report of it.

@@ -12,14 +12,15 @@
 //! A load is answered when no block is without its first layer, that is when every block is placed or lost. At its
 //! deadline every block that is not complete counts as lost (before the answer) or failed (after it), so the
 //! answer comes by then at the latest. A slot that was named in an answer stays leased until `Release`, whatever
-//! became of the block.
+//! became of the block, but no longer than the time for which a load may be held: then every block of it counts as failed,
+//! and its slots are others'. An engine that reads on regardless finds bytes that do not match the checksums of its answer.
 
 use std::time::Duration;
 
 use reprise_policy::{BlockKey, SessionId, Tick};
 
 use super::AgentCore;
-use super::fills::Waiter;
+use super::fills::WaitPlace;
 use super::frames::FrameIndex;
 use super::limits::{LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX};
 use super::placing::Wanted;
@@ -42,6 +43,7 @@ pub(super) struct Load {
     pub(super) progress: LayerProgress,
     pub(super) scope: Scope,
     pub(super) read_bytes: u64,
+    /// Of the blocks; when they are complete, of holding them.
     pub(super) deadline: Tick,
     pub(super) stage: Stage,
     request: RequestId,
@@ -54,10 +56,7 @@ pub(super) enum LoadBlock {
     /// Nothing brings it yet.
     Unplaced,
     /// A fill brings it; leased.
-    Waiting {
-        /// Slot of the fill.
-        fill: u32,
-    },
+    Waiting(WaitPlace),
     /// Complete and leased.
     Ready { frame: FrameIndex, source: Source },
     /// Failed after the answer; leased.
@@ -76,15 +75,23 @@ pub(super) enum Stage {
         /// That many.
         layers: u32,
     },
-    /// That nothing more comes.
+    /// That nothing more comes. The load is held until its deadline.
     Complete,
+    /// That it was held too long: nothing of it is leased any more.
+    Over,
 }
 
 const _: () = assert!(size_of::<LoadBlock>() <= 12, "8,192 blocks a load, 64 loads a session");
 
 impl AgentCore {
     /// A session wants blocks readable.
-    pub(super) fn load(&mut self, session: SessionId, request: RequestId, wanted: LoadRequest) {
+    pub(super) fn load(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        wanted: LoadRequest,
+        received: Tick,
+    ) {
         let Some(state) = self.sessions.get(&session) else { return };
         let shape = state.shape;
         if wanted.keys.len() > LOAD_BLOCKS_MAX {
@@ -99,7 +106,8 @@ impl AgentCore {
         if let Some(refusal) = self.refuse_block_size(shape) {
             return self.reply(session, request, refusal);
         }
-        let id = self.begin_load(session, request, entry, wanted);
+        let deadline = self.deadline_of(&wanted, received);
+        let id = self.begin_load((session, request, entry), wanted, deadline);
         let blocks = self.loads.get(id).map_or(0, |load| load.blocks.len() as u32);
         let missing = self.place_here(id, (0..blocks).map(Wanted::anywhere).collect());
         self.ask_elsewhere(id, missing, LossReason::Miss);
@@ -120,13 +128,16 @@ impl AgentCore {
     /// A load's deadline has come.
     pub(super) fn expire_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
+        if load.stage == Stage::Complete {
+            return self.take_load_back(id);
+        }
         let answered = load.stage != Stage::Placing;
         for at in 0..load.blocks.len() as u32 {
             let Some(load) = self.loads.get(id) else { return };
             match load.blocks[at as usize] {
                 LoadBlock::Unplaced => self.lose_block(id, at, LossReason::Deadline),
-                LoadBlock::Waiting { fill } => {
-                    let (frame, layers) = self.leave_fill(fill, Waiter::Load { load: id, block: at });
+                LoadBlock::Waiting(place) => {
+                    let (frame, layers) = self.leave_fill(place);
                     let held = if answered {
                         LoadBlock::Held { frame }
                     } else {
@@ -142,14 +153,36 @@ impl AgentCore {
         self.settle_load(id);
     }
 
+    /// A load was held too long: its blocks fail, and their slots are free for others.
+    fn take_load_back(&mut self, id: SlabId) {
+        let Some(load) = self.loads.get_mut(id) else { return };
+        load.stage = Stage::Over;
+        let (session, entry) = (load.session, load.entry);
+        let lost = vec![LoadBlock::Lost(LossReason::Deadline); load.blocks.len()].into_boxed_slice();
+        let held = std::mem::replace(&mut load.blocks, lost);
+        self.counters.expired_loads += 1;
+        for (block, state) in (0..).zip(&held) {
+            match *state {
+                LoadBlock::Ready { frame, .. } => {
+                    self.unlease(frame);
+                    let update = ProgressUpdate::BlockFailed { block };
+                    self.emit(Effect::Progress { session, entry, update });
+                }
+                LoadBlock::Held { frame } => self.unlease(frame),
+                LoadBlock::Unplaced | LoadBlock::Waiting(_) | LoadBlock::Lost(_) => {}
+            }
+        }
+        self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
+    }
+
     /// A load ends, with the session or by its wish: everything it holds is given back.
     pub(super) fn end_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
         for at in 0..load.blocks.len() as u32 {
             let Some(load) = self.loads.get(id) else { return };
             match load.blocks[at as usize] {
-                LoadBlock::Waiting { fill } => {
-                    let (frame, _) = self.leave_fill(fill, Waiter::Load { load: id, block: at });
+                LoadBlock::Waiting(place) => {
+                    let (frame, _) = self.leave_fill(place);
                     self.unlease(frame);
                 }
                 LoadBlock::Ready { frame, .. } | LoadBlock::Held { frame } => self.unlease(frame),
@@ -193,16 +226,20 @@ impl AgentCore {
         let (session, entry, deadline) = (load.session, load.entry, load.deadline);
         let (told, answer) = match load.stage {
             Stage::Placing if ready > 0 => (0, true),
-            Stage::Placing | Stage::Complete => return,
+            Stage::Placing | Stage::Complete | Stage::Over => return,
             Stage::Answered { layers } => (layers, false),
         };
         load.stage = if pending == 0 { Stage::Complete } else { Stage::Answered { layers: ready } };
+        if pending == 0 {
+            load.deadline = self.now.after(self.settings.load_hold_timeout);
+            self.timers.clear(deadline, Timer::Load(id));
+            self.timers.set(load.deadline, Timer::Load(id));
+        }
         if ready > told {
             let update = ProgressUpdate::Layers { layers: ready };
             self.emit(Effect::Progress { session, entry, update });
         }
         if pending == 0 {
-            self.timers.clear(deadline, Timer::Load(id));
             self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
         }
         if answer {
@@ -210,19 +247,24 @@ impl AgentCore {
         }
     }
 
+    /// When a load is over that was received at an instant: the time it waited for the core is part of its own.
+    fn deadline_of(&self, wanted: &LoadRequest, received: Tick) -> Tick {
+        let span = match wanted.deadline {
+            Duration::ZERO => self.settings.load_deadline_default,
+            span => span,
+        };
+        received.min(self.now).after(span.min(LOAD_DEADLINE_MAX))
+    }
+
     fn begin_load(
         &mut self,
-        session: SessionId,
-        request: RequestId,
-        entry: ProgressEntry,
+        (session, request, entry): (SessionId, RequestId, ProgressEntry),
         wanted: LoadRequest,
+        deadline: Tick,
     ) -> SlabId {
         let Some(state) = self.sessions.get_mut(&session) else { unreachable!("the caller has looked") };
         let shape = state.shape;
         let blocks = wanted.keys.len();
-        let or_default =
-            |span: Duration| if span.is_zero() { self.settings.load_deadline_default } else { span };
-        let deadline = self.now.after(or_default(wanted.deadline).min(LOAD_DEADLINE_MAX));
         let read_bytes = match wanted.read_bytes {
             0 => self.settings.read_bytes_default,
             bytes => bytes,
@@ -258,7 +300,7 @@ impl AgentCore {
         for block in &load.blocks {
             let (frame, source) = match *block {
                 LoadBlock::Ready { frame, source } => (frame, source),
-                LoadBlock::Waiting { fill } => self.fill_place(fill),
+                LoadBlock::Waiting(place) => self.fill_place(place.fill),
                 LoadBlock::Lost(reason) => {
                     blocks.push(LoadedBlock::Lost(reason));
                     continue;

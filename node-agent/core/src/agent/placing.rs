@@ -5,7 +5,7 @@
 //! as one group per peer, each in the order of the load's keys, so that devices and peers can work layer by layer.
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::routing::{self, Candidate, LocalTiers, Route};
+use reprise_policy::routing::{self, Candidate};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
 use super::AgentCore;
@@ -34,6 +34,14 @@ pub(super) struct Wanted {
 #[derive(Debug, Default)]
 pub(super) struct Reads {
     by_device: Vec<(DeviceId, Vec<BlockRead>)>,
+}
+
+/// Whether the arena may have room for one more block of a size. Looking again after every block that found none would
+/// make a load as expensive as its blocks times the arena's regions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ArenaRoom {
+    Maybe,
+    None,
 }
 
 /// What the index says of a wanted block.
@@ -124,6 +132,7 @@ impl AgentCore {
     /// Fetches blocks from the best of their replicas; those without one are lost.
     pub(super) fn fetch_from_peers(&mut self, id: SlabId, missing: Vec<Wanted>, otherwise: LossReason) {
         let mut groups: Vec<(NodeId, Vec<PeerBlock>)> = Vec::new();
+        let mut room = ArenaRoom::Maybe;
         for Wanted { block, replicas } in missing {
             // An earlier one of the same key may have begun the fill by now.
             if let Here::OnItsWay(frame) = self.look_here(id, block) {
@@ -135,7 +144,20 @@ impl AgentCore {
                 self.lose_block(id, block, otherwise);
                 continue;
             };
-            let Some(peer_block) = self.begin_fetch(id, block, node, others) else { continue };
+            let begun = match room {
+                ArenaRoom::Maybe => self.begin_fetch(id, block, node, others),
+                ArenaRoom::None => Err(LossReason::NoSpace),
+            };
+            let peer_block = match begun {
+                Ok(peer_block) => peer_block,
+                Err(reason) => {
+                    if reason == LossReason::NoSpace {
+                        room = ArenaRoom::None;
+                    }
+                    self.lose_block(id, block, reason);
+                    continue;
+                }
+            };
             match groups.iter_mut().find(|(peer, _)| *peer == node) {
                 Some((_, blocks)) => blocks.push(peer_block),
                 None => groups.push((node, vec![peer_block])),
@@ -194,10 +216,10 @@ impl AgentCore {
     }
 
     fn attach(&mut self, frame: FrameIndex, id: SlabId, block: u32) {
-        let (fill, layers) = self.enter_fill(frame, Waiter::Load { load: id, block });
+        let (place, layers) = self.enter_fill(frame, Waiter::Load { load: id, block });
         self.lease(frame);
         let Some(load) = self.loads.get_mut(id) else { return };
-        load.blocks[block as usize] = LoadBlock::Waiting { fill };
+        load.blocks[block as usize] = LoadBlock::Waiting(place);
         if layers > 0 {
             load.progress.advance(0, layers);
         }
@@ -205,14 +227,16 @@ impl AgentCore {
 
     /// Starts reads of blocks that are on devices, one batch per device. Stored blocks stay in the index meanwhile.
     fn read_from_devices(&mut self, id: SlabId, blocks: &[(u32, EntryIndex)]) {
-        let mut reads = Reads::default();
+        let (mut reads, mut room) = (Reads::default(), ArenaRoom::Maybe);
         for (block, entry) in blocks {
             // A duplicate within the load finds the fill of the first.
             if let Dram::Filling(frame) = self.index.entry(*entry).dram() {
                 self.join_fill(id, *block, frame);
                 continue;
             }
-            let Some((device, frame, read)) = self.begin_read(*entry) else {
+            let begun = if room == ArenaRoom::Maybe { self.begin_read(*entry) } else { None };
+            let Some((device, frame, read)) = begun else {
+                room = ArenaRoom::None;
                 self.lose_block(id, *block, LossReason::NoSpace);
                 continue;
             };
@@ -240,38 +264,34 @@ impl AgentCore {
         };
         let candidates: Vec<Candidate> = replicas.iter().map(candidate).collect();
         let suspect = |node| self.peers.is_suspect(node, self.now);
-        let route = routing::soonest(key, LocalTiers::NONE, &candidates, suspect)
-            .or_else(|| routing::soonest(key, LocalTiers::NONE, &candidates, |_| false))?;
-        let Route::Peer(node, _) = route else { unreachable!("no local tier was offered") };
+        let Candidate { node, .. } = routing::soonest(key, &candidates, suspect)
+            .or_else(|| routing::soonest(key, &candidates, |_| false))?;
         replicas.retain(|replica| replica.node != node);
         Some((node, replicas))
     }
 
-    /// Begins the fetch of a block; it is lost when there is no room for it.
+    /// Begins the fetch of a block.
     fn begin_fetch(
         &mut self,
         id: SlabId,
         block: u32,
         node: NodeId,
         others: Vec<Replica>,
-    ) -> Option<PeerBlock> {
-        let load = self.loads.get(id)?;
+    ) -> Result<PeerBlock, LossReason> {
+        let load = self.loads.get(id).ok_or(LossReason::Miss)?;
         let (key, shape) = (load.keys[block as usize], load.shape);
         if self.index.find(&key).is_some() {
             // Under another tenant or layout: as if it were not there, and there cannot be two.
-            self.lose_block(id, block, LossReason::Miss);
-            return None;
+            return Err(LossReason::Miss);
         }
-        let Some((frame, fill)) = self.begin_fill(shape, key, Origin::Peer(node), others) else {
-            self.lose_block(id, block, LossReason::NoSpace);
-            return None;
-        };
+        let begun = self.begin_fill(shape, key, Origin::Peer(node), others);
+        let (frame, fill) = begun.ok_or(LossReason::NoSpace)?;
         let entry = self.insert_entry(key, shape, Priority::Normal);
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
         let slot = self.frame_slot(frame);
         self.peers.enqueue(node, slot.bytes);
         self.attach(frame, id, block);
-        Some(PeerBlock { fill, key, slot })
+        Ok(PeerBlock { fill, key, slot })
     }
 }

@@ -3,6 +3,9 @@
 //! A reserved slot belongs to one session, is never readable by others and never evicted. From commit on the block
 //! is readable on the node. A commit of a block that is here already gives the slot back; a commit of a block that
 //! is only on its way from a peer wins over the fetch, which goes on for those who wait for it.
+//!
+//! A reservation lasts for a time. What is not committed by then is taken back, and its commit is refused: an engine
+//! that has forgotten its slots does not keep them from others. The slots of one `Reserve` end together.
 
 use std::time::Duration;
 
@@ -13,10 +16,11 @@ use super::AgentCore;
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::{COMMIT_ITEMS_MAX, RESERVE_SLOTS_MAX, TICKETS_PER_SESSION_MAX};
-use super::sessions::Reservation;
+use super::sessions::{Reservation, ReservationGroup};
 use super::shapes::ShapeId;
 use super::slab::SlabId;
 use super::tickets::{ItemEnd, TicketState};
+use super::timers::Timer;
 use crate::effect::{Access, Change, CommitStatus, LeaseId, Reply, Ticket};
 use crate::event::{CommitItem, Priority, RequestId};
 
@@ -26,16 +30,18 @@ impl AgentCore {
         self.counters.reserves += 1;
         self.counters.reserve_slots_wanted += u64::from(count);
         let Some(shape) = self.sessions.get(&session).map(|session| session.shape) else { return };
-        if let Some(refusal) = self.refuse_block_size(shape) {
+        if let Some(refusal) = self.refuse_reservation(shape) {
             return self.reply(session, request, refusal);
         }
         let mut leases = Vec::new();
         let mut frames = Vec::new();
+        let group = self.begin_group(session);
         while leases.len() < count.min(RESERVE_SLOTS_MAX) as usize {
-            let Some(frame) = self.reserve_one(session, shape) else { break };
+            let Some(frame) = self.reserve_one(session, shape, group) else { break };
             frames.push(frame.1);
             leases.push((LeaseId(frame.0.0), self.frame_slot(frame.1)));
         }
+        self.end_group_if_empty(group);
         self.counters.reserve_slots_given += leases.len() as u64;
         let complete = leases.len() as u64 >= u64::from(count);
         let retry_after = if complete { Duration::ZERO } else { self.settings.retry_after };
@@ -102,19 +108,51 @@ impl AgentCore {
         })
     }
 
-    fn reserve_one(&mut self, session: SessionId, shape: ShapeId) -> Option<(SlabId, FrameIndex)> {
+    /// Says what to do when not one slot of a shape may ever be reserved.
+    fn refuse_reservation(&self, shape: ShapeId) -> Option<Reply> {
+        if let Some(refusal) = self.refuse_block_size(shape) {
+            return Some(refusal);
+        }
+        let (block, arena) = (self.shapes.get(shape).slot_bytes, self.arena.bytes());
+        let share = self.share_of_arena(self.settings.arena_unsaved_permille);
+        let of_session = self.share_of_arena(self.settings.arena_session_permille);
+        (block > share.min(of_session)).then(|| {
+            Reply::BadRequest(format!(
+                "a block of this layout has {block} bytes; of the arena's {arena}, saves may take {share} and one \
+                 session {of_session}: raise arena.bytes, cache.arena_unsaved_permille or \
+                 cache.arena_session_permille in the agent's configuration, or use fewer tokens per block"
+            ))
+        })
+    }
+
+    /// So many thousandths of the arena, in bytes.
+    pub(super) fn share_of_arena(&self, permille: u16) -> u64 {
+        self.arena.bytes() * u64::from(permille) / 1000
+    }
+
+    fn reserve_one(
+        &mut self,
+        session: SessionId,
+        shape: ShapeId,
+        group: SlabId,
+    ) -> Option<(SlabId, FrameIndex)> {
         let slot_bytes = self.shapes.get(shape).slot_bytes;
         let taken = self.reserved_bytes + self.writeback.unsaved_bytes() + slot_bytes;
-        if taken > self.arena.bytes() * u64::from(self.settings.arena_unsaved_permille) / 1000 {
+        if taken > self.share_of_arena(self.settings.arena_unsaved_permille) {
             self.urge_writeback();
+            return None;
+        }
+        let held = self.sessions.get(&session)?.reservations.len() as u64;
+        if (held + 1) * slot_bytes > self.share_of_arena(self.settings.arena_session_permille) {
             return None;
         }
         let frame = self.allocate_frame(shape, FrameState::Reserved)?;
         self.reserved_bytes += slot_bytes;
         let list = &mut self.sessions.get_mut(&session)?.reservations;
         let position = list.len() as u32;
-        let id = self.reservations.insert(Reservation { session, frame, position });
+        let id = self.reservations.insert(Reservation { session, frame, position, group });
         list.push(id);
+        self.groups.get_mut(group)?.open += 1;
         Some((id, frame))
     }
 
@@ -123,6 +161,7 @@ impl AgentCore {
         let id = SlabId(lease.0);
         self.reservations.get(id).filter(|reservation| reservation.session == session)?;
         let reservation = self.reservations.remove(id)?;
+        self.leave_group(reservation.group);
         let list = &mut self.sessions.get_mut(&session)?.reservations;
         list.swap_remove(reservation.position as usize);
         if let Some(moved) = list.get(reservation.position as usize) {
@@ -130,6 +169,40 @@ impl AgentCore {
             moved.position = reservation.position;
         }
         Some(reservation.frame)
+    }
+
+    fn begin_group(&mut self, session: SessionId) -> SlabId {
+        let expires = self.now.after(self.settings.reservation_timeout);
+        let group = self.groups.insert(ReservationGroup { session, open: 0, expires });
+        self.timers.set(expires, Timer::Reservations(group));
+        group
+    }
+
+    /// One reservation of a group has ended.
+    pub(super) fn leave_group(&mut self, group: SlabId) {
+        self.groups.get_mut(group).expect("a reservation's group lasts as long as it").open -= 1;
+        self.end_group_if_empty(group);
+    }
+
+    fn end_group_if_empty(&mut self, id: SlabId) {
+        if let Some(group) = self.groups.get(id).filter(|group| group.open == 0) {
+            self.timers.clear(group.expires, Timer::Reservations(id));
+            self.groups.remove(id);
+        }
+    }
+
+    /// The time of a group's reservations is over. Costs what the session has reserved.
+    pub(super) fn expire_reservations(&mut self, group: SlabId) {
+        let Some(session) = self.groups.get(group).map(|group| group.session) else { return };
+        let Some(state) = self.sessions.get(&session) else { return };
+        let of_group = |id: &&SlabId| self.reservations.get(**id).is_some_and(|known| known.group == group);
+        let expired: Vec<SlabId> = state.reservations.iter().filter(of_group).copied().collect();
+        self.counters.expired_reservations += expired.len() as u64;
+        for id in expired {
+            if let Some(frame) = self.take_reservation(session, LeaseId(id.0)) {
+                self.give_back_slot(frame);
+            }
+        }
     }
 
     fn commit_item(
@@ -169,7 +242,7 @@ impl AgentCore {
     /// The block is here already: the item ends as the block does.
     fn commit_duplicate(&mut self, entry: EntryIndex, ticket: SlabId, priority: Priority) {
         self.counters.duplicate_items += 1;
-        self.index.entry_mut(entry).raise_priority(priority);
+        self.raise_priority(entry, priority);
         let state = self.index.entry(entry);
         let key = state.key();
         if state.stored().is_some() {
@@ -199,7 +272,7 @@ impl AgentCore {
                 if let Dram::Filling(filling) = self.index.entry(entry).dram() {
                     self.frames.get_mut(filling).set_entry(None);
                 }
-                self.index.entry_mut(entry).raise_priority(priority);
+                self.raise_priority(entry, priority);
                 entry
             }
             None => self.insert_entry(key, shape, priority),
@@ -219,6 +292,7 @@ impl AgentCore {
         if self.devices.can_hold(self.frame_slot(frame).bytes) {
             return self.save_later(frame, ticket);
         }
+        self.report_unstorable(self.frames.get(frame).shape);
         self.set_frame_state(frame, FrameState::Clean);
         self.count_item(ticket, key, ItemEnd::Lost);
     }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use reprise_policy::SessionId;
+use reprise_policy::{SessionId, Tick};
 
 use super::AgentCore;
 use super::frames::FrameIndex;
@@ -38,6 +38,17 @@ pub(super) struct Reservation {
     pub(super) frame: FrameIndex,
     /// Position in the session's list.
     pub(super) position: u32,
+    /// The call that made it.
+    pub(super) group: SlabId,
+}
+
+/// What one `Reserve` gave: it ends together.
+#[derive(Debug)]
+pub(super) struct ReservationGroup {
+    pub(super) session: SessionId,
+    /// Reservations that have not ended.
+    pub(super) open: u32,
+    pub(super) expires: Tick,
 }
 
 /// A set of regions, by position in the arena.
@@ -106,6 +117,7 @@ impl AgentCore {
         }
         for reservation in &session.reservations {
             let reservation = self.reservations.remove(*reservation).expect("listed reservations live");
+            self.leave_group(reservation.group);
             self.give_back_slot(reservation.frame);
         }
         for ticket in &session.tickets {

@@ -22,6 +22,14 @@ pub struct Settings {
     /// Share of the arena, in thousandths, that reservations and unsaved blocks may take: the rest stays for
     /// loads while the device is slower than the engines.
     pub arena_unsaved_permille: u16,
+    /// Share of the arena, in thousandths, that one session may hold reserved.
+    pub arena_session_permille: u16,
+    /// A reserved slot that was not committed by then is taken back.
+    pub reservation_timeout: Duration,
+    /// The blocks of a load are readable for so long after the last of them has arrived.
+    pub load_hold_timeout: Duration,
+    /// Share of the arena, in thousandths, that blocks may take which peers are waiting for.
+    pub arena_serves_permille: u16,
     /// What is told to a session that finds the arena full.
     pub retry_after: Duration,
     /// Order of eviction, in DRAM and on NVMe.
@@ -41,6 +49,14 @@ impl Default for Settings {
             // 3 % of 30 TB is 15 minutes of writing at 1 GB/s; of a 1 GiB test pool 15 blocks of 2 MiB.
             pool_free_permille: 30,
             arena_unsaved_permille: 750,
+            // Two engines can save at once, and none can keep the others from it.
+            arena_session_permille: 500,
+            // An engine fills 8,192 slots of 2 MiB, a whole request, in 6 s at the 2.7 GB/s of one copying thread.
+            reservation_timeout: Duration::from_secs(60),
+            // Copying 16 GiB takes seconds; an engine that holds a load for minutes has lost it.
+            load_hold_timeout: Duration::from_secs(600),
+            // 256 MiB of 1 GiB: 128 blocks of 2 MiB under way are 25 times what 10 GB/s carry in a millisecond.
+            arena_serves_permille: 250,
             // 2 MiB blocks free at 3.6 GB/s come every 0.6 ms.
             retry_after: Duration::from_millis(2),
             eviction: EvictionKind::default(),

@@ -22,7 +22,16 @@ pub(super) struct Shape {
     pub(super) class: ClassId,
     /// Bytes of one slot.
     pub(super) slot_bytes: u64,
+    /// Whether the operator knows that no device can hold its blocks.
+    unstorable: Unstorable,
     uses: u64,
+}
+
+/// Whether somebody was told that blocks of a shape fit no device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unstorable {
+    Untold,
+    Told,
 }
 
 /// The table; see the module.
@@ -38,21 +47,27 @@ impl Shapes {
         if let Some(known) = known {
             return Some(ShapeId(known as u16));
         }
-        let slot_bytes = layout.slot_bytes();
+        let (slot_bytes, unstorable) = (layout.slot_bytes(), Unstorable::Untold);
         if self.shapes.len() < SHAPES_MAX {
             let class = arena.join_class(tenant, slot_bytes);
-            self.shapes.push(Shape { tenant, layout, class, slot_bytes, uses: 0 });
+            self.shapes.push(Shape { tenant, layout, class, slot_bytes, unstorable, uses: 0 });
             return Some(ShapeId((self.shapes.len() - 1) as u16));
         }
         let vacant = self.shapes.iter().position(|shape| shape.uses == 0)?;
         arena.leave_class(self.shapes[vacant].class);
         let class = arena.join_class(tenant, slot_bytes);
-        self.shapes[vacant] = Shape { tenant, layout, class, slot_bytes, uses: 0 };
+        self.shapes[vacant] = Shape { tenant, layout, class, slot_bytes, unstorable, uses: 0 };
         Some(ShapeId(vacant as u16))
     }
 
     pub(super) fn get(&self, id: ShapeId) -> &Shape {
         &self.shapes[usize::from(id.0)]
+    }
+
+    /// Notes that the operator is told that no device can hold the shape's blocks; whether that is news.
+    pub(super) fn tell_unstorable(&mut self, id: ShapeId) -> bool {
+        let shape = &mut self.shapes[usize::from(id.0)];
+        std::mem::replace(&mut shape.unstorable, Unstorable::Told) == Unstorable::Untold
     }
 
     /// A session, block or frame has the shape from now on.

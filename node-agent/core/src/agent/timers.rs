@@ -1,4 +1,4 @@
-//! Deadlines of loads, lookups and serves.
+//! Deadlines of loads, lookups, serves and reservations.
 //!
 //! Every timer is removed when what it guards ends, so there are never more than there are guarded things.
 
@@ -18,6 +18,8 @@ pub(super) enum Timer {
     Lookup(SlabId),
     /// A peer has given up by now.
     Serve(ServeId),
+    /// Slots that one call reserved were not committed.
+    Reservations(SlabId),
 }
 
 /// Timers in order of time.

@@ -1,15 +1,14 @@
 //! Write-back: from commit to durable.
 //!
-//! Unsaved blocks wait in a queue in order of commit. It is flushed when the oldest has waited for the delay, when
-//! enough bytes wait, or when somebody found the arena full. A flush gives batches to devices (the emptiest
-//! first), which the pools turn into writes and syncs. A block whose write fails is tried elsewhere a few times.
+//! Unsaved blocks wait in order of commit, each slot size in a queue of its own. The queues are flushed when the oldest
+//! block has waited for the delay, when enough bytes wait, or when somebody found the arena full. A flush gives batches
+//! to devices (the emptiest first), which the pools turn into writes and syncs. A block whose write fails is tried
+//! elsewhere a few times. A size for which no device has a slot waits for room, and the others pass it.
 //!
 //! An agent without a usable device saves nothing: its tickets end as lost at once, and its blocks are clean, that
 //! is, cached until the room is needed.
 //!
 //! Invariants: a frame is `Unsaved` exactly while it has a record here; a record is in the queue or in one batch.
-
-use std::collections::VecDeque;
 
 use reprise_policy::{ContentId, Tick};
 
@@ -21,13 +20,15 @@ use super::slab::{Slab, SlabId};
 use super::tickets::{ItemEnd, TicketList};
 use crate::effect::DeviceId;
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
+use queue::Queue;
+
+mod queue;
 
 /// State of the write-back; see the module.
 #[derive(Debug)]
 pub(super) struct WriteBack {
     pub(super) unsaved: Slab<UnsavedBlock>,
-    queue: VecDeque<SlabId>,
-    queued_bytes: u64,
+    queue: Queue,
     unsaved_bytes: u64,
     batches: Vec<Batch>,
     batches_started: u64,
@@ -74,8 +75,7 @@ impl WriteBack {
     pub(super) fn new() -> WriteBack {
         WriteBack {
             unsaved: Slab::new(),
-            queue: VecDeque::new(),
-            queued_bytes: 0,
+            queue: Queue::default(),
             unsaved_bytes: 0,
             batches: Vec::new(),
             batches_started: 0,
@@ -90,7 +90,11 @@ impl WriteBack {
 
     /// Every record is in the queue or in one batch, and the bytes that wait are counted.
     pub(super) fn audit(&self) -> Result<(), String> {
-        let queued = self.queue.iter().map(|id| (*id, SaveState::Queued));
+        let queued = self.queue.iter().map(|(_, id)| (id, SaveState::Queued));
+        let queued_bytes: u64 = self.queue.iter().map(|(bytes, _)| bytes).sum();
+        if queued_bytes != self.queue.bytes() {
+            return Err(format!("{queued_bytes} bytes wait, {} counted", self.queue.bytes()));
+        }
         let writing = self
             .batches
             .iter()
@@ -106,11 +110,6 @@ impl WriteBack {
             return Err(format!("{} unsaved blocks, {listed} queued or being written", self.unsaved.len()));
         }
         Ok(())
-    }
-
-    /// Since when the oldest queued block waits.
-    fn oldest(&self) -> Option<Tick> {
-        self.queue.front().and_then(|id| self.unsaved.get(*id)).map(|block| block.since)
     }
 }
 
@@ -134,14 +133,13 @@ impl AgentCore {
         let id = self.writeback.unsaved.insert(record);
         let bytes = self.frame_slot(frame).bytes;
         self.writeback.unsaved_bytes += bytes;
-        self.writeback.queued_bytes += bytes;
-        self.writeback.queue.push_back(id);
+        self.writeback.queue.push(bytes, id, self.now);
         self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
     }
 
     /// The instant at which the oldest queued block must be on its way; none while devices are busy or full.
     pub(super) fn writeback_deadline(&self) -> Option<Tick> {
-        let oldest = self.writeback.oldest()?;
+        let oldest = self.writeback.queue.oldest()?;
         (self.writeback.pace == Pace::Patient).then(|| oldest.after(self.settings.writeback_delay))
     }
 
@@ -153,18 +151,17 @@ impl AgentCore {
         let share = self.batch_bytes();
         let mut full = Vec::new();
         while !self.writeback.queue.is_empty() {
-            if let Some(device) = self.devices.emptiest(&full) {
-                if !self.start_batch(device, share) {
-                    full.push(device);
-                }
-                continue;
+            let Some(device) = self.devices.emptiest(&full) else { break };
+            if !self.start_batch(device, share) {
+                full.push(device);
             }
-            let all_full = full.len() == self.devices.usable();
-            if !all_full || (self.first_can_be_held() && self.make_pool_room() == Room::Coming) {
-                break;
+        }
+        for slot_bytes in self.writeback.queue.sizes() {
+            let hopeless = !self.devices.has_slot(slot_bytes)
+                && (!self.devices.can_hold(slot_bytes) || self.make_pool_room(slot_bytes) == Room::Never);
+            if hopeless {
+                self.give_up(slot_bytes);
             }
-            self.give_up_first();
-            full.clear();
         }
         self.writeback.pace = if self.writeback.queue.is_empty() { Pace::Patient } else { Pace::Stalled };
     }
@@ -188,9 +185,9 @@ impl AgentCore {
 
     /// Whether a flush is due. Without a usable device everything is due, to come to its end.
     fn writeback_due(&self) -> bool {
-        let Some(oldest) = self.writeback.oldest() else { return false };
+        let Some(oldest) = self.writeback.queue.oldest() else { return false };
         self.writeback.pace != Pace::Patient
-            || self.writeback.queued_bytes >= self.settings.writeback_bytes
+            || self.writeback.queue.bytes() >= self.settings.writeback_bytes
             || oldest.after(self.settings.writeback_delay) <= self.now
             || self.devices.usable() == 0
     }
@@ -198,30 +195,27 @@ impl AgentCore {
     /// Bytes of one batch: all devices get a share of the queue, but none a larger batch than the setting.
     fn batch_bytes(&self) -> u64 {
         let devices = self.devices.usable().max(1) as u64;
-        self.writeback.queued_bytes.div_ceil(devices).min(self.settings.writeback_bytes)
+        self.writeback.queue.bytes().div_ceil(devices).min(self.settings.writeback_bytes)
     }
 
-    /// Gives a device the first blocks of the queue, at least one; `false` when it has no slot for the first.
+    /// Gives a device the blocks that have waited longest and that it has slots for, at least one; `false` when it has
+    /// a slot for none.
     fn start_batch(&mut self, device: DeviceId, bytes_max: u64) -> bool {
         let id = BatchId(self.writeback.batches_started + 1);
-        let mut writes = Vec::new();
-        let mut blocks = Vec::new();
-        let mut bytes = 0;
-        while let Some(record) = self.writeback.queue.front().copied() {
-            let frame = self.writeback.unsaved.get(record).expect("queued records live").frame;
-            let slot_bytes = self.frame_slot(frame).bytes;
-            let fits = writes.is_empty() || bytes + slot_bytes <= bytes_max;
-            if !fits || writes.len() == BATCH_BLOCKS_MAX {
-                break;
+        let (mut writes, mut blocks, mut bytes) = (Vec::new(), Vec::new(), 0);
+        for slot_bytes in self.writeback.queue.sizes() {
+            let room =
+                |count, bytes| count == 0 || (bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX);
+            while self.writeback.queue.holds(slot_bytes) && room(writes.len(), bytes) {
+                let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
+                let record = self.writeback.queue.pop(slot_bytes).expect("just seen");
+                let block = self.writeback.unsaved.get_mut(record).expect("queued records live");
+                block.state = SaveState::Writing(id);
+                let frame = block.frame;
+                bytes += slot_bytes;
+                blocks.push(record);
+                writes.push(self.block_write(frame, page));
             }
-            let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
-            self.writeback.queue.pop_front();
-            self.writeback.queued_bytes -= slot_bytes;
-            let block = self.writeback.unsaved.get_mut(record).expect("queued records live");
-            block.state = SaveState::Writing(id);
-            bytes += slot_bytes;
-            blocks.push(record);
-            writes.push(self.block_write(frame, page));
         }
         if writes.is_empty() {
             return false;
@@ -282,23 +276,16 @@ impl AgentCore {
     fn requeue(&mut self, record: SlabId) {
         let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
         block.state = SaveState::Queued;
+        let since = block.since;
         let bytes = self.arena.slot(self.frames.get(block.frame).place).bytes;
-        self.writeback.queued_bytes += bytes;
-        self.writeback.queue.push_front(record);
+        self.writeback.queue.put_back(bytes, record, since);
     }
 
-    /// Whether any usable device could ever have a slot for the first block of the queue.
-    fn first_can_be_held(&self) -> bool {
-        let first = self.writeback.queue.front().and_then(|id| self.writeback.unsaved.get(*id));
-        first.is_some_and(|block| self.devices.can_hold(self.frame_slot(block.frame).bytes))
-    }
-
-    /// Nothing that is under way or could be evicted will ever make room for the first block of the queue.
-    fn give_up_first(&mut self) {
-        let Some(record) = self.writeback.queue.pop_front() else { return };
-        let frame = self.writeback.unsaved.get(record).expect("queued records live").frame;
-        self.writeback.queued_bytes -= self.frame_slot(frame).bytes;
-        self.end_unsaved(record, ItemEnd::Lost);
+    /// Nothing that is under way or could be evicted will ever make room for blocks of a size.
+    fn give_up(&mut self, slot_bytes: u64) {
+        while let Some(record) = self.writeback.queue.pop(slot_bytes) {
+            self.end_unsaved(record, ItemEnd::Lost);
+        }
     }
 
     /// A block is durable or never will be: either way its frame is clean.

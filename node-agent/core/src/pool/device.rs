@@ -12,8 +12,8 @@ use super::superblock::{BankHeader, Superblock};
 use super::{
     BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, OpToken, PageNumber, PoolEvent, StoredBlock,
 };
-use reprise_policy::ContentId;
 use reprise_policy::layout::PAGE_BYTES;
+use reprise_policy::{BlockKey, ContentId};
 
 /// Life of the first bank of a new pool, whose next generation is 1.
 const FIRST_LIFE: BankLife = BankLife { epoch: 1, begun: 1 };
@@ -56,6 +56,12 @@ pub struct PoolUsage {
     pub capacity_bytes: u64,
     /// Blocks stored, those being freed not counted.
     pub blocks_stored: u64,
+    /// Entries that a checkpoint has room for and no slot takes.
+    pub entries_free: u64,
+    /// Entries of freed slots whose free record is not durable yet.
+    pub entries_pending: u64,
+    /// Blocks and quarantined slots that there may be at once.
+    pub entries_max: u64,
     /// Bytes of the active bank's log that are written.
     pub journal_bytes_used: u64,
     /// Bytes of a bank's log.
@@ -187,6 +193,37 @@ impl DevicePool {
         self.removals.extend(self.slots.quarantine(page));
     }
 
+    /// Whether the slot at a page is one of those that payloads of so many bytes take.
+    pub fn has_size(&self, page: PageNumber, payload_bytes: u64) -> bool {
+        slot_pages(payload_bytes).is_some_and(|pages| self.slots.size_of(page) == Some(pages))
+    }
+
+    /// Identity of the segment of a slot.
+    pub fn segment_of(&self, page: PageNumber) -> Option<u32> {
+        self.slots.segment_of(page)
+    }
+
+    /// The blocks to be freed so that a segment of another slot size can take payloads of so many bytes; `None` when
+    /// freeing blocks would not do. What is in the way may go: a write that ends, but not a quarantined slot.
+    pub fn drainable(&self, segment: u32, payload_bytes: u64) -> Option<Vec<(BlockKey, PageNumber)>> {
+        self.slots.drainable(segment, slot_pages(payload_bytes)?)
+    }
+
+    /// The [`DevicePool::drainable`] segment with the fewest blocks. O(slots).
+    pub fn emptiest_drainable(&self, payload_bytes: u64) -> Option<u32> {
+        self.slots.emptiest_drainable(slot_pages(payload_bytes)?)
+    }
+
+    /// Hands out no slot of a segment any more until all of it is free. Its blocks are to be freed next.
+    pub fn start_drain(&mut self, segment: u32) {
+        self.slots.start_drain(segment);
+    }
+
+    /// Whether room for such a payload comes without anything more being freed: with what was freed already.
+    pub fn room_coming(&self, payload_bytes: u64) -> bool {
+        slot_pages(payload_bytes).is_some_and(|pages| self.slots.room_coming(pages))
+    }
+
     /// Content id of the block stored at a page, as far as it is known.
     pub fn content(&self, page: PageNumber) -> ContentId {
         self.slots.content(page)
@@ -285,7 +322,11 @@ impl DevicePool {
     /// How space and journal are used. O(slot sizes).
     pub fn usage(&self) -> PoolUsage {
         let tally = self.slots.tally();
+        let (entries_free, entries_pending) = self.slots.entries_free();
         PoolUsage {
+            entries_free,
+            entries_pending,
+            entries_max: self.slots.entries_max(),
             slot_bytes_used: tally.used * PAGE_BYTES,
             slot_bytes_free: tally.free * PAGE_BYTES,
             slots_quarantined: tally.quarantined_slots,

@@ -15,6 +15,7 @@
 //! used, free, being freed, quarantined and unusable add up to the data area.
 
 mod audit;
+mod drain;
 mod restore;
 
 pub(super) use restore::Restored;
@@ -154,6 +155,10 @@ pub(super) struct Slots {
     /// By slot size in pages; only sizes with a free slot.
     classes: BTreeMap<u32, Class>,
     unassigned: BTreeSet<u32>,
+    /// Segments that are being emptied: none of their slots is handed out.
+    draining: BTreeSet<u32>,
+    /// Slots whose end is not durable yet, by slot size in pages; only sizes that have some.
+    freeing: BTreeMap<u32, u64>,
     layouts: Layouts,
     contents: BTreeMap<PageNumber, ContentId>,
     tally: Tally,
@@ -170,6 +175,8 @@ impl Slots {
             segments,
             classes: BTreeMap::new(),
             unassigned: (0..geometry.segments).collect(),
+            draining: BTreeSet::new(),
+            freeing: BTreeMap::new(),
             layouts: Layouts::default(),
             contents: BTreeMap::new(),
             tally: Tally {
@@ -264,7 +271,7 @@ impl Slots {
         let pages = u64::from(self.segments[place.segment].slot_pages);
         self.tally.stored -= 1;
         self.tally.used -= pages;
-        self.tally.freeing += pages;
+        self.count_freeing(place);
         Some(self.record(place, RecordKind::Free))
     }
 
@@ -275,7 +282,7 @@ impl Slots {
             return false;
         }
         assert_eq!(self.slot(place).state, SlotState::Freeing, "only slots being freed become free");
-        self.tally.freeing -= u64::from(self.segments[place.segment].slot_pages);
+        self.uncount_freeing(place);
         self.layouts.release(self.slot(place).layout);
         self.contents.remove(&page);
         self.push_free(place);
@@ -289,7 +296,7 @@ impl Slots {
         match self.slot(place).state {
             SlotState::Quarantined => return None,
             SlotState::Writing => self.tally.used -= pages,
-            SlotState::Freeing => self.tally.freeing -= pages,
+            SlotState::Freeing => self.uncount_freeing(place),
             SlotState::Stored => {
                 self.tally.used -= pages;
                 self.tally.stored -= 1;
@@ -299,6 +306,7 @@ impl Slots {
         self.slot_mut(place).state = SlotState::Quarantined;
         self.tally.quarantined += pages;
         self.tally.quarantined_slots += 1;
+        self.end_drain(u32::try_from(place.segment).expect("fewer than 2^23 segments"));
         Some(self.record(place, RecordKind::Quarantine))
     }
 
@@ -464,18 +472,43 @@ impl Slots {
         let slot_pages = segment.slot_pages;
         self.tally.free += u64::from(slot_pages);
         self.tally.entries -= 1;
-        let class = self.classes.entry(slot_pages).or_default();
-        class.with_free.insert(index);
-        class.free += 1;
-        if segment.free as usize == segment.slots.len() {
-            let (free, slack) = (segment.free, self.segment_pages - slot_pages * segment.free);
-            *segment = Segment::default();
+        let (free, empty) = (segment.free, segment.free as usize == segment.slots.len());
+        let drains = self.draining.contains(&index);
+        if !drains {
+            let class = self.classes.entry(slot_pages).or_default();
+            class.with_free.insert(index);
+            class.free += 1;
+        }
+        if !empty {
+            return;
+        }
+        if !drains {
+            let class = self.classes.get_mut(&slot_pages).expect("just entered");
             class.free -= u64::from(free);
-            self.tally.slack -= u64::from(slack);
-            self.tally.free += u64::from(slack);
-            self.tally.slots -= u64::from(free);
             self.leave_class(slot_pages, index);
-            self.unassigned.insert(index);
+        }
+        let slack = self.segment_pages - slot_pages * free;
+        self.segments[place.segment] = Segment::default();
+        self.tally.slack -= u64::from(slack);
+        self.tally.free += u64::from(slack);
+        self.tally.slots -= u64::from(free);
+        self.draining.remove(&index);
+        self.unassigned.insert(index);
+    }
+
+    fn count_freeing(&mut self, place: SlotPlace) {
+        let slot_pages = self.segments[place.segment].slot_pages;
+        self.tally.freeing += u64::from(slot_pages);
+        *self.freeing.entry(slot_pages).or_default() += 1;
+    }
+
+    fn uncount_freeing(&mut self, place: SlotPlace) {
+        let slot_pages = self.segments[place.segment].slot_pages;
+        self.tally.freeing -= u64::from(slot_pages);
+        let count = self.freeing.get_mut(&slot_pages).expect("a slot that is being freed is counted");
+        *count -= 1;
+        if *count == 0 {
+            self.freeing.remove(&slot_pages);
         }
     }
 

@@ -59,6 +59,8 @@ pub(crate) struct Page {
     pub(crate) layers: u32,
     pub(crate) failed: BTreeSet<u32>,
     pub(crate) done: bool,
+    /// It was held too long: what has failed may be anybody's.
+    pub(crate) over: bool,
 }
 
 impl Engine {
@@ -97,12 +99,14 @@ impl Engine {
         if let ProgressUpdate::Begin { load } = *update {
             let held = self.loads.values().any(|load| load.entry == entry);
             assert!(!held, "an entry of a held load was given to another");
-            self.page.insert(entry, Page { load, layers: 0, failed: BTreeSet::new(), done: false });
+            self.page
+                .insert(entry, Page { load, layers: 0, failed: BTreeSet::new(), done: false, over: false });
             return;
         }
         let layers_all = self.layout.layers();
         let page = self.page.get_mut(&entry).expect("updates follow a beginning");
-        assert!(!page.done, "nothing follows the end of a load");
+        let ends_holding = matches!(update, ProgressUpdate::BlockFailed { .. } | ProgressUpdate::Done);
+        assert!(!page.over && (!page.done || ends_holding), "nothing else follows the end of a load");
         match *update {
             ProgressUpdate::Begin { .. } => unreachable!("handled above"),
             ProgressUpdate::Layers { layers } => {
@@ -114,6 +118,7 @@ impl Engine {
             }
             ProgressUpdate::Done => {
                 assert_eq!(page.layers, layers_all, "at the end, all layers of what did not fail are ready");
+                page.over = page.done;
                 page.done = true;
             }
         }
@@ -203,7 +208,8 @@ impl Engine {
 
     /// Slots that the engine may write or read.
     pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
-        let loaded = self.loads.values().flat_map(|load| &load.blocks).filter_map(|block| match block {
+        let held = self.loads.iter().filter(|(id, _)| !self.progress(**id).over);
+        let loaded = held.flat_map(|(_, load)| &load.blocks).filter_map(|block| match block {
             LoadedBlock::Ok { slot, .. } => Some(*slot),
             LoadedBlock::Lost(_) => None,
         });

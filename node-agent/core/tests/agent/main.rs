@@ -19,5 +19,6 @@ mod scenarios_devices;
 mod scenarios_load;
 mod scenarios_peers;
 mod scenarios_save;
+mod scenarios_scale;
 mod speed;
 mod world;

@@ -38,6 +38,7 @@ pub(crate) fn random_setup(seed: u64, faults: Faults) -> Setup {
         settings: Settings {
             writeback_bytes: slot * (1 + rng.below(6) as u64),
             arena_unsaved_permille: [500, 1000][rng.below(2)],
+            arena_serves_permille: [100, 1000][rng.below(2)],
             pool_free_permille: [30, 600][rng.below(2)],
             ..Setup::default().settings
         },

@@ -5,6 +5,7 @@ use std::time::Duration;
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{DeviceId, LoadedBlock, LossReason, Report};
 use reprise_agent_core::event::{Event, FillError, Priority, Request, Scope};
+use reprise_agent_core::pool::DeviceOpKind;
 use reprise_policy::{BlockKey, Parts, SessionId, TenantId, Tier};
 
 use crate::engine::Asked;
@@ -80,18 +81,86 @@ fn a_block_larger_than_every_segment_is_lost_at_once_and_evicts_nothing() {
     assert_eq!(world.core.counters().nvme_evictions, 0);
 }
 
-#[test]
-fn a_pool_that_is_full_of_another_slot_size_makes_room_in_the_end() {
+/// 32 large blocks fill a segment of 2 MiB.
+const SEGMENT_BLOCKS: u64 = 32;
+
+/// A pool that is full of large blocks, and a session of another slot size with this many slots to fill.
+fn full_of_another_size(wide_slots: u32) -> (World, SessionId, SessionId) {
     let (mut world, session) = with(Setup { disks: vec![8 << 20], ..Setup::default() });
     for start in (0..200).step_by(4) {
         save_durably(&mut world, session, &keys(start..start + 4));
     }
-    let wide = layout(2, Parts::KeyValue, 480);
+    let wide = layout(4, Parts::KeyValue, 480);
+    assert_eq!(wide.slot_bytes(), 2 * large_layout().slot_bytes());
     let other = world.open_session(TenantId::DEFAULT, wide);
-    world.reserve(other, 2);
+    world.reserve(other, wide_slots);
+    (world, session, other)
+}
+
+#[test]
+fn another_slot_size_costs_a_full_pool_one_segment_of_its_coldest_blocks() {
+    let (mut world, _, other) = full_of_another_size(2);
+    let before = world.core.counters().nvme_evictions;
+    let stored: Vec<u64> = (0..200).filter(|number| on_nvme(&world, key(*number))).collect();
     world.commit(other, &keys(500..502), Priority::Normal);
     world.pass(Duration::from_millis(6));
     world.finish_jobs();
+    assert_eq!(world.engines[&other].notices[0].1, 2);
+    let evicted = world.core.counters().nvme_evictions - before;
+    assert!(evicted <= SEGMENT_BLOCKS, "{evicted} blocks went for two");
+    assert!(!on_nvme(&world, key(stored[0])), "the coldest block's segment");
+}
+
+#[test]
+fn blocks_of_a_size_that_has_slots_pass_those_that_wait_for_a_segment() {
+    let (mut world, session, other) = full_of_another_size(2);
+    world.reserve(session, 2);
+    world.commit(other, &keys(500..502), Priority::Normal);
+    world.commit(session, &keys(300..302), Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    let writes = |job: &&Job| match job {
+        Job::Device { op, .. } => matches!(op.kind, DeviceOpKind::WriteBlock { .. }),
+        _ => false,
+    };
+    assert_eq!(world.jobs.iter().filter(writes).count(), 2, "the first size goes on");
+    assert!(world.engines[&other].notices.is_empty());
+    world.finish_jobs();
+    assert_eq!(world.engines[&session].notices.last().expect("a notice").1, 2);
+    assert_eq!(world.engines[&other].notices[0].1, 2);
+}
+
+#[test]
+fn a_stream_of_one_size_does_not_starve_another() {
+    let (mut world, session, other) = full_of_another_size(2);
+    world.commit(other, &keys(500..502), Priority::Normal);
+    let mut next = 300;
+    while world.engines[&other].notices.is_empty() {
+        world.reserve(session, 2);
+        world.commit(session, &keys(next..next + 2), Priority::Normal);
+        world.pass(Duration::from_millis(2));
+        // Something of the first size is always under way.
+        for _ in 0..world.jobs.len().min(6) {
+            world.advance(0);
+        }
+        next += 2;
+        assert!(next < 400, "fifty commits later nothing is durable");
+    }
+    world.finish_jobs();
+    assert_eq!(world.engines[&other].notices[0].1, 2);
+    assert!(world.core.counters().nvme_evictions < 200, "no more than the stream and a segment or two");
+}
+
+#[test]
+fn a_segment_with_a_block_that_is_read_is_not_emptied() {
+    let (mut world, session, other) = full_of_another_size(2);
+    trim(&mut world, session);
+    let coldest = (0..200).find(|number| on_nvme(&world, key(*number))).expect("a full pool");
+    world.load(session, &keys(coldest + 1..coldest + 2), Duration::ZERO, Scope::Local);
+    world.commit(other, &keys(500..502), Priority::Normal);
+    world.pass(Duration::from_millis(6));
+    assert!(on_nvme(&world, key(coldest)) && on_nvme(&world, key(coldest + 1)));
+    world.finish_jobs();
+    world.read_all();
     assert_eq!(world.engines[&other].notices[0].1, 2);
 }
 
@@ -133,7 +202,6 @@ fn a_rotten_block_is_reported_withdrawn_and_never_read_again() {
     assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Failed)));
     assert_eq!(world.reports, [Report::CorruptBlock { device: DeviceId(0), page, key: key(0) }]);
     assert!(!on_nvme(&world, key(0)) && on_nvme(&world, key(1)));
-    assert_eq!(world.core.counters().pool_quarantined_slots, 1);
     let mut world = world.crash();
     let session = world.open_session(TenantId::DEFAULT, large_layout());
     world.load(session, &keys(0..2), Duration::ZERO, Scope::Local);
@@ -141,6 +209,39 @@ fn a_rotten_block_is_reported_withdrawn_and_never_read_again() {
     let (_, held) = world.engines[&session].loads.iter().next().expect("answered");
     assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Miss)), "also after a restart");
     assert!(matches!(held.blocks[1], LoadedBlock::Ok { .. }));
+}
+
+#[test]
+fn blocks_whose_checksums_were_wrong_from_the_beginning_use_up_no_slot() {
+    let (mut world, session) = with(Setup::default());
+    for start in (0..400).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+        trim(&mut world, session);
+        world.load(session, &keys(start..start + 4), Duration::ZERO, Scope::Local);
+        while let Some(job) = world.fills().first().copied() {
+            world.fail(job, FillError::Corrupt);
+        }
+        let load = *world.engines[&session].loads.keys().next().expect("answered");
+        world.release(session, load);
+    }
+    world.finish_jobs();
+    let counters = world.core.counters();
+    assert_eq!((counters.corrupt_blocks, counters.pool_quarantined_slots), (400, 0));
+    assert_eq!((counters.pool_used_bytes, counters.devices_lost), (0, 0), "the pool is as it was");
+    let notices = &world.engines[&session].notices;
+    assert!(notices.iter().all(|(_, durable, _)| *durable == 4));
+}
+
+#[test]
+fn a_slot_that_the_device_cannot_read_is_never_used_again() {
+    let (mut world, session) = with(Setup::default());
+    save_durably(&mut world, session, &keys(0..1));
+    trim(&mut world, session);
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    world.fail(0, FillError::Device);
+    world.finish_jobs();
+    assert_eq!(world.core.counters().pool_quarantined_slots, 1);
+    assert_eq!(world.crash().core.counters().pool_quarantined_slots, 1);
 }
 
 #[test]

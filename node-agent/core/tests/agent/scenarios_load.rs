@@ -320,3 +320,47 @@ fn a_fill_with_checksums_of_the_wrong_number_fails_when_it_has_ended() {
     let (_, held) = held(&world, session);
     assert!(matches!(held.blocks[0], LoadedBlock::Lost(LossReason::Failed)));
 }
+
+#[test]
+fn a_deadline_counts_from_the_receipt_of_the_load() {
+    let (mut world, session) = cold_world(1);
+    let received = world.now;
+    world.pass(Duration::from_millis(8));
+    let request = world.engines.get_mut(&session).expect("open").ask(Asked::Other);
+    let deadline = Duration::from_millis(10);
+    let wanted = LoadRequest { keys: keys(0..1), deadline, read_bytes: 0, scope: Scope::Local };
+    world.apply(Event::Request { session, request, body: Request::Load(wanted), received });
+    world.pass(Duration::from_millis(1));
+    assert!(!answered(&world, session));
+    world.pass(Duration::from_millis(1));
+    assert!(answered(&world, session), "eight of its ten milliseconds were over when the core got to it");
+    assert_eq!(world.core.counters().deadline_blocks, 1);
+}
+
+#[test]
+fn a_load_without_room_is_answered_for_all_its_blocks() {
+    let (mut world, session) = cold_world(8);
+    world.reserve(session, 14);
+    load(&mut world, session, &[key(0), key(1), key(2), key(3), key(0)]);
+    world.finish_jobs();
+    let (_, held) = held(&world, session);
+    let lost = |block: &LoadedBlock| matches!(block, LoadedBlock::Lost(LossReason::NoSpace));
+    assert_eq!(held.blocks.iter().map(lost).collect::<Vec<_>>(), [false, false, true, true, false]);
+}
+
+#[test]
+fn a_load_that_is_held_too_long_fails_and_gives_its_slots_back() {
+    let (mut world, session) = world(2);
+    load(&mut world, session, &[key(0), key(90), key(1)]);
+    let (id, _) = held(&world, session);
+    world.pass(Duration::from_secs(599));
+    assert_eq!(world.core.counters().read_leases, 2);
+    world.pass(Duration::from_secs(1));
+    let progress = world.engines[&session].progress(id);
+    assert_eq!(progress.failed.iter().copied().collect::<Vec<_>>(), [0, 2]);
+    assert_eq!((world.core.counters().read_leases, world.core.counters().expired_loads), (0, 1));
+    world.reserve(session, 16);
+    assert_eq!(world.engines[&session].reserved.len(), 16, "the slots are others' now");
+    world.release(session, id);
+    assert_eq!(world.core.next_deadline().map(|tick| tick.since(world.now)), Some(Duration::from_secs(60)));
+}

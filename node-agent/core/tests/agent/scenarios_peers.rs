@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
 use reprise_policy::{BlockKey, NodeId, SessionId, TenantId, Tier};
@@ -419,4 +420,60 @@ fn reports_on_what_is_not_known_change_nothing() {
         world.apply(event);
     }
     assert_eq!(*world.core.counters(), before);
+}
+
+/// 16 durable blocks on NVMe only, and an arena of 16 slots of which serves may have a quarter.
+fn cold_world_with_a_share() -> (World, SessionId) {
+    let settings = Settings { arena_serves_permille: 250, ..Setup::default().settings };
+    let mut world = World::new(Setup { settings, ..Setup::default() });
+    let session = world.open_session(TenantId::DEFAULT, large_layout());
+    save_durably(&mut world, session, &keys(0..16));
+    trim(&mut world, session);
+    (world, session)
+}
+
+/// Everything is read and sent, and what begins by that as well.
+fn serve_to_the_end(world: &mut World) {
+    for _ in 0..16 {
+        world.finish_jobs();
+        send_everything(world);
+    }
+    assert!(world.serves.is_empty());
+}
+
+#[test]
+fn a_peer_that_wants_many_cold_blocks_gets_them_in_a_share_of_the_arena() {
+    let (mut world, session) = cold_world_with_a_share();
+    world.peer_request(&keys(0..16), large_layout(), LATER);
+    assert_eq!(world.fills().len(), 4, "a quarter of 16 slots");
+    world.reserve(session, 16);
+    assert_eq!(world.engines[&session].reserved.len(), 12, "the rest is the engines'");
+    serve_to_the_end(&mut world);
+    let counters = world.core.counters();
+    assert_eq!((counters.serve_blocks_nvme, counters.serve_blocks_absent), (16, 0));
+}
+
+#[test]
+fn two_peers_take_turns_in_their_share() {
+    let (mut world, _) = cold_world_with_a_share();
+    world.peer_request(&keys(0..8), large_layout(), LATER);
+    world.peer_request(&keys(8..16), large_layout(), LATER);
+    serve_to_the_end(&mut world);
+    assert_eq!(world.core.counters().serve_blocks_nvme, 16);
+}
+
+#[test]
+fn blocks_that_waited_for_their_turn_are_absent_at_the_deadline_and_gone_with_the_peer() {
+    let (mut world, _) = cold_world_with_a_share();
+    world.peer_request(&keys(0..8), large_layout(), Duration::from_millis(10));
+    let gone = world.peer_request(&keys(8..16), large_layout(), LATER);
+    world.abort_serve(gone);
+    world.pass(Duration::from_millis(10));
+    assert_eq!(world.core.counters().serve_blocks_absent, 8);
+    world.finish_jobs();
+    assert_eq!(world.core.counters().serves_in_flight, 0);
+    assert_eq!(world.core.counters().read_leases, 0);
+    world.peer_request(&keys(12..13), large_layout(), LATER);
+    assert_eq!(world.fills().len(), 1, "the share is free again");
+    serve_to_the_end(&mut world);
 }

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use reprise_agent_core::agent::Settings;
-use reprise_agent_core::effect::{CommitStatus, LeaseId, Reply, Source};
+use reprise_agent_core::effect::{CommitStatus, LeaseId, Reply, Report, Source};
 use reprise_agent_core::event::{CommitItem, Priority, Request, Scope};
-use reprise_policy::{BlockKey, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, Parts, SessionId, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::jobs::Job;
 use crate::memory::checksums;
-use crate::world::{Setup, World, key, keys, large_layout, small_layout};
+use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
 
 fn world() -> (World, SessionId) {
     with(Setup::default())
@@ -290,4 +290,89 @@ fn stats_are_the_counters_by_name() {
     };
     assert_eq!(stats.iter().find(|(name, _)| *name == "committed_blocks"), Some(&("committed_blocks", 2)));
     assert_eq!(stats.len(), world.core.counters().fields().count());
+}
+
+#[test]
+fn a_reservation_that_is_not_committed_in_time_is_taken_back() {
+    let (mut world, session) = world();
+    world.reserve(session, 2);
+    world.pass(Duration::from_secs(30));
+    world.reserve(session, 1);
+    world.commit(session, &keys(0..1), Priority::Normal);
+    world.pass(Duration::from_secs(30));
+    assert_eq!(world.core.counters().expired_reservations, 1, "one was committed, one is younger");
+    let engine = world.engines.get_mut(&session).expect("open");
+    let (late, _) = engine.reserved.remove(0);
+    let item = CommitItem { lease: late, key: Some(key(7)), checksums: checksums(1, &large_layout()) };
+    let request = Request::Commit { items: vec![item], priority: Priority::Normal };
+    world.request(session, Asked::Commit(keys(7..8)), request);
+    assert_eq!(last_statuses(&world, session), [CommitStatus::NoLease]);
+    world.finish_jobs();
+    world.commit(session, &keys(1..2), Priority::Normal);
+    assert_eq!(last_statuses(&world, session), [CommitStatus::Committed]);
+    world.pass(Duration::from_millis(6));
+    world.finish_jobs();
+    assert_eq!(world.core.counters().reserved_bytes, 0);
+    assert_eq!(world.core.next_deadline(), None);
+}
+
+#[test]
+fn one_session_reserves_a_share_and_leaves_the_rest_to_others() {
+    let settings = Settings { arena_session_permille: 250, ..Setup::default().settings };
+    let (mut world, session) = with(Setup { settings, ..Setup::default() });
+    world.reserve(session, 16);
+    assert_eq!(world.engines[&session].reserved.len(), 4);
+    let other = world.open_session(TenantId::DEFAULT, large_layout());
+    world.reserve(other, 4);
+    assert_eq!(world.engines[&other].reserved.len(), 4);
+    world.commit(session, &keys(0..4), Priority::Normal);
+    world.reserve(session, 4);
+    assert_eq!(world.engines[&session].reserved.len(), 4, "what is committed is not reserved");
+}
+
+#[test]
+fn a_block_that_may_never_be_reserved_is_refused_with_what_to_do() {
+    let settings = Settings { arena_session_permille: 50, ..Setup::default().settings };
+    let (mut world, session) = with(Setup { settings, ..Setup::default() });
+    world.reserve(session, 1);
+    let Reply::BadRequest(text) = &world.engines[&session].replies[0].1 else { panic!("not refused") };
+    assert!(text.contains("arena_session_permille") && text.contains("arena.bytes"), "{text}");
+}
+
+#[test]
+fn a_block_committed_again_with_a_higher_priority_is_kept_longer() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..15));
+    world.reserve(session, 1);
+    world.commit(session, &keys(0..1), Priority::High);
+    world.reserve(session, 15);
+    let resident: Vec<u64> =
+        (0..15).filter(|number| world.announced.contains(&(key(*number), Tier::Dram))).collect();
+    assert_eq!(resident, [0], "in memory");
+}
+
+#[test]
+fn a_raised_priority_also_counts_on_devices() {
+    let settings = Settings { pool_free_permille: 900, ..Setup::default().settings };
+    let (mut world, session) = with(Setup { disks: vec![8 << 20], settings, ..Setup::default() });
+    save_durably(&mut world, session, &keys(0..4));
+    world.reserve(session, 1);
+    world.commit(session, &keys(0..1), Priority::High);
+    for start in (10..110).step_by(4) {
+        save_durably(&mut world, session, &keys(start..start + 4));
+    }
+    let on_nvme = |number| world.announced.contains(&(key(number), Tier::Nvme));
+    assert!(on_nvme(0) && !on_nvme(1) && !on_nvme(50));
+}
+
+#[test]
+fn that_blocks_fit_no_segment_is_reported_once_for_a_layout() {
+    let huge = layout(32, Parts::KeyValue, 2048);
+    let (mut world, _) = with(Setup { region_bytes: huge.slot_bytes(), ..Setup::default() });
+    let other = world.open_session(TenantId::DEFAULT, huge);
+    save(&mut world, other, &keys(500..502));
+    save(&mut world, other, &keys(502..503));
+    let payload_bytes_max = (2 << 20) - 4096;
+    let report = Report::Unstorable { block_bytes: huge.slot_bytes(), payload_bytes_max };
+    assert_eq!(world.reports, [report]);
 }

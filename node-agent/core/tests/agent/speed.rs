@@ -104,7 +104,7 @@ impl Bench {
     }
 
     fn request(&mut self, body: Request) -> &Reply {
-        self.apply(Event::Request { session: SESSION, request: RequestId(1), body });
+        self.apply(Event::Request { session: SESSION, request: RequestId(1), body, received: Tick(1) });
         let reply = self.effects.iter().find_map(|effect| match effect {
             Effect::Reply { reply, .. } => Some(reply),
             _ => None,
@@ -131,7 +131,7 @@ fn speed_of_match_load_and_commit() {
     let chain = bench.keys[1000..1000 + CHAIN].to_vec();
     let match_time = best(|| {
         let body = Request::Match { keys: chain.clone(), scope: Scope::Cluster };
-        bench.apply(Event::Request { session: SESSION, request: RequestId(1), body });
+        bench.apply(Event::Request { session: SESSION, request: RequestId(1), body, received: Tick(1) });
     });
     let mut loads = Vec::new();
     let load_time = best(|| {
@@ -177,7 +177,7 @@ fn speed_of_a_cold_load_and_of_its_progress() {
     };
     let body = Request::Load(wanted);
     let start = now();
-    bench.apply(Event::Request { session: SESSION, request: RequestId(1), body });
+    bench.apply(Event::Request { session: SESSION, request: RequestId(1), body, received: Tick(1) });
     let load_time = start.elapsed();
     let fills: Vec<FillId> = bench
         .effects

@@ -125,6 +125,8 @@ impl Default for Setup {
                 load_deadline_default: Duration::from_millis(100),
                 lookup_timeout: Duration::from_millis(10),
                 arena_unsaved_permille: 1000,
+                arena_session_permille: 1000,
+                arena_serves_permille: 1000,
                 ..Settings::default()
             },
             faults: Faults::default(),
@@ -235,7 +237,8 @@ impl World {
 
     pub(crate) fn request(&mut self, session: SessionId, asked: Asked, body: Request) -> RequestId {
         let request = self.engines.get_mut(&session).expect("an open session").ask(asked);
-        self.apply(Event::Request { session, request, body });
+        let received = self.now;
+        self.apply(Event::Request { session, request, body, received });
         request
     }
 

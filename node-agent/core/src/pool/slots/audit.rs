@@ -12,6 +12,7 @@ impl Slots {
     pub(in crate::pool) fn audit(&self) -> Result<(), String> {
         let mut tally = Tally::default();
         let mut class_free: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut freeing: BTreeMap<u32, u64> = BTreeMap::new();
         for (index, segment) in self.segments.iter().enumerate() {
             if segment.slot_pages == 0 {
                 tally.free += u64::from(self.segment_pages);
@@ -21,7 +22,18 @@ impl Slots {
             if free as usize == segment.slots.len() {
                 return Err(format!("segment {index} is empty but assigned"));
             }
-            *class_free.entry(segment.slot_pages).or_default() += u64::from(free);
+            if !self.draining.contains(&(index as u32)) {
+                *class_free.entry(segment.slot_pages).or_default() += u64::from(free);
+            }
+            let freeing_here = segment.slots.iter().filter(|slot| slot.state == SlotState::Freeing).count();
+            *freeing.entry(segment.slot_pages).or_default() += freeing_here as u64;
+        }
+        freeing.retain(|_, slots| *slots > 0);
+        if freeing != self.freeing {
+            return Err(format!("slots being freed: counted {freeing:?}, kept {:?}", self.freeing));
+        }
+        if self.draining.iter().any(|segment| self.segments[*segment as usize].slot_pages == 0) {
+            return Err("a segment without blocks is being emptied".to_owned());
         }
         if tally != self.tally {
             return Err(format!("counted {tally:?}, kept {:?}", self.tally));
