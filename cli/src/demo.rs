@@ -11,6 +11,7 @@ use crate::cluster::{AgentAddresses, AgentSizes, Cluster, cache_directory};
 use crate::engine::{DurableCheck, EngineSettings};
 use crate::engine_process::EngineProcess;
 use crate::http;
+use crate::interrupt;
 use crate::model::llama_3_8b_scaled;
 use crate::output::{Audience, bytes_text};
 use crate::replay::{self, Subject, Summary, Totals};
@@ -272,16 +273,10 @@ fn evictions_of(agent: &AgentAddresses) -> anyhow::Result<Evictions> {
 
 /// Waits for Ctrl-C.
 fn hold(audience: Audience) -> anyhow::Result<()> {
+    let (sender, interrupted) = std::sync::mpsc::sync_channel(1);
+    interrupt::tells(sender);
     audience.say("The cluster keeps running; try `reprise status` and `reprise replay`. Ctrl-C ends it.");
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
-        tokio::select! {
-            interrupted = tokio::signal::ctrl_c() => interrupted,
-            _ = terminate.recv() => Ok(()),
-        }
-    })?;
-    Ok(())
+    interrupted.recv().context("waiting for Ctrl-C")
 }
 
 #[cfg(test)]
