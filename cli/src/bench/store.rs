@@ -77,7 +77,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
 
     let mut figures = vec![cold_blocks(settings, client, &cold, (&bare, &payloads))?];
     figures.push(layer_order(settings, client, &cold, (&bare, &payloads))?);
-    figures.extend(fio(&pool, &figures[0]));
+    figures.extend(fio(&pool, &payloads, &figures[0]));
     figures.push(durable_save(settings, &fixture, &payload, &bare)?);
     Ok(figures)
 }
@@ -301,9 +301,13 @@ impl Bare {
 }
 
 /// fio's figure for the same reads, where it is installed: for information.
-fn fio(pool: &Path, measured: &Figure) -> Option<Figure> {
+fn fio(pool: &Path, payloads: &[u64], measured: &Figure) -> Option<Figure> {
+    let (first, last) = (payloads.iter().min()?, payloads.iter().max()?);
     let arguments = [
         format!("--filename={}", pool.display()),
+        // The rest of the pool was never written, and reading that does not touch the medium.
+        format!("--offset={first}"),
+        format!("--size={}", last + u64::from(BLOCK_BYTES) - first),
         "--name=reads".into(),
         "--rw=randread".into(),
         "--bs=2M".into(),

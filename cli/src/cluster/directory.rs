@@ -165,8 +165,7 @@ mod tests {
     fn who_claims_a_directory_ends_what_was_left_in_it_and_nothing_else() {
         let folder = folder("leftovers");
         let mut claimed = ClusterDirectory::claim(&folder).expect("nobody has it");
-        let mut cat =
-            || Command::new("cat").arg("-").stdin(Stdio::piped()).spawn().expect("cat is everywhere");
+        let cat = || Command::new("cat").arg("-").stdin(Stdio::piped()).spawn().expect("cat is everywhere");
         let (mut left, mut stranger) = (cat(), cat());
         claimed.record(left.id(), "cat", Path::new("-")).expect("writable");
         claimed.record(stranger.id(), "cat", Path::new("other.toml")).expect("writable");
