@@ -8,6 +8,7 @@ mod fixture;
 mod local;
 mod matching;
 mod peer;
+mod pool_file;
 mod recovery;
 mod report;
 mod resident;

@@ -1,7 +1,11 @@
 //! A Reprise cluster on this machine: one control plane, agents with a pool directory each.
 //!
 //! Started from the binaries beside this one, with configuration files written into one directory. Every
-//! process says in one line of JSON on its standard output when it is ready and which ports it got.
+//! process says in one line of JSON on its standard output when it is ready and which ports it got. One command
+//! at a time has a directory ([`directory`]), and its processes end with it: when the cluster is dropped, at an
+//! interruption, or, after a SIGKILL, when the next command wants the directory.
+
+mod directory;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -13,6 +17,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
+
+use crate::interrupt;
+use directory::ClusterDirectory;
+pub(crate) use directory::end_recorded;
 
 /// How long a process may take until it is ready: formatting or recovering a pool and touching its arena.
 const READY_WITHIN: Duration = Duration::from_secs(60);
@@ -60,9 +68,10 @@ pub(crate) struct AgentSizes {
 /// A running cluster; its processes are ended when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Cluster {
-    directory: PathBuf,
     controlplane: Process,
     agents: Vec<Agent>,
+    /// Given up last.
+    directory: ClusterDirectory,
 }
 
 #[derive(Debug)]
@@ -108,7 +117,8 @@ impl ClusterFile {
 impl Cluster {
     /// Starts a control plane and `count` agents with fresh data in `directory`.
     pub(crate) fn start(directory: &Path, count: usize, sizes: AgentSizes) -> anyhow::Result<Cluster> {
-        fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        let mut claimed = ClusterDirectory::claim(directory)?;
+        interrupt::ends_cluster(directory)?;
         let config = directory.join("controlplane.toml");
         let store = directory.join("controlplane.redb");
         remove_if_there(&store)?;
@@ -117,9 +127,13 @@ impl Cluster {
             quoted(&store)
         );
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
-        let controlplane =
-            Process::start("reprise-controlplane", &config, &directory.join("controlplane.log"))?;
-        let mut cluster = Cluster { directory: directory.to_owned(), controlplane, agents: Vec::new() };
+        let controlplane = Process::start(
+            "reprise-controlplane",
+            &config,
+            &directory.join("controlplane.log"),
+            &mut claimed,
+        )?;
+        let mut cluster = Cluster { controlplane, agents: Vec::new(), directory: claimed };
         for index in 0..count {
             let agent = cluster.start_agent(&format!("node-{}", index + 1), sizes)?;
             cluster.agents.push(agent);
@@ -139,7 +153,7 @@ impl Cluster {
 
     /// The pool file of an agent.
     pub(crate) fn pool_path(&self, index: usize) -> PathBuf {
-        self.directory.join(&self.agents[index].addresses.node).join(POOL_FILE)
+        self.directory.path().join(&self.agents[index].addresses.node).join(POOL_FILE)
     }
 
     /// Ends an agent with SIGKILL: nothing of it gets a chance to tidy up.
@@ -154,20 +168,20 @@ impl Cluster {
     pub(crate) fn restart_agent(&mut self, index: usize) -> anyhow::Result<f64> {
         let started = Instant::now();
         let agent = &mut self.agents[index];
-        let log = self.directory.join(format!("{}.log", agent.addresses.node));
-        agent.process = Process::start("reprise-agent", &agent.config, &log)?;
+        let log = self.directory.path().join(format!("{}.log", agent.addresses.node));
+        agent.process = Process::start("reprise-agent", &agent.config, &log, &mut self.directory)?;
         agent.addresses.admin = agent.process.ready.admin.clone();
         self.write_file()?;
         Ok(started.elapsed().as_secs_f64())
     }
 
-    fn start_agent(&self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
-        let home = self.directory.join(node);
+    fn start_agent(&mut self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
+        let home = self.directory.path().join(node);
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
         let pool = home.join(POOL_FILE);
         remove_if_there(&pool)?;
         let socket = home.join("agent.sock");
-        let config = self.directory.join(format!("{node}.toml"));
+        let config = self.directory.path().join(format!("{node}.toml"));
         // One engine a node, which may have all that engines may have.
         let text = format!(
             "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
@@ -182,7 +196,8 @@ impl Cluster {
             controlplane = self.controlplane.ready.grpc,
         );
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
-        let process = Process::start("reprise-agent", &config, &self.directory.join(format!("{node}.log")))?;
+        let log = self.directory.path().join(format!("{node}.log"));
+        let process = Process::start("reprise-agent", &config, &log, &mut self.directory)?;
         let addresses = AgentAddresses {
             node: node.to_owned(),
             socket: process.ready.socket.clone(),
@@ -192,7 +207,7 @@ impl Cluster {
     }
 
     fn write_file(&self) -> anyhow::Result<()> {
-        let path = self.directory.join(CLUSTER_FILE);
+        let path = self.directory.path().join(CLUSTER_FILE);
         let text = serde_json::to_string_pretty(&self.file()).context("encoding the cluster file")?;
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     }
@@ -208,18 +223,26 @@ impl Drop for Cluster {
             drop(fs::remove_file(self.pool_path(index)));
         }
         self.controlplane.stop();
-        drop(fs::remove_file(self.directory.join(CLUSTER_FILE)));
+        // All have ended: this removes the files that say how to reach them.
+        drop(end_recorded(self.directory.path()));
+        interrupt::ends_only_this();
     }
 }
 
 impl Process {
-    fn start(program: &str, config: &Path, log: &Path) -> anyhow::Result<Process> {
+    fn start(
+        program: &str,
+        config: &Path,
+        log: &Path,
+        directory: &mut ClusterDirectory,
+    ) -> anyhow::Result<Process> {
         let file = fs::File::options()
             .create(true)
             .append(true)
             .open(log)
             .with_context(|| format!("cannot write {}", log.display()))?;
         let path = binary(program)?;
+        let held_off = interrupt::hold_off();
         let mut child = Command::new(&path)
             .arg("--config")
             .arg(config)
@@ -228,6 +251,8 @@ impl Process {
             .stderr(file)
             .spawn()
             .with_context(|| format!("cannot start {}", path.display()))?;
+        directory.record(child.id(), program, config)?;
+        drop(held_off);
         let output = child.stdout.take().expect("piped above");
         let (sender, receiver) = mpsc::sync_channel(1);
         // The thread ends with the line or with the process.

@@ -7,10 +7,11 @@ use anyhow::{Context, bail};
 use reprise_policy::ByteSize;
 use serde::Serialize;
 
-use crate::cluster::{AgentSizes, Cluster, cache_directory};
+use crate::cluster::{AgentAddresses, AgentSizes, Cluster, cache_directory};
 use crate::engine::{DurableCheck, EngineSettings};
 use crate::engine_process::EngineProcess;
 use crate::http;
+use crate::interrupt;
 use crate::model::llama_3_8b_scaled;
 use crate::output::{Audience, bytes_text};
 use crate::replay::{self, Subject, Summary, Totals};
@@ -22,6 +23,15 @@ const NODES: usize = 2;
 /// The node that is killed.
 const VICTIM: usize = 0;
 
+/// Requests replayed before the kill.
+const REQUESTS_DEFAULT: usize = 1500;
+
+/// DRAM of each agent: a tenth of what the default requests keep, so that NVMe is read.
+const ARENA_DEFAULT: ByteSize = ByteSize(192 << 20);
+
+/// NVMe of each agent.
+const POOL_DEFAULT: ByteSize = ByteSize(3 << 30);
+
 /// Requests that are replayed again after the restart.
 const REQUESTS_AFTER_RESTART: usize = 200;
 
@@ -32,16 +42,16 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Requests to replay before the kill.
-    #[arg(long, default_value_t = 1500)]
+    #[arg(long, default_value_t = REQUESTS_DEFAULT)]
     requests: usize,
     /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this (a power of two).
     #[arg(long, default_value_t = crate::model::SCALE_DEFAULT)]
     scale: u32,
     /// DRAM arena of each agent.
-    #[arg(long, default_value = "192MiB")]
+    #[arg(long, default_value_t = ARENA_DEFAULT)]
     arena: ByteSize,
     /// NVMe pool of each agent.
-    #[arg(long, default_value = "3GiB")]
+    #[arg(long, default_value_t = POOL_DEFAULT)]
     pool: ByteSize,
     /// Where the cluster keeps its data [default: the cache folder's demo].
     #[arg(long, value_name = "DIR")]
@@ -59,7 +69,13 @@ struct DemoSummary {
     /// Evictions of all agents, by tier.
     evictions_dram: u64,
     evictions_nvme: u64,
-    /// Durable blocks of the killed node, present before the kill.
+    /// Tiers without a hit; empty, unless sizes were chosen that leave a tier unused.
+    tiers_without_hits: Vec<&'static str>,
+    /// Blocks that the killed node had announced durable before the kill.
+    durable_announced: u64,
+    /// Of those, blocks that its policy had evicted from NVMe again.
+    durable_evicted: u64,
+    /// The rest: all present, with the right bytes, before the kill.
     durable_before_kill: u64,
     /// Of those, present with the right bytes after the restart.
     durable_after_restart: u64,
@@ -130,7 +146,9 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
     let again = &requests[..REQUESTS_AFTER_RESTART.min(requests.len())];
     audience.say(format!("Replaying the first {} requests again …", again.len()));
     let mut after = Totals::new();
-    replay::run(again, &mut engines, &mut after, &indicatif::ProgressBar::hidden())?;
+    let bar = audience.progress(again.len() as u64, "replay again");
+    replay::run(again, &mut engines, &mut after, &bar)?;
+    bar.finish_and_clear();
     audience.say(after.table());
 
     let mismatches =
@@ -139,8 +157,12 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
     replay.mismatches = mismatches;
     replay.bytes_verified +=
         after.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
+    let unused = totals.hits.tiers_without_hits();
     audience.emit(&DemoSummary {
         replay,
+        tiers_without_hits: unused.clone(),
+        durable_announced: killed.before.announced,
+        durable_evicted: killed.before.missed,
         evictions_dram: evictions.dram,
         evictions_nvme: evictions.nvme,
         durable_before_kill: killed.before.present,
@@ -151,9 +173,11 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
     if mismatches > 0 {
         bail!("{mismatches} words differed from what was saved");
     }
+    demand_durable(&killed.after, 0).context("after the restart")?;
     if killed.after.present != killed.before.present {
         bail!("{} durable blocks did not come back", killed.before.present - killed.after.present);
     }
+    demand_tiers(args, &unused, audience)?;
     audience.say(format!("Every byte was right: {mismatches} mismatches."));
     if args.hold {
         hold(audience)?;
@@ -169,10 +193,15 @@ fn kill_and_restart(
 ) -> anyhow::Result<KillOutcome> {
     engines[VICTIM].settle()?;
     let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
+    let evicted = evictions_of(&cluster.file().agents[VICTIM])?.nvme;
+    demand_durable(&before, evicted)?;
     audience.say(format!(
-        "{} durable blocks on node-{}; killing its agent with SIGKILL …",
+        "node-{} has announced {} blocks durable so far, of which its policy has evicted {} from NVMe again; all other \
+         {} are there. Killing its agent with SIGKILL …",
+        VICTIM + 1,
+        before.announced,
+        before.missed,
         before.present,
-        VICTIM + 1
     ));
     cluster.kill_agent(VICTIM)?;
     let restart_seconds = cluster.restart_agent(VICTIM)?;
@@ -185,27 +214,86 @@ fn kill_and_restart(
     Ok(KillOutcome { before, after, restart_seconds })
 }
 
+/// Every block that was announced durable is there and right, or was evicted by the policy.
+fn demand_durable(check: &DurableCheck, evicted: u64) -> anyhow::Result<()> {
+    if check.failed > 0 {
+        bail!("{} of {} durable blocks could not be read back", check.failed, check.announced);
+    }
+    if check.missed > evicted {
+        bail!(
+            "{} of {} durable blocks are gone, and only {evicted} were evicted by the policy: the rest is lost",
+            check.missed,
+            check.announced
+        );
+    }
+    Ok(())
+}
+
+/// The default sizes hit every tier; other sizes need not, which is then said.
+fn demand_tiers(args: &DemoArgs, unused: &[&str], audience: Audience) -> anyhow::Result<()> {
+    if unused.is_empty() {
+        return Ok(());
+    }
+    if args.has_default_sizes() {
+        bail!("no hit in {}: with the default sizes every tier serves", unused.join(", "));
+    }
+    audience.say(format!("No hit in {}: these sizes leave a tier unused.", unused.join(", ")));
+    Ok(())
+}
+
+impl DemoArgs {
+    fn has_default_sizes(&self) -> bool {
+        self.trace.is_none()
+            && self.requests == REQUESTS_DEFAULT
+            && self.scale == crate::model::SCALE_DEFAULT
+            && self.arena == ARENA_DEFAULT
+            && self.pool == POOL_DEFAULT
+    }
+}
+
 fn evictions(cluster: &Cluster) -> anyhow::Result<Evictions> {
     let mut sum = Evictions::default();
     for agent in cluster.file().agents {
-        let status: serde_json::Value = serde_json::from_str(&http::get(&agent.admin, "/status")?)?;
-        let counter = |name: &str| status["counters"][name].as_u64().unwrap_or(0);
-        sum.dram += counter("dram_evictions");
-        sum.nvme += counter("nvme_evictions");
+        let of_agent = evictions_of(&agent)?;
+        sum.dram += of_agent.dram;
+        sum.nvme += of_agent.nvme;
     }
     Ok(sum)
 }
 
+fn evictions_of(agent: &AgentAddresses) -> anyhow::Result<Evictions> {
+    let status: serde_json::Value = serde_json::from_str(&http::get(&agent.admin, "/status")?)?;
+    let counter = |name: &str| {
+        status["counters"][name]
+            .as_u64()
+            .with_context(|| format!("the agent's status has no counter '{name}'"))
+    };
+    Ok(Evictions { dram: counter("dram_evictions")?, nvme: counter("nvme_evictions")? })
+}
+
 /// Waits for Ctrl-C.
 fn hold(audience: Audience) -> anyhow::Result<()> {
+    let (sender, interrupted) = std::sync::mpsc::sync_channel(1);
+    interrupt::tells(sender);
     audience.say("The cluster keeps running; try `reprise status` and `reprise replay`. Ctrl-C ends it.");
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
-        tokio::select! {
-            interrupted = tokio::signal::ctrl_c() => interrupted,
-            _ = terminate.recv() => Ok(()),
-        }
-    })?;
-    Ok(())
+    interrupted.recv().context("waiting for Ctrl-C")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_durable_block_that_is_gone_without_an_eviction_fails_the_demo() {
+        let check = DurableCheck { announced: 10, present: 8, missed: 2, ..DurableCheck::default() };
+        assert!(demand_durable(&check, 2).is_ok());
+        let error = demand_durable(&check, 1).expect_err("one block is lost").to_string();
+        assert!(error.contains("2 of 10"), "{error}");
+    }
+
+    #[test]
+    fn a_durable_block_that_cannot_be_read_fails_the_demo_however_many_were_evicted() {
+        let check = DurableCheck { announced: 10, present: 9, failed: 1, ..DurableCheck::default() };
+        assert!(demand_durable(&check, 1000).is_err());
+    }
 }

@@ -2,16 +2,22 @@
 //!
 //! A request is a chain of blocks. The engine asks how many leading blocks are available, loads them layer by
 //! layer into its own paged memory, checks every byte against the keyed function, "prefills" the rest by
-//! writing the function's bytes, and saves those blocks. Whatever cannot be loaded is recomputed: a cache can
-//! only ever cost time.
+//! writing the function's bytes, and saves those blocks. Whatever cannot be loaded is recomputed, a failed call is
+//! counted and a lost session opened anew: a cache can only ever cost time.
 
+mod outcome;
+
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use reprise_client::{Client, ConnectOptions, LoadRequest, Priority, Scope, Source, Ticket};
+use reprise_client::{
+    BlockStatus, Client, ClientError, ConnectOptions, LoadRequest, Priority, Scope, Source, Ticket,
+};
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, prefix_hash};
-use serde::{Deserialize, Serialize};
+
+pub(crate) use outcome::{DurableCheck, HitCounts, RequestOutcome};
 
 use crate::kv_function::{self, ObjectPlace};
 use crate::paged_kv::{PagedKv, PhysicalBlock};
@@ -20,8 +26,11 @@ use crate::trace::{TOKENS_PER_HASH_ID, TraceRequest};
 /// Seed of the prefix chain: vLLM's default for its SHA-256 algorithms.
 const HASH_SEED: &str = "vllm-none-hash";
 
-/// Blocks of one load call while durable blocks are checked: 256 × 64 KiB = 16 MiB of arena at a time.
-const CHECK_WINDOW_BLOCKS: usize = 256;
+/// Arena of one load call while durable blocks are checked: a quarter of the smallest arena that the demo is run with.
+const CHECK_WINDOW_BYTES: u64 = 16 << 20;
+
+/// Blocks of one load call while durable blocks are checked, at the most: half of the paged memory.
+const CHECK_WINDOW_BLOCKS_MAX: u64 = 256;
 
 /// How long one load may take before the rest is recomputed.
 const LOAD_DEADLINE: Duration = Duration::from_secs(10);
@@ -37,13 +46,14 @@ const PAGED_BLOCKS_MIN: usize = 512;
 
 /// An engine connected to its node's agent.
 pub(crate) struct Engine {
+    settings: EngineSettings,
     client: Client,
     namespace: NamespaceDigest,
     layout: Layout,
     kv: PagedKv,
     none_hash: [u8; 32],
     tickets: Vec<(Ticket, Vec<ChainBlock>)>,
-    durable: Vec<ChainBlock>,
+    durable: BTreeMap<BlockKey, ChainBlock>,
 }
 
 /// How to reach an agent and what to keep there.
@@ -62,84 +72,18 @@ struct ChainBlock {
     key: BlockKey,
 }
 
-/// Blocks by where they were found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct HitCounts {
-    /// The node's own DRAM.
-    pub(crate) own_dram: u64,
-    /// The node's own NVMe.
-    pub(crate) own_nvme: u64,
-    /// A peer's DRAM.
-    pub(crate) peer_dram: u64,
-    /// A peer's NVMe.
-    pub(crate) peer_nvme: u64,
+/// What a load call brought into paged memory.
+struct Loaded {
+    /// What became of each block, copying included.
+    statuses: Vec<BlockStatus>,
+    /// Where each came from.
+    sources: Vec<Option<Source>>,
 }
 
-/// What one request cost and gave. Times in microseconds.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct RequestOutcome {
-    /// Full blocks of the prompt.
-    pub(crate) blocks: u64,
-    /// Blocks loaded and verified, by source.
-    pub(crate) hits: HitCounts,
-    /// Blocks that were matched and then could not be loaded (recomputed).
-    pub(crate) lost: u64,
-    /// Blocks saved by this request.
-    pub(crate) saved: u64,
-    /// Blocks that were there already when they were committed.
-    pub(crate) duplicates: u64,
-    /// Blocks not saved because the arena had no room.
-    pub(crate) unsaved: u64,
-    /// Bytes loaded into the engine's memory.
-    pub(crate) bytes_loaded: u64,
-    /// Bytes of those that were compared with the keyed function.
-    pub(crate) bytes_verified: u64,
-    /// 8-byte words that differed from the keyed function.
-    pub(crate) mismatches: u64,
-    /// Bytes saved.
-    pub(crate) bytes_saved: u64,
-    /// The match call.
-    pub(crate) match_us: u64,
-    /// From the load call until layer 0 of all blocks was in the engine's memory; 0 without a load.
-    pub(crate) first_layer_us: u64,
-    /// From the load call until all layers were in the engine's memory.
-    pub(crate) load_us: u64,
-    /// Reserve, fill and commit.
-    pub(crate) save_us: u64,
-}
-
-/// What a check of all durable blocks found.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct DurableCheck {
-    /// Blocks that were announced durable and not known to be evicted.
-    pub(crate) asked: u64,
-    /// Of those, blocks that the node still has and whose bytes are right.
-    pub(crate) present: u64,
-    /// Bytes compared.
-    pub(crate) bytes_verified: u64,
-    /// Words that differed.
-    pub(crate) mismatches: u64,
-}
-
-impl HitCounts {
-    pub(crate) fn add(&mut self, source: Source) {
-        match source {
-            Source::OwnDram => self.own_dram += 1,
-            Source::OwnNvme => self.own_nvme += 1,
-            Source::PeerDram => self.peer_dram += 1,
-            Source::PeerNvme => self.peer_nvme += 1,
-        }
-    }
-
-    pub(crate) fn merge(&mut self, other: &HitCounts) {
-        self.own_dram += other.own_dram;
-        self.own_nvme += other.own_nvme;
-        self.peer_dram += other.peer_dram;
-        self.peer_nvme += other.peer_nvme;
-    }
-
-    pub(crate) fn total(&self) -> u64 {
-        self.own_dram + self.own_nvme + self.peer_dram + self.peer_nvme
+impl Loaded {
+    /// Leading blocks that are there: what a prefill can start from.
+    fn leading(&self) -> usize {
+        self.statuses.iter().take_while(|status| **status == BlockStatus::Ok).count()
     }
 }
 
@@ -162,19 +106,20 @@ impl Engine {
     pub(crate) fn connect(settings: &EngineSettings) -> anyhow::Result<Engine> {
         let namespace = namespace(&settings.layout);
         Ok(Engine {
+            settings: settings.clone(),
             client: connect(settings, namespace)?,
             namespace,
             layout: settings.layout,
             kv: PagedKv::new(&settings.layout, PAGED_BLOCKS_MIN),
             none_hash: prefix_hash::none_hash(HASH_SEED),
             tickets: Vec::new(),
-            durable: Vec::new(),
+            durable: BTreeMap::new(),
         })
     }
 
     /// Opens a new session after the agent's death; what was durable is remembered, what was not is forgotten.
-    pub(crate) fn reconnect(&mut self, settings: &EngineSettings) -> anyhow::Result<()> {
-        self.client = connect(settings, self.namespace)?;
+    pub(crate) fn reconnect(&mut self) -> anyhow::Result<()> {
+        self.client = connect(&self.settings, self.namespace)?;
         self.tickets.clear();
         Ok(())
     }
@@ -190,9 +135,9 @@ impl Engine {
             .kv
             .allocate(chain.len())
             .context("the prompt has more blocks than the engine's KV memory")?;
-        let served = self.serve(&chain, &table, &mut outcome);
+        self.serve(&chain, &table, &mut outcome);
         self.kv.release(table);
-        served.map(|()| outcome)
+        Ok(outcome)
     }
 
     /// Waits for the durable notices of everything saved; returns how many blocks are durable in all.
@@ -201,70 +146,119 @@ impl Engine {
         for (ticket, blocks) in self.tickets.drain(..) {
             let left = give_up.saturating_duration_since(Instant::now());
             let outcome = self.client.wait_durable(ticket, left).context("waiting for durable notices")?;
-            self.durable.extend(blocks.into_iter().filter(|block| !outcome.lost_keys.contains(&block.key)));
+            let kept = blocks.into_iter().filter(|block| !outcome.lost_keys.contains(&block.key));
+            self.durable.extend(kept.map(|block| (block.key, block)));
         }
         Ok(self.durable.len() as u64)
     }
 
-    /// Loads every durable block from this node alone and compares every byte. Blocks that are gone (evicted
-    /// from the pool since) are not asked for again.
+    /// Loads every durable block from this node alone and compares every byte. Only those that are present are
+    /// asked for by the next check.
     pub(crate) fn check_durable(&mut self) -> anyhow::Result<DurableCheck> {
-        let durable = std::mem::take(&mut self.durable);
-        let mut check = DurableCheck { asked: durable.len() as u64, ..DurableCheck::default() };
-        for window in durable.chunks(CHECK_WINDOW_BLOCKS) {
-            let mut outcome = RequestOutcome::default();
+        let durable: Vec<ChainBlock> = std::mem::take(&mut self.durable).into_values().collect();
+        let mut check = DurableCheck { announced: durable.len() as u64, ..DurableCheck::default() };
+        for window in durable.chunks(check_window_blocks(&self.layout)) {
             let table = self.kv.allocate(window.len()).context("the engine's KV memory is too small")?;
-            let loaded = self.load(window, &table, Scope::Local, &mut outcome);
-            let present = loaded.map(|flags| {
-                for (index, block) in window.iter().enumerate().filter(|(index, _)| flags[*index]) {
-                    let wrong = self.verify(block, table[index], &mut outcome);
-                    if wrong == 0 {
-                        self.durable.push(*block);
-                    }
-                }
-            });
+            let checked = self.check_window(window, &table, &mut check);
             self.kv.release(table);
-            present?;
-            check.bytes_verified += outcome.bytes_verified;
-            check.mismatches += outcome.mismatches;
+            checked.context("loading durable blocks")?;
         }
-        check.present = self.durable.len() as u64;
         Ok(check)
     }
 
-    fn serve(
+    fn check_window(
         &mut self,
-        chain: &[ChainBlock],
+        window: &[ChainBlock],
         table: &[PhysicalBlock],
-        outcome: &mut RequestOutcome,
-    ) -> anyhow::Result<()> {
-        let keys: Vec<BlockKey> = chain.iter().map(|block| block.key).collect();
-        let started = Instant::now();
-        let matched = self.client.match_keys(&keys, Scope::Cluster).context("match")?.len();
-        outcome.match_us = micros(started);
-        let mut usable = 0;
-        if matched > 0 {
-            let loaded = self.load(&chain[..matched], &table[..matched], Scope::Cluster, outcome)?;
-            usable = loaded.iter().take_while(|ok| **ok).count();
-            outcome.lost = (matched - loaded.iter().filter(|ok| **ok).count()) as u64;
-            for (index, _) in loaded.iter().enumerate().filter(|(_, ok)| **ok) {
-                self.verify(&chain[index], table[index], outcome);
+        check: &mut DurableCheck,
+    ) -> Result<(), ClientError> {
+        let mut outcome = RequestOutcome::default();
+        let loaded = self.load(window, table, Scope::Local, &mut outcome)?;
+        for (index, block) in window.iter().enumerate() {
+            match loaded.statuses[index] {
+                BlockStatus::Ok if self.verify(block, table[index], &mut outcome) == 0 => {
+                    check.present += 1;
+                    self.durable.insert(block.key, *block);
+                }
+                BlockStatus::Miss => check.missed += 1,
+                _ => check.failed += 1,
             }
+        }
+        check.bytes_verified += outcome.bytes_verified;
+        check.mismatches += outcome.mismatches;
+        Ok(())
+    }
+
+    fn serve(&mut self, chain: &[ChainBlock], table: &[PhysicalBlock], outcome: &mut RequestOutcome) {
+        let fetched = self.fetch(chain, table, outcome);
+        let usable = self.unless_failed(fetched, outcome).unwrap_or(0);
+        for (block, physical) in chain[..usable].iter().zip(table) {
+            self.verify(block, *physical, outcome);
         }
         for (block, physical) in chain[usable..].iter().zip(&table[usable..]) {
             self.prefill(block, *physical);
         }
-        self.save(&chain[usable..], &table[usable..], outcome)
+        let started = Instant::now();
+        let mut left = chain.len() - usable;
+        let saved = self.save(&chain[usable..], &table[usable..], &mut left, outcome);
+        outcome.unsaved += left as u64;
+        outcome.save_us = micros(started);
+        self.unless_failed(saved, outcome);
     }
 
-    /// Loads blocks layer by layer into paged memory; says for each whether it is there.
+    /// Counts a failed call, and opens a new session when the failure was the end of the old one.
+    fn unless_failed<T>(
+        &mut self,
+        result: Result<T, ClientError>,
+        outcome: &mut RequestOutcome,
+    ) -> Option<T> {
+        let error = match result {
+            Ok(value) => return Some(value),
+            Err(error) => error,
+        };
+        outcome.errors += 1;
+        tracing::warn!(%error, "a call to the agent failed; its blocks are computed");
+        if !self.client.is_alive()
+            && let Err(error) = self.reconnect()
+        {
+            tracing::warn!(error = format!("{error:#}"), "there is no agent; the next request tries again");
+        }
+        None
+    }
+
+    /// Matches and loads; returns how many leading blocks are usable.
+    fn fetch(
+        &mut self,
+        chain: &[ChainBlock],
+        table: &[PhysicalBlock],
+        outcome: &mut RequestOutcome,
+    ) -> Result<usize, ClientError> {
+        let keys: Vec<BlockKey> = chain.iter().map(|block| block.key).collect();
+        let started = Instant::now();
+        let matched = self.client.match_keys(&keys, Scope::Cluster)?.len();
+        outcome.match_us = micros(started);
+        if matched == 0 {
+            return Ok(0);
+        }
+        outcome.lost = matched as u64;
+        let loaded = self.load(&chain[..matched], &table[..matched], Scope::Cluster, outcome)?;
+        let usable = loaded.leading();
+        outcome.lost -= usable as u64;
+        outcome.bytes_loaded += usable as u64 * self.layout.block_bytes();
+        for source in loaded.sources[..usable].iter().flatten() {
+            outcome.hits.add(*source);
+        }
+        Ok(usable)
+    }
+
+    /// Loads blocks layer by layer into paged memory.
     fn load(
         &mut self,
         chain: &[ChainBlock],
         table: &[PhysicalBlock],
         scope: Scope,
         outcome: &mut RequestOutcome,
-    ) -> anyhow::Result<Vec<bool>> {
+    ) -> Result<Loaded, ClientError> {
         let started = Instant::now();
         let request = LoadRequest {
             keys: chain.iter().map(|block| block.key).collect(),
@@ -272,29 +266,27 @@ impl Engine {
             read_bytes: 0,
             scope,
         };
-        let load = self.client.load(&request).context("load")?;
-        let mut usable: Vec<bool> = load.blocks().iter().map(|block| block.is_ok()).collect();
+        let load = self.client.load(&request)?;
+        let mut statuses: Vec<BlockStatus> = load.blocks().iter().map(|block| block.status()).collect();
         let parts = self.layout.parts();
         for layer in 0..self.layout.layers() {
-            load.wait_layer(layer, LOAD_DEADLINE).with_context(|| format!("waiting for layer {layer}"))?;
-            for (block, ok) in usable.iter_mut().enumerate().filter(|(_, ok)| **ok) {
-                *ok = (layer * parts..(layer + 1) * parts).all(|object| {
+            load.wait_layer(layer, LOAD_DEADLINE)?;
+            let readable = statuses.iter_mut().enumerate().filter(|(_, status)| **status == BlockStatus::Ok);
+            for (block, status) in readable {
+                let copied = (layer * parts..(layer + 1) * parts).all(|object| {
                     let target = self.kv.object_mut(table[block], object as usize);
                     load.copy_object(block, object, target).is_ok()
                 });
+                if !copied {
+                    *status = BlockStatus::Failed;
+                }
             }
             if layer == 0 {
                 outcome.first_layer_us = micros(started);
             }
         }
         outcome.load_us = micros(started);
-        for (block, _) in load.blocks().iter().zip(&usable).filter(|(_, ok)| **ok) {
-            if let Some(source) = block.source() {
-                outcome.hits.add(source);
-            }
-            outcome.bytes_loaded += self.layout.block_bytes();
-        }
-        Ok(usable)
+        Ok(Loaded { statuses, sources: load.blocks().iter().map(|block| block.source()).collect() })
     }
 
     /// Compares a block in paged memory with the keyed function; returns the words that differ.
@@ -317,19 +309,19 @@ impl Engine {
         }
     }
 
+    /// Saves blocks until the arena has no room; `left` says at any time how many are not saved yet.
     fn save(
         &mut self,
         chain: &[ChainBlock],
         table: &[PhysicalBlock],
+        left: &mut usize,
         outcome: &mut RequestOutcome,
-    ) -> anyhow::Result<()> {
-        let started = Instant::now();
+    ) -> Result<(), ClientError> {
         let mut at = 0;
         while at < chain.len() {
             let wanted = u32::try_from(chain.len() - at).expect("a chain has at most 8,192 blocks");
-            let reservations = self.client.reserve(wanted, RESERVE_WAIT).context("reserve")?;
+            let reservations = self.client.reserve(wanted, RESERVE_WAIT)?;
             if reservations.is_empty() {
-                outcome.unsaved += (chain.len() - at) as u64;
                 break;
             }
             let end = at + reservations.len();
@@ -342,7 +334,7 @@ impl Engine {
                 }
                 items.push((reservation, block.key));
             }
-            let committed = self.client.commit(items, Priority::Normal).context("commit")?;
+            let committed = self.client.commit(items, Priority::Normal)?;
             for status in &committed.statuses {
                 if status.is_committed() {
                     outcome.saved += 1;
@@ -353,8 +345,8 @@ impl Engine {
             }
             self.tickets.push((committed.ticket, chain[at..end].to_vec()));
             at = end;
+            *left = chain.len() - at;
         }
-        outcome.save_us = micros(started);
         Ok(())
     }
 
@@ -386,6 +378,33 @@ fn connect(settings: &EngineSettings, namespace: NamespaceDigest) -> anyhow::Res
         .with_context(|| format!("connecting to the agent at {}", settings.socket.display()))
 }
 
+/// Blocks of one load call while durable blocks are checked.
+fn check_window_blocks(layout: &Layout) -> usize {
+    let blocks = (CHECK_WINDOW_BYTES / layout.slot_bytes().max(1)).clamp(1, CHECK_WINDOW_BLOCKS_MAX);
+    usize::try_from(blocks).expect("at most 256")
+}
+
 fn micros(started: Instant) -> u64 {
     u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::llama_3_8b_scaled;
+
+    #[test]
+    fn durable_blocks_of_any_scale_are_checked_within_a_bounded_part_of_the_arena() {
+        for (scale, blocks) in [(4096, 256), (1024, 256), (64, 16), (16, 4)] {
+            let layout = llama_3_8b_scaled(scale).expect("a valid scale");
+            assert_eq!(check_window_blocks(&layout), blocks, "scale {scale}");
+        }
+    }
+
+    #[test]
+    fn a_block_behind_a_gap_is_not_usable() {
+        let statuses = vec![BlockStatus::Ok, BlockStatus::Deadline, BlockStatus::Ok];
+        let loaded = Loaded { statuses, sources: vec![Some(Source::OwnDram); 3] };
+        assert_eq!(loaded.leading(), 1);
+    }
 }

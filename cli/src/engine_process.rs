@@ -141,24 +141,20 @@ pub(crate) fn serve(socket: PathBuf, layout: Layout) -> anyhow::Result<()> {
         let line = line.context("reading commands")?;
         let command: EngineCommand =
             serde_json::from_str(&line).with_context(|| format!("not an engine command: '{line}'"))?;
-        let answer = execute(&mut engine, &settings, command)
+        let answer = execute(&mut engine, command)
             .unwrap_or_else(|error| EngineAnswer::Failed { message: format!("{error:#}") });
         send(&mut output, &answer)?;
     }
     Ok(())
 }
 
-fn execute(
-    engine: &mut Engine,
-    settings: &EngineSettings,
-    command: EngineCommand,
-) -> anyhow::Result<EngineAnswer> {
+fn execute(engine: &mut Engine, command: EngineCommand) -> anyhow::Result<EngineAnswer> {
     Ok(match command {
         EngineCommand::Run { hash_ids } => EngineAnswer::Served { outcome: engine.run(&hash_ids)? },
         EngineCommand::Settle => EngineAnswer::Settled { durable: engine.settle()? },
         EngineCommand::CheckDurable => EngineAnswer::Checked { check: engine.check_durable()? },
         EngineCommand::Reconnect => {
-            engine.reconnect(settings)?;
+            engine.reconnect()?;
             EngineAnswer::Connected
         }
     })

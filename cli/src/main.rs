@@ -10,6 +10,7 @@ mod doctor;
 mod engine;
 mod engine_process;
 mod http;
+mod interrupt;
 mod kv_function;
 mod model;
 mod output;

@@ -46,6 +46,7 @@ pub(crate) struct Totals {
     pub(crate) duplicates: u64,
     pub(crate) unsaved: u64,
     pub(crate) lost: u64,
+    pub(crate) errors: u64,
     pub(crate) hits: HitCounts,
     pub(crate) bytes_loaded: u64,
     pub(crate) bytes_verified: u64,
@@ -71,6 +72,7 @@ pub(crate) struct Summary {
     pub(crate) duplicates: u64,
     pub(crate) unsaved: u64,
     pub(crate) lost: u64,
+    pub(crate) errors: u64,
     pub(crate) hits: HitCounts,
     pub(crate) hit_ratio: f64,
     pub(crate) bytes_loaded: u64,
@@ -104,6 +106,7 @@ impl Totals {
             duplicates: 0,
             unsaved: 0,
             lost: 0,
+            errors: 0,
             hits: HitCounts::default(),
             bytes_loaded: 0,
             bytes_verified: 0,
@@ -124,6 +127,7 @@ impl Totals {
         self.duplicates += outcome.duplicates;
         self.unsaved += outcome.unsaved;
         self.lost += outcome.lost;
+        self.errors += outcome.errors;
         self.hits.merge(&outcome.hits);
         self.bytes_loaded += outcome.bytes_loaded;
         self.bytes_verified += outcome.bytes_verified;
@@ -150,6 +154,7 @@ impl Totals {
             duplicates: self.duplicates,
             unsaved: self.unsaved,
             lost: self.lost,
+            errors: self.errors,
             hits: self.hits,
             hit_ratio: if self.blocks == 0 { 0.0 } else { self.hits.total() as f64 / self.blocks as f64 },
             bytes_loaded: self.bytes_loaded,
@@ -169,14 +174,22 @@ impl Totals {
     /// One line for a progress bar.
     pub(crate) fn live(&self) -> String {
         format!(
-            "saved {} | hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {} | verified {} | mismatches {}",
+            "saved {} at {} | hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {} | loaded {} at {} | verified {}, \
+             mismatches {} | match p50 {} µs, p99 {} µs | first layer p50 {} µs, p99 {} µs",
             self.blocks_saved,
+            bandwidth_text(self.bytes_saved, self.save_seconds),
             self.hits.own_dram,
             self.hits.own_nvme,
             self.hits.peer_dram,
             self.hits.peer_nvme,
+            bytes_text(self.bytes_loaded),
+            bandwidth_text(self.bytes_loaded, self.load_seconds),
             bytes_text(self.bytes_verified),
-            self.mismatches
+            self.mismatches,
+            self.match_us.value_at_quantile(0.50),
+            self.match_us.value_at_quantile(0.99),
+            self.first_layer_us.value_at_quantile(0.50),
+            self.first_layer_us.value_at_quantile(0.99),
         )
     }
 
@@ -197,7 +210,7 @@ impl Totals {
         }
         let quantile = |histogram: &Histogram<u64>, q: f64| histogram.value_at_quantile(q);
         format!(
-            "{}\n{} requests in {:.1} s; {} blocks saved, {} lost, {} unsaved\n\
+            "{}\n{} requests in {:.1} s; {} blocks saved, {} lost, {} unsaved; {} calls failed\n\
              loaded {} at {}, verified {}, mismatches {}; saved {} at {}\n\
              match p50 {} µs, p99 {} µs; first layer p50 {} µs, p99 {} µs\n",
             table.render(),
@@ -206,6 +219,7 @@ impl Totals {
             self.blocks_saved,
             self.lost,
             self.unsaved,
+            self.errors,
             bytes_text(self.bytes_loaded),
             bandwidth_text(self.bytes_loaded, self.load_seconds),
             bytes_text(self.bytes_verified),

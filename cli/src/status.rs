@@ -1,6 +1,7 @@
 //! `reprise status`: members, nodes, tiers and health of a running cluster, asked from the processes themselves.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Context;
 use reprise_proto::controlplane::directory_client::DirectoryClient;
@@ -11,6 +12,9 @@ use serde::Serialize;
 use crate::cluster::{ClusterFile, cache_directory};
 use crate::http;
 use crate::output::{Audience, Table, bytes_text};
+
+/// Bound on connecting to the control plane and both calls together.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
@@ -59,7 +63,11 @@ pub(crate) fn command(args: &StatusArgs, audience: Audience) -> anyhow::Result<(
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (nodes, directory) = runtime.block_on(ask(&address))?;
+    let (nodes, directory) = runtime.block_on(async {
+        tokio::time::timeout(ANSWERED_WITHIN, ask(&address)).await.with_context(|| {
+            format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
+        })?
+    })?;
     let status = Status {
         controlplane: address,
         directory_keys: directory.keys,

@@ -1,13 +1,18 @@
 //! `reprise` as its users run it: the demo, a replay against a cluster that it keeps up, status, doctor, a benchmark.
 
-use std::io::{BufRead, BufReader, Lines};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
 
 use reprise_e2e::World;
 use reprise_e2e::process::binary;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+
+/// How long a command may take: the demo on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(240);
 
 /// An arena this small keeps a part of what 300 requests need: every tier is hit.
 const DEMO: [&str; 9] =
@@ -19,9 +24,23 @@ fn reprise(arguments: &[&str]) -> Command {
     command
 }
 
+/// Runs a command to its end, which must come within [`PATIENCE`].
+fn run(arguments: &[&str]) -> Output {
+    let child =
+        reprise(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("reprise can be run");
+    let pid = Pid::from_child(&child);
+    let (sender, ended) = sync_channel(1);
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    let output = ended.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+        let _ = kill_process(pid, Signal::KILL);
+        panic!("{arguments:?} did not end within {PATIENCE:?}")
+    });
+    output.expect("output can be read")
+}
+
 /// Runs a command to its end; the JSON objects that it prints.
 fn objects(arguments: &[&str]) -> Vec<Value> {
-    let output = reprise(arguments).output().expect("reprise can be run");
+    let output = run(arguments);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{arguments:?} failed: {said}");
     let text = String::from_utf8(output.stdout).expect("output is UTF-8");
@@ -42,12 +61,15 @@ fn assert_demo(summary: &Value) {
     let before = number(summary, "/durable_before_kill");
     assert!(before > 1000, "the killed node held something: {summary}");
     assert_eq!(number(summary, "/durable_after_restart"), before);
+    let announced = number(summary, "/durable_announced");
+    assert_eq!(before + number(summary, "/durable_evicted"), announced, "none is unaccounted for: {summary}");
+    assert_eq!(summary["tiers_without_hits"], serde_json::json!([]));
 }
 
 /// A demo that keeps its cluster up, until it is dropped.
 struct Held {
     child: Child,
-    lines: Lines<BufReader<ChildStdout>>,
+    lines: Receiver<String>,
 }
 
 impl Held {
@@ -57,18 +79,29 @@ impl Held {
             .stdout(Stdio::piped())
             .spawn()
             .expect("reprise can be run");
-        let lines = BufReader::new(child.stdout.take().expect("piped above")).lines();
+        let output = BufReader::new(child.stdout.take().expect("piped above"));
+        let (sender, lines) = sync_channel(16);
+        std::thread::spawn(move || {
+            output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
         Held { child, lines }
     }
 
     fn summary(&mut self) -> Value {
-        let line = self.lines.next().expect("a demo ends with a line").expect("which can be read");
+        let line = self.lines.recv_timeout(PATIENCE).expect("a demo ends with a line");
         serde_json::from_str(&line).expect("and is an object")
     }
 
     fn end(mut self) {
         kill_process(Pid::from_child(&self.child), Signal::TERM).expect("one's own child takes signals");
-        let status = self.child.wait().expect("one's own child can be waited for");
+        let give_up = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("one's own child can be waited for") {
+                break status;
+            }
+            assert!(Instant::now() < give_up, "the demo did not end within {PATIENCE:?}");
+            std::thread::yield_now();
+        };
         assert!(status.success(), "the demo ends well: {status}");
     }
 }
@@ -99,8 +132,70 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
     assert!(nodes.iter().all(|node| node["alive"] == true), "{status}");
     assert!(number(&status, "/directory_replicas") > 1000, "{status}");
 
+    let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("in use by another"), "{said}");
+    assert_eq!(processes(folder).len(), 3, "a refused command touches nothing");
+
+    assert_frozen_control_plane_is_reported(folder);
+
     held.end();
-    assert!(Path::new(folder).join("node-1").is_dir(), "pools outlive their cluster");
+    assert!(processes(folder).is_empty(), "no process outlives the command");
+    for gone in ["cluster.json", "processes.json", "node-1/device-0.pool", "node-2/device-0.pool"] {
+        assert!(!Path::new(folder).join(gone).exists(), "{gone} is of no use without its cluster");
+    }
+    assert!(Path::new(folder).join("node-1.log").is_file(), "logs outlive their cluster");
+}
+
+/// Processes that have a configuration in this folder among their arguments.
+fn processes(folder: &str) -> Vec<Pid> {
+    let in_folder = |arguments: &[u8]| {
+        String::from_utf8_lossy(arguments)
+            .split('\0')
+            .any(|argument| argument.starts_with(folder) && argument.ends_with(".toml"))
+    };
+    std::fs::read_dir("/proc")
+        .expect("/proc is mounted")
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            let arguments = std::fs::read(entry.path().join("cmdline")).ok()?;
+            in_folder(&arguments).then(|| Pid::from_raw(pid))?
+        })
+        .collect()
+}
+
+fn control_plane(folder: &str) -> Pid {
+    let path = Path::new(folder).join("processes.json");
+    let text = std::fs::read_to_string(path).expect("a running cluster records its processes");
+    let recorded: Value = serde_json::from_str(&text).expect("as JSON");
+    assert_eq!(recorded[0]["program"], "reprise-controlplane");
+    i32::try_from(number(&recorded, "/0/pid")).ok().and_then(Pid::from_raw).expect("a process id")
+}
+
+fn assert_frozen_control_plane_is_reported(folder: &str) {
+    let frozen = control_plane(folder);
+    kill_process(frozen, Signal::STOP).expect("our user's process");
+    let output = run(&["status", "--cluster", folder]);
+    kill_process(frozen, Signal::CONT).expect("our user's process");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("did not answer within 5s"), "{said}");
+}
+
+#[test]
+fn a_command_that_was_killed_leaves_nothing_to_the_next_one_in_its_directory() {
+    let world = World::new();
+    let folder = world.folder().to_str().expect("our folders have plain names");
+    let mut held = Held::start(folder);
+    held.summary();
+    let left = processes(folder);
+    assert_eq!(left.len(), 3);
+    held.child.kill().expect("one's own child can be killed");
+    held.child.wait().expect("and waited for");
+    assert_eq!(processes(folder), left, "SIGKILL leaves no time to end them");
+
+    objects(&["bench", "match", "--repetitions", "1", "--dir", folder, "--json"]);
+    assert!(processes(folder).is_empty());
 }
 
 #[test]
@@ -127,7 +222,21 @@ fn a_benchmark_reports_figures_in_the_one_form() {
     let median = figures.iter().find(|figure| figure["name"] == "match.8192_keys_p50").expect("the median");
     assert!(median["value"].as_f64().is_some_and(|value| value > 0.0), "{median}");
     assert_eq!(median["unit"], "ms");
-    for figure in &figures {
+    assert_form(&figures);
+    let directory =
+        ["bench", "directory", "--entries", "10000", "--repetitions", "1", "--dir", folder, "--json"];
+    let figures = objects(&directory);
+    assert!(
+        figures
+            .iter()
+            .all(|figure| figure["name"].as_str().is_some_and(|name| name.starts_with("directory.")))
+    );
+    assert_form(&figures);
+}
+
+fn assert_form(figures: &[Value]) {
+    assert!(!figures.is_empty());
+    for figure in figures {
         for field in ["name", "value", "unit", "reference", "reference_value", "ratio", "target", "met"] {
             assert!(figure.get(field).is_some(), "no {field} in {figure}");
         }
@@ -145,7 +254,7 @@ fn commands_that_cannot_work_say_why() {
         (&["bench", "match", "--repetitions", "0"], "--repetitions"),
     ];
     for (arguments, words) in cases {
-        let output = reprise(arguments).output().expect("reprise can be run");
+        let output = run(arguments);
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success(), "{arguments:?} worked");
         assert!(said.contains(words), "{arguments:?} says: {said}");

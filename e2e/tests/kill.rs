@@ -51,7 +51,10 @@ const KILL_START_ODDS: f64 = 0.2;
 
 /// A pool evicts when too few bytes are free. A segment that no block has used yet counts whole, one that is cut into slots
 /// without the 8 pages at its end: with the two or three segments that may be either, a block or two more or less fit.
-const SLACK_BLOCKS: u64 = 2;
+const SLACK_BLOCKS: u64 = 2 + FILL_BLOCKS_NEAR_THE_END;
+
+/// Blocks saved at a time where the first eviction is near.
+const FILL_BLOCKS_NEAR_THE_END: u64 = 4;
 
 /// Blocks of one load: a quarter of the arena.
 const LOAD_BLOCKS: usize = 128;
@@ -291,19 +294,27 @@ fn assert_no_leak(agent: &Agent, blocks: u64) {
     assert_eq!(counters.get("corrupt_blocks"), 0, "a kill damages nothing");
 }
 
-/// Saves fresh blocks until the pool evicts; how many it holds then.
+/// Saves fresh blocks until the pool evicts; how many it held before that.
 fn fill_up(agent: &Agent, from: u64) -> u64 {
     let engine = agent.engine(small());
     let before = agent.admin().counter("nvme_evictions");
     let mut number = from;
-    while agent.admin().counter("nvme_evictions") == before {
-        let numbers: Vec<u64> = (number..number + 64).collect();
+    loop {
+        let counters = agent.admin().counters();
+        let evicted = counters.get("nvme_evictions") - before;
+        if evicted > 0 {
+            drop(engine);
+            let counters = agent.admin().wait_quiet(PATIENCE);
+            return counters.get("nvme_blocks") + counters.get("nvme_evictions") - before;
+        }
+        // Few at a time near the end, since what is saved beside the first eviction counts, too.
+        let is_near = counters.get("pool_free_bytes") * 8 < counters.get("pool_capacity_bytes");
+        let count = if is_near { FILL_BLOCKS_NEAR_THE_END } else { 64 };
+        let numbers: Vec<u64> = (number..number + count).collect();
         engine.save_durably(&numbers);
-        number += 64;
+        number += count;
         assert!(number - from < 100_000, "a pool that never fills");
     }
-    drop(engine);
-    agent.admin().wait_quiet(PATIENCE).get("nvme_blocks")
 }
 
 fn config(pool: ByteSize) -> AgentConfig {

@@ -42,12 +42,12 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let empty = resident::anonymous_bytes(pid(&cluster)?)?;
     cluster.kill_agent(0)?;
     write_pool(&cluster.pool_path(0), bytes, entries)?;
-    let (mut seconds, mut per_block) = (Vec::new(), Vec::new());
+    let (mut seconds, mut ready, mut per_block) = (Vec::new(), Vec::new(), Vec::new());
     for repetition in 0..settings.repetitions {
         if repetition > 0 {
             cluster.kill_agent(0)?;
         }
-        cluster.restart_agent(0)?;
+        ready.push(cluster.restart_agent(0)?);
         let device = &status(&cluster)?["devices"][0];
         let blocks =
             device["recovered_blocks"].as_u64().context("the agent's status has no recovered_blocks")?;
@@ -64,6 +64,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
             "s",
             Target::AtMost(2.0),
         ),
+        Figure::absolute("recovery.start_to_ready", median(ready), "s", Target::None),
         Figure::absolute("recovery.agent_bytes_per_block", median(per_block), "bytes", Target::AtMost(128.0)),
     ])
 }

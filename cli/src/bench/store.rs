@@ -1,17 +1,20 @@
-//! Cold verified loads from the device and durable saves to it, beside a bare io_uring loop on the same file system.
+//! Cold verified loads from the device and durable saves to it, beside a bare io_uring loop.
 //!
-//! The bare loop reads or writes a file beside the pool, as large as what is loaded, written once before: a
-//! device answers reads of never-written extents without touching the medium. Its buffers are 2 MiB pages, and
-//! its depth is the best of a few, found first. Writes of both sides go to space that is reserved and was never
-//! written, since the first write of an extent costs more than the next.
+//! The bare loop reads the payloads of the very blocks that are loaded, in the agent's own pool file. Its buffers
+//! are 2 MiB pages, and its depth is the best of a few, found first. Its writes go to a fresh file beside the pool:
+//! writes of both sides go to space that is reserved and was never written, since the first write of an extent
+//! costs more than the next. The pool has room for all rounds, and none may evict.
 
+use std::cell::Cell;
 use std::num::NonZeroU32;
+use std::ops::ControlFlow;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
-use reprise_client::{Client, Load, LoadRequest, Scope};
+use reprise_client::{Client, Load, LoadRequest, Scope, Source};
 use reprise_io::bare::{self, BareLoop};
 use reprise_io::{DeviceFile, FileAccess, Missing};
 use reprise_policy::BlockKey;
@@ -20,6 +23,7 @@ use crate::http;
 use crate::kv_function::mix;
 
 use super::fixture::{self, Fixture, PATIENCE, fill, keys, payload, sizes};
+use super::pool_file;
 use super::report::{Figure, Paired, Target, median, paired};
 use super::{Settings, llama_3_8b};
 
@@ -28,6 +32,18 @@ const BLOCKS: usize = 384;
 
 /// Blocks of one load call; two calls are in flight, 256 MiB of arena.
 const WINDOW_BLOCKS: usize = 64;
+
+/// Blocks whose objects are loaded in layer order: 128 × 2 MiB = 256 MiB.
+const LAYER_ORDER_BLOCKS: usize = 128;
+
+/// Rounds of durable saves at the most: each needs 256 MiB of pool that was never written, together 8 GiB.
+const SAVE_ROUNDS_MAX: usize = 32;
+
+/// Saves beside the counted rounds: one to learn how often the agent syncs, one round that does not count.
+const SAVE_ROUNDS_EXTRA: usize = 2;
+
+/// Room in the pool beside blocks: superblocks, journal, the segment in use.
+const POOL_EXTRA_MIB: u64 = 256;
 
 /// Blocks of one durable save: 256 MiB.
 const SAVE_BLOCKS: usize = 128;
@@ -41,46 +57,57 @@ const OBJECT_BYTES: u32 = 32 << 10;
 /// Depths that the bare loop is tried with.
 const DEPTHS: [usize; 4] = [4, 8, 16, 32];
 
-/// Objects that the random 32 KiB loop reads: 256 MiB.
-const OBJECTS: usize = 8192;
-
-/// The bare loop's side: a file beside the pool and memory in 2 MiB pages.
+/// The bare loop's side: the agent's pool and memory in 2 MiB pages.
 struct Bare {
-    file: DeviceFile,
+    pool: DeviceFile,
     _arena: Arena,
     memory: Span,
 }
 
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
-    let fixture = Fixture::start(settings, 1, &layout, sizes(640, 3072))?;
+    let fixture = Fixture::start(settings, 1, &layout, sizes(640, pool_mib(save_rounds(settings))))?;
     let client = &fixture.clients[0];
     let payload = payload(&layout);
     let cold = keys(3, BLOCKS);
     fixture::save_durable(client, &cold, SAVE_BLOCKS, &payload)?;
-    let bare = Bare::new(settings)?;
+    let pool = fixture.cluster.pool_path(0);
+    let bare = Bare::new(&pool)?;
+    let payloads = pool_file::payload_offsets(&pool, layout.slot_bytes(), &cold)?;
 
-    let mut figures = vec![cold_blocks(settings, client, &cold, &bare)?];
-    figures.push(layer_order(settings, client, &cold, &bare)?);
+    let mut figures = vec![cold_blocks(settings, client, &cold, (&bare, &payloads))?];
+    figures.push(layer_order(settings, client, &cold, (&bare, &payloads))?);
+    figures.extend(fio(&pool, &payloads, &figures[0]));
     figures.push(durable_save(settings, &fixture, &payload, &bare)?);
-    figures.extend(fio(settings, &figures[0]));
     Ok(figures)
+}
+
+/// Counted rounds of durable saves.
+fn save_rounds(settings: &Settings) -> usize {
+    settings.repetitions.min(SAVE_ROUNDS_MAX)
+}
+
+/// Pool in which no save goes to a slot that was used before: a tenth more than the blocks, for headers and ends of
+/// segments.
+fn pool_mib(rounds: usize) -> u64 {
+    let blocks = BLOCKS + (rounds + SAVE_ROUNDS_EXTRA) * SAVE_BLOCKS;
+    (blocks as u64 * (u64::from(BLOCK_BYTES) >> 20) * 11).div_ceil(10) + POOL_EXTRA_MIB
 }
 
 fn cold_blocks(
     settings: &Settings,
     client: &Client,
     keys: &[BlockKey],
-    bare: &Bare,
+    (bare, payloads): (&Bare, &[u64]),
 ) -> anyhow::Result<Figure> {
-    let offsets = bare.offsets(BLOCK_BYTES, BLOCKS);
+    let offsets = pieces(payloads, BLOCK_BYTES);
     let depth = bare.best_depth(BLOCK_BYTES, &offsets)?;
     let measured = paired(
         settings.repetitions,
         || bare.read(BLOCK_BYTES, &offsets, depth),
         || cold_load(client, keys, u64::from(BLOCK_BYTES)),
     )?;
-    let reference = format!("bare io_uring O_DIRECT reads of 2 MiB, depth {depth}");
+    let reference = format!("bare io_uring O_DIRECT reads of the same 2 MiB, depth {depth}");
     Ok(Figure::relative("store.cold_load_2mib", measured, "GB/s", (reference, Target::RatioAtLeast(0.95))))
 }
 
@@ -88,17 +115,18 @@ fn layer_order(
     settings: &Settings,
     client: &Client,
     keys: &[BlockKey],
-    bare: &Bare,
+    (bare, payloads): (&Bare, &[u64]),
 ) -> anyhow::Result<Figure> {
-    let offsets = bare.offsets(OBJECT_BYTES, OBJECTS);
+    let offsets = pieces(&payloads[..LAYER_ORDER_BLOCKS], OBJECT_BYTES);
     let depth = bare.best_depth(OBJECT_BYTES, &offsets)?;
-    let part = &keys[..OBJECTS / 64];
+    let part = &keys[..LAYER_ORDER_BLOCKS];
     let measured = paired(
         settings.repetitions,
         || bare.read(OBJECT_BYTES, &offsets, depth),
         || cold_load(client, part, u64::from(OBJECT_BYTES)),
     )?;
-    let reference = format!("bare io_uring O_DIRECT random reads of 32 KiB, depth {depth}");
+    let reference =
+        format!("bare io_uring O_DIRECT random reads of 32 KiB of the same blocks, depth {depth}");
     let against = (reference, Target::RatioAtLeast(0.90));
     Ok(Figure::relative("store.cold_load_32kib_layer_order", measured, "GB/s", against))
 }
@@ -122,55 +150,85 @@ fn durable_save(
         ensure!(outcome.lost_keys.is_empty(), "{} blocks did not become durable", outcome.lost_keys.len());
         Ok(started.elapsed())
     };
-    let before = syncs(&admin)?;
+    let evicted_before = nvme_evictions(&admin)?;
+    let syncs_before = syncs(&admin)?;
     save(0)?;
-    let syncs = (syncs(&admin)? - before).max(1);
-    let every = (SAVE_BLOCKS as u64).div_ceil(syncs).max(1);
-    let every = NonZeroU32::new(u32::try_from(every).context("too many blocks")?)
-        .context("at least one block a sync")?;
-    let offsets = bare.offsets(BLOCK_BYTES, SAVE_BLOCKS);
-    let mut round = 0;
+    // Counted over all saves so far, since not every save takes as many.
+    let saves = Cell::new(1);
+    let blocks_per_sync = || -> anyhow::Result<NonZeroU32> {
+        let syncs = (syncs(&admin)? - syncs_before).max(1);
+        let blocks = (SAVE_BLOCKS as u64 * saves.get()).div_ceil(syncs).max(1);
+        NonZeroU32::new(u32::try_from(blocks).context("too many blocks")?)
+            .context("at least one block a sync")
+    };
+    let offsets: Vec<u64> =
+        shuffled((0..SAVE_BLOCKS as u64).map(|block| block * u64::from(BLOCK_BYTES)).collect());
+    let beside = settings.directory.join("bare-write.dat");
+    let rounds = save_rounds(settings);
     let measured = paired(
-        settings.repetitions,
-        || bare.write_fresh(settings, &offsets, every),
+        rounds,
+        || bare.write_fresh(&beside, &offsets, blocks_per_sync()?),
         || {
-            round += 1;
-            Ok(bytes / save(round)?.as_secs_f64() / 1e9)
+            let took = save(saves.get())?;
+            saves.set(saves.get() + 1);
+            Ok(bytes / took.as_secs_f64() / 1e9)
         },
     )?;
-    let reference = format!("bare io_uring O_DIRECT first writes of 2 MiB, {syncs} syncs");
+    let evicted = nvme_evictions(&admin)? - evicted_before;
+    ensure!(evicted == 0, "{evicted} blocks were evicted: saves went to slots that were used before");
+    let syncs = (syncs(&admin)? - syncs_before) as f64 / saves.get() as f64;
+    let reference = format!(
+        "bare io_uring O_DIRECT first writes of 2 MiB, {syncs:.1} syncs a save, {rounds} of {} rounds",
+        settings.repetitions
+    );
     Ok(Figure::relative("store.durable_save_2mib", measured, "GB/s", (reference, Target::RatioAtLeast(0.90))))
 }
 
 /// Loads every block from the device into the arena, verified, two windows in flight; GB/s.
 fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Result<f64> {
     client.trim().context("trim")?;
-    let start = |keys: &[BlockKey]| {
-        let request =
-            LoadRequest { keys: keys.to_vec(), deadline: PATIENCE, read_bytes, scope: Scope::Local };
-        client.start_load(&request)
-    };
-    let finish = |load: &Load| -> anyhow::Result<()> {
-        load.wait_layer(client.layout().layers() - 1, PATIENCE).context("waiting for the last layer")?;
-        ensure!(load.leading_blocks() == load.blocks().len(), "a cold block could not be loaded");
-        Ok(())
-    };
+    let request = LoadRequest { keys: keys.to_vec(), deadline: PATIENCE, read_bytes, scope: Scope::Local };
+    let mut cold = Ok(());
+    let mut loaded = 0;
     let started = Instant::now();
-    let mut windows = keys.chunks(WINDOW_BLOCKS);
-    let mut in_flight = std::collections::VecDeque::new();
-    for window in windows.by_ref().take(2) {
-        in_flight.push_back(start(window)?);
-    }
-    while let Some(pending) = in_flight.pop_front() {
-        let load = pending.wait().context("load")?;
-        finish(&load)?;
-        drop(load);
-        if let Some(window) = windows.next() {
-            in_flight.push_back(start(window)?);
-        }
-    }
+    client
+        .load_windowed(&request, WINDOW_BLOCKS, |_, load| {
+            loaded += load.blocks().len();
+            cold = demand_cold(client, load);
+            if cold.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        })
+        .context("load")?;
+    let elapsed = started.elapsed();
+    cold?;
+    ensure!(loaded == keys.len(), "{loaded} of {} blocks were loaded", keys.len());
     let bytes = keys.len() as u64 * client.layout().block_bytes();
-    Ok(bytes as f64 / started.elapsed().as_secs_f64() / 1e9)
+    Ok(bytes as f64 / elapsed.as_secs_f64() / 1e9)
+}
+
+/// Waits for a whole load, every block of which must have come from the node's own device.
+fn demand_cold(client: &Client, load: &Load) -> anyhow::Result<()> {
+    load.wait_layer(client.layout().layers() - 1, PATIENCE).context("waiting for the last layer")?;
+    ensure!(load.leading_blocks() == load.blocks().len(), "a cold block could not be loaded");
+    let warm = load.blocks().iter().filter(|block| block.source() != Some(Source::OwnNvme)).count();
+    ensure!(warm == 0, "{warm} blocks did not come from the device");
+    Ok(())
+}
+
+/// Offsets of all pieces of `bytes` of the payloads at `payloads`, in a shuffled order.
+fn pieces(payloads: &[u64], bytes: u32) -> Vec<u64> {
+    let within = (0..u64::from(BLOCK_BYTES)).step_by(bytes as usize);
+    shuffled(payloads.iter().flat_map(|payload| within.clone().map(move |at| payload + at)).collect())
+}
+
+fn shuffled(mut offsets: Vec<u64>) -> Vec<u64> {
+    offsets.sort_by_key(|offset| mix(*offset));
+    offsets
+}
+
+/// Blocks that an agent has evicted from NVMe so far.
+fn nvme_evictions(admin: &str) -> anyhow::Result<u64> {
+    let status: serde_json::Value = serde_json::from_str(&http::get(admin, "/status")?)?;
+    status["counters"]["nvme_evictions"].as_u64().context("the agent's status does not count evictions")
 }
 
 /// Device syncs of an agent so far, from its metrics.
@@ -186,30 +244,16 @@ fn syncs(admin: &str) -> anyhow::Result<u64> {
 }
 
 impl Bare {
-    fn new(settings: &Settings) -> anyhow::Result<Bare> {
-        let path = settings.directory.join("bare-loop.dat");
-        let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Create)
-            .with_context(|| format!("opening {}", path.display()))?;
-        file.preallocate(BLOCKS as u64 * u64::from(BLOCK_BYTES))
-            .context("allocating the bare loop's file")?;
+    fn new(pool: &Path) -> anyhow::Result<Bare> {
+        let pool = DeviceFile::open(pool, FileAccess::ReadBeside, Missing::Fail)
+            .with_context(|| format!("opening {}", pool.display()))?;
         let bytes = DEPTHS[3] as u64 * u64::from(BLOCK_BYTES);
         let arena = Arena::new(&ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Prefer })
             .context("memory of the bare loop")?;
         let memory = arena.span(0, 0, bytes).context("memory of the bare loop")?;
         let pattern: Vec<u8> = (0..bytes / 8).flat_map(|index| mix(index).to_le_bytes()).collect();
         memory.copy_in(&pattern).context("filling the bare loop's memory")?;
-        let bare = Bare { file, _arena: arena, memory };
-        let every = NonZeroU32::new(64).expect("not zero");
-        bare.write(&bare.file, &bare.offsets(BLOCK_BYTES, BLOCKS), every)?;
-        Ok(bare)
-    }
-
-    /// `count` offsets of pieces of `bytes` in the file, in a shuffled order.
-    fn offsets(&self, bytes: u32, count: usize) -> Vec<u64> {
-        let pieces = self.file.size() / u64::from(bytes);
-        let mut all: Vec<u64> = (0..pieces).collect();
-        all.sort_by_key(|piece| mix(*piece));
-        all.iter().take(count).map(|piece| piece * u64::from(bytes)).collect()
+        Ok(Bare { pool, _arena: arena, memory })
     }
 
     fn best_depth(&self, bytes: u32, offsets: &[u64]) -> anyhow::Result<usize> {
@@ -228,23 +272,18 @@ impl Bare {
     fn read(&self, bytes: u32, offsets: &[u64], depth: usize) -> anyhow::Result<f64> {
         let buffers = bare::cut(&self.memory, bytes, depth)?;
         let parameters =
-            BareLoop { file: &self.file, block_bytes: bytes, offsets, buffers: &buffers, sync_every: None };
+            BareLoop { file: &self.pool, block_bytes: bytes, offsets, buffers: &buffers, sync_every: None };
         Ok(bare::read_loop(&parameters).context("the bare read loop")?.bytes_per_second() / 1e9)
     }
 
     /// Writes into a new file whose space is reserved, as the pool's is.
-    fn write_fresh(
-        &self,
-        settings: &Settings,
-        offsets: &[u64],
-        sync_every: NonZeroU32,
-    ) -> anyhow::Result<f64> {
-        let path = settings.directory.join("bare-write.dat");
-        let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Create)
+    fn write_fresh(&self, path: &Path, offsets: &[u64], sync_every: NonZeroU32) -> anyhow::Result<f64> {
+        let mut file = DeviceFile::open(path, FileAccess::ReadWrite, Missing::Create)
             .with_context(|| format!("opening {}", path.display()))?;
-        file.preallocate(self.file.size()).context("allocating the bare loop's file")?;
+        file.preallocate(offsets.len() as u64 * u64::from(BLOCK_BYTES))
+            .context("allocating the bare loop's file")?;
         let rate = self.write(&file, offsets, sync_every);
-        std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
+        std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
         rate
     }
 
@@ -261,17 +300,14 @@ impl Bare {
     }
 }
 
-impl Drop for Bare {
-    fn drop(&mut self) {
-        drop(std::fs::remove_file(self.file.path()));
-    }
-}
-
 /// fio's figure for the same reads, where it is installed: for information.
-fn fio(settings: &Settings, measured: &Figure) -> Option<Figure> {
-    let path = settings.directory.join("bare-loop.dat");
+fn fio(pool: &Path, payloads: &[u64], measured: &Figure) -> Option<Figure> {
+    let (first, last) = (payloads.iter().min()?, payloads.iter().max()?);
     let arguments = [
-        format!("--filename={}", path.display()),
+        format!("--filename={}", pool.display()),
+        // The rest of the pool was never written, and reading that does not touch the medium.
+        format!("--offset={first}"),
+        format!("--size={}", last + u64::from(BLOCK_BYTES) - first),
         "--name=reads".into(),
         "--rw=randread".into(),
         "--bs=2M".into(),
@@ -287,4 +323,29 @@ fn fio(settings: &Settings, measured: &Figure) -> Option<Figure> {
     let paired = Paired { reference: rate, subject: measured.value, ratio: measured.value / rate };
     let reference = "fio, 2 MiB random reads, depth 16, its own buffers";
     Some(Figure::relative("store.cold_load_2mib_vs_fio", paired, "GB/s", (reference, Target::None)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_has_slots_for_every_round_that_were_never_written() {
+        for rounds in [1, 11, SAVE_ROUNDS_MAX] {
+            let blocks = BLOCKS + (rounds + SAVE_ROUNDS_EXTRA) * SAVE_BLOCKS;
+            let segments = ((pool_mib(rounds) - POOL_EXTRA_MIB) / 64) as usize;
+            assert!(
+                segments * 31 >= blocks,
+                "{rounds} rounds: {segments} segments of 31 slots, {blocks} blocks"
+            );
+        }
+    }
+
+    #[test]
+    fn pieces_cover_every_byte_of_every_payload_once() {
+        let mut pieces = pieces(&[4096, 8 << 20], OBJECT_BYTES);
+        pieces.sort_unstable();
+        let expected = |start: u64| (0..64).map(move |object| start + object * u64::from(OBJECT_BYTES));
+        assert_eq!(pieces, expected(4096).chain(expected(8 << 20)).collect::<Vec<_>>());
+    }
 }

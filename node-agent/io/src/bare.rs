@@ -79,7 +79,7 @@ pub fn read_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
 /// # Errors
 /// As the kernel reports them; the first failed or short operation ends the loop.
 pub fn write_loop(parameters: &BareLoop<'_>) -> Result<BareRun, IoError> {
-    if parameters.file.access() == FileAccess::ReadOnly {
+    if parameters.file.access() != FileAccess::ReadWrite {
         return Err(IoError::new(IoErrorKind::Invalid, "write loop on a file opened read-only"));
     }
     run(parameters, Direction::Write)

@@ -124,7 +124,7 @@ impl Bounds {
                 return invalid("read into memory that is not writable".into());
             }
         }
-        if write && self.access == FileAccess::ReadOnly {
+        if write && self.access != FileAccess::ReadWrite {
             return invalid("write to a device that was opened read-only".into());
         }
         let bytes = op.bytes();
