@@ -49,8 +49,9 @@ const KILL_START_AFTER_US: std::ops::Range<u64> = 0..60_000;
 /// How often a start is killed, too.
 const KILL_START_ODDS: f64 = 0.2;
 
-/// A pool evicts when too few bytes are free. A segment that no block has used yet counts whole, one that is cut into slots
-/// without the 8 pages at its end: with the two or three segments that may be either, a block or two more or less fit.
+/// So many fewer may fit than in a pool that was never killed. A pool evicts when too few bytes are free. A segment that no
+/// block has used yet counts whole, one that is cut into slots without the 8 pages at its end: with the two or three
+/// segments that may be either, a block or two more or less fit.
 const SLACK_BLOCKS: u64 = 2 + FILL_BLOCKS_NEAR_THE_END;
 
 /// Blocks saved at a time where the first eviction is near.
@@ -354,12 +355,8 @@ fn blocks_announced_durable_survive_a_kill_at_any_moment() {
             unannounced += survivors.found.len() - announced;
         }
         kills += killed;
-        // No slot has leaked: what was never killed holds no more.
         let full = fill_up(&agent, 1_000_000);
-        assert!(
-            full.abs_diff(capacity) <= SLACK_BLOCKS,
-            "{full} blocks fit after {killed} kills, not {capacity}"
-        );
+        assert!(full + SLACK_BLOCKS >= capacity, "slots have leaked: {full} blocks fit, not {capacity}");
         agent.stop();
         std::fs::remove_file(&agent.files().pool).expect("a stopped agent's pool can be removed");
     }
@@ -396,10 +393,7 @@ fn a_pool_that_evicts_survives_a_kill_at_any_moment() {
         }
     }
     let holds = fill_up(&agent, 1 << 40);
-    assert!(
-        holds.abs_diff(capacity) <= SLACK_BLOCKS,
-        "{holds} blocks fit after {kills} kills, not {capacity}"
-    );
+    assert!(holds + SLACK_BLOCKS >= capacity, "slots have leaked: {holds} blocks fit, not {capacity}");
     agent.stop();
     say(&format!("{kills} kills, {full} of a pool that had evicted; {checked} recent blocks found again"));
     assert!(full * 2 > kills / 2, "the pool evicts most of the time");
