@@ -20,7 +20,7 @@ use anyhow::bail;
 use clap::Subcommand;
 use reprise_policy::{Dtype, Layout, LayoutSpec, Parts};
 
-use crate::cluster::cache_directory;
+use crate::config::Config;
 use crate::output::Audience;
 
 /// Arguments of `reprise bench`.
@@ -28,9 +28,9 @@ use crate::output::Audience;
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
     which: Which,
-    /// Repetitions of each measurement; the median counts.
-    #[arg(long, global = true, default_value_t = 11)]
-    repetitions: usize,
+    /// Repetitions of each measurement; the median counts [default: 11].
+    #[arg(long, global = true)]
+    repetitions: Option<usize>,
     /// Where pools are made [default: the cache folder's bench].
     #[arg(long, global = true, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -70,12 +70,13 @@ struct Settings {
 }
 
 /// `reprise bench`.
-pub(crate) fn command(args: &BenchArgs, audience: Audience) -> anyhow::Result<()> {
-    if args.repetitions == 0 {
+pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    let repetitions = args.repetitions.unwrap_or(config.bench.repetitions);
+    if repetitions == 0 {
         bail!("--repetitions must be at least 1");
     }
-    let directory = args.dir.clone().unwrap_or_else(|| cache_directory().join("bench"));
-    let settings = Settings { directory, repetitions: args.repetitions };
+    let directory = config.bench.directory(args.dir.as_deref());
+    let settings = Settings { directory, repetitions };
     let all = [
         Which::Store,
         Which::Local,

@@ -7,7 +7,8 @@ use anyhow::{Context, bail};
 use reprise_policy::ByteSize;
 use serde::Serialize;
 
-use crate::cluster::{AgentAddresses, AgentSizes, Cluster, cache_directory};
+use crate::cluster::{AgentAddresses, AgentSizes, Cluster};
+use crate::config::{Config, DemoConfig};
 use crate::engine::{DurableCheck, EngineSettings};
 use crate::engine_process::EngineProcess;
 use crate::http;
@@ -23,15 +24,6 @@ const NODES: usize = 2;
 /// The node that is killed.
 const VICTIM: usize = 0;
 
-/// Requests replayed before the kill.
-const REQUESTS_DEFAULT: usize = 1500;
-
-/// DRAM of each agent: a tenth of what the default requests keep, so that NVMe is read.
-const ARENA_DEFAULT: ByteSize = ByteSize(192 << 20);
-
-/// NVMe of each agent.
-const POOL_DEFAULT: ByteSize = ByteSize(3 << 30);
-
 /// Requests that are replayed again after the restart.
 const REQUESTS_AFTER_RESTART: usize = 200;
 
@@ -41,18 +33,18 @@ pub(crate) struct DemoArgs {
     /// Trace to replay (JSON lines); the conversation trace by default.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Requests to replay before the kill.
-    #[arg(long, default_value_t = REQUESTS_DEFAULT)]
-    requests: usize,
-    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this (a power of two).
-    #[arg(long, default_value_t = crate::model::SCALE_DEFAULT)]
-    scale: u32,
-    /// DRAM arena of each agent.
-    #[arg(long, default_value_t = ARENA_DEFAULT)]
-    arena: ByteSize,
-    /// NVMe pool of each agent.
-    #[arg(long, default_value_t = POOL_DEFAULT)]
-    pool: ByteSize,
+    /// Requests to replay before the kill [default: 1500].
+    #[arg(long)]
+    requests: Option<usize>,
+    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this, a power of two [default: 1024].
+    #[arg(long)]
+    scale: Option<u32>,
+    /// DRAM arena of each agent [default: 192MiB].
+    #[arg(long)]
+    arena: Option<ByteSize>,
+    /// NVMe pool of each agent [default: 3GiB].
+    #[arg(long)]
+    pool: Option<ByteSize>,
     /// Where the cluster keeps its data [default: the cache folder's demo].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -101,19 +93,20 @@ struct KillOutcome {
 }
 
 /// `reprise demo`.
-pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()> {
+pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let trace = Trace::open(args.trace.as_deref())?;
-    let layout = llama_3_8b_scaled(args.scale)?;
-    let directory = args.dir.clone().unwrap_or_else(|| cache_directory().join("demo"));
+    let chosen = args.over(&config.demo);
+    let layout = llama_3_8b_scaled(chosen.scale)?;
+    let directory = config.cluster.directory(args.dir.as_deref());
     audience.say(format!(
         "Llama-3-8B's KV cache at 1/{}: one trace block of 512 tokens is {} in {} objects of {}.",
-        args.scale,
+        chosen.scale,
         bytes_text(layout.block_bytes()),
         layout.objects(),
         bytes_text(layout.object_bytes())
     ));
     audience.say(format!("Starting a control plane and {NODES} agents in {} …", directory.display()));
-    let sizes = AgentSizes { arena: args.arena, pool: args.pool };
+    let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool };
     let mut cluster = Cluster::start(&directory, NODES, sizes)?;
     for agent in cluster.file().agents {
         audience.say(format!("  {}: status and metrics at http://{}/status", agent.node, agent.admin));
@@ -126,8 +119,9 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
         .collect();
     let mut engines = settings.iter().map(EngineProcess::start).collect::<anyhow::Result<Vec<_>>>()?;
 
-    let subject = Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
-    let requests = &trace.requests[..args.requests.min(trace.requests.len())];
+    let subject =
+        Subject { trace: trace.name.clone(), scale: chosen.scale, block_bytes: layout.block_bytes() };
+    let requests = &trace.requests[..chosen.requests.min(trace.requests.len())];
     audience.say(format!("Replaying {} requests of {} …", requests.len(), trace.name));
     let bar = audience.progress(requests.len() as u64, "replay");
     let mut totals = Totals::new();
@@ -177,7 +171,7 @@ pub(crate) fn command(args: &DemoArgs, audience: Audience) -> anyhow::Result<()>
     if killed.after.present != killed.before.present {
         bail!("{} durable blocks did not come back", killed.before.present - killed.after.present);
     }
-    demand_tiers(args, &unused, audience)?;
+    demand_tiers(args.sizes(&chosen), &unused, audience)?;
     audience.say(format!("Every byte was right: {mismatches} mismatches."));
     if args.hold {
         hold(audience)?;
@@ -229,25 +223,38 @@ fn demand_durable(check: &DurableCheck, evicted: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The default sizes hit every tier; other sizes need not, which is then said.
-fn demand_tiers(args: &DemoArgs, unused: &[&str], audience: Audience) -> anyhow::Result<()> {
+/// The default trace and sizes hit every tier; others need not, which is then said.
+fn demand_tiers(sizes: Sizes, unused: &[&str], audience: Audience) -> anyhow::Result<()> {
     if unused.is_empty() {
         return Ok(());
     }
-    if args.has_default_sizes() {
+    if sizes == Sizes::Default {
         bail!("no hit in {}: with the default sizes every tier serves", unused.join(", "));
     }
     audience.say(format!("No hit in {}: these sizes leave a tier unused.", unused.join(", ")));
     Ok(())
 }
 
+/// Whether anything differs from what the demo is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sizes {
+    Default,
+    Chosen,
+}
+
 impl DemoArgs {
-    fn has_default_sizes(&self) -> bool {
-        self.trace.is_none()
-            && self.requests == REQUESTS_DEFAULT
-            && self.scale == crate::model::SCALE_DEFAULT
-            && self.arena == ARENA_DEFAULT
-            && self.pool == POOL_DEFAULT
+    /// What the flags say, and what they leave to the file.
+    fn over(&self, file: &DemoConfig) -> DemoConfig {
+        DemoConfig {
+            requests: self.requests.unwrap_or(file.requests),
+            scale: self.scale.unwrap_or(file.scale),
+            arena: self.arena.unwrap_or(file.arena),
+            pool: self.pool.unwrap_or(file.pool),
+        }
+    }
+
+    fn sizes(&self, chosen: &DemoConfig) -> Sizes {
+        if self.trace.is_none() && *chosen == DemoConfig::default() { Sizes::Default } else { Sizes::Chosen }
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod bench;
 mod cluster;
+mod config;
 mod demo;
 mod doctor;
 mod engine;
@@ -25,17 +26,24 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::config::Config;
 use crate::output::{Audience, JsonFlag};
 
 /// Cluster-wide KV cache for LLM inference engines.
 #[derive(Debug, Parser)]
-#[command(name = "reprise", version, about)]
+#[command(name = "reprise", version, about, arg_required_else_help = true)]
 struct Arguments {
     /// One JSON object a line instead of tables and bars.
     #[arg(long, global = true)]
     json: bool,
+    /// Configuration file (TOML); flags go before it.
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the default configuration, commented, and exit.
+    #[arg(long)]
+    print_default_config: bool,
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -66,7 +74,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     init_logs(match arguments.command {
         // Whoever started the engine kills agents under it, and says so.
-        Command::Engine { .. } => "warn,reprise_client::connection=error",
+        Some(Command::Engine { .. }) => "warn,reprise_client::connection=error",
         _ => "warn",
     });
     match run(arguments) {
@@ -80,13 +88,19 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> anyhow::Result<()> {
     let audience = Audience::of(JsonFlag(arguments.json));
+    if arguments.print_default_config {
+        output::print(config::DEFAULT_CONFIG);
+        return Ok(());
+    }
+    let config = Config::read(arguments.config.as_deref())?;
     match arguments.command {
-        Command::Demo(args) => demo::command(&args, audience),
-        Command::Replay(args) => replay::command(&args, audience),
-        Command::Bench(args) => bench::command(&args, audience),
-        Command::Status(args) => status::command(&args, audience),
-        Command::Doctor(args) => doctor::command(&args, audience),
-        Command::Engine { socket, layout } => engine_process::serve(socket, layout),
+        Some(Command::Demo(args)) => demo::command(&args, &config, audience),
+        Some(Command::Replay(args)) => replay::command(&args, &config, audience),
+        Some(Command::Bench(args)) => bench::command(&args, &config, audience),
+        Some(Command::Status(args)) => status::command(&args, &config, audience),
+        Some(Command::Doctor(args)) => doctor::command(&args, audience),
+        Some(Command::Engine { socket, layout }) => engine_process::serve(socket, layout),
+        None => anyhow::bail!("name a command: `reprise --help` lists them"),
     }
 }
 

@@ -48,6 +48,11 @@ impl Audience {
     }
 }
 
+/// Prints text as it is.
+pub(crate) fn print(text: &str) {
+    print!("{text}");
+}
+
 /// The `--json` flag.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JsonFlag(pub(crate) bool);

@@ -8,7 +8,8 @@ use hdrhistogram::Histogram;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
-use crate::cluster::{ClusterFile, cache_directory};
+use crate::cluster::ClusterFile;
+use crate::config::Config;
 use crate::engine::{EngineSettings, HitCounts, RequestOutcome};
 use crate::engine_process::EngineProcess;
 use crate::model::llama_3_8b_scaled;
@@ -33,9 +34,9 @@ pub(crate) struct ReplayArgs {
     /// Requests to replay; all by default.
     #[arg(long)]
     requests: Option<usize>,
-    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this.
-    #[arg(long, default_value_t = crate::model::SCALE_DEFAULT)]
-    scale: u32,
+    /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this [default: 1024].
+    #[arg(long)]
+    scale: Option<u32>,
 }
 
 /// Sums over a replay.
@@ -254,11 +255,12 @@ pub(crate) fn run(
 }
 
 /// `reprise replay`.
-pub(crate) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<()> {
+pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let trace = Trace::open(args.trace.as_deref())?;
-    let layout = llama_3_8b_scaled(args.scale)?;
+    let scale = args.scale.unwrap_or(config.demo.scale);
+    let layout = llama_3_8b_scaled(scale)?;
     let sockets = if args.socket.is_empty() {
-        let directory = args.cluster.clone().unwrap_or_else(|| cache_directory().join("demo"));
+        let directory = config.cluster.directory(args.cluster.as_deref());
         ClusterFile::read(&directory)?.agents.into_iter().map(|agent| agent.socket).collect()
     } else {
         args.socket.clone()
@@ -268,7 +270,7 @@ pub(crate) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
         .map(|socket| EngineProcess::start(&EngineSettings { socket, layout }))
         .collect::<anyhow::Result<Vec<_>>>()?;
     let requests = &trace.requests[..args.requests.unwrap_or(usize::MAX).min(trace.requests.len())];
-    let subject = Subject { trace: trace.name.clone(), scale: args.scale, block_bytes: layout.block_bytes() };
+    let subject = Subject { trace: trace.name.clone(), scale, block_bytes: layout.block_bytes() };
     let bar = audience.progress(requests.len() as u64, "replay");
     let mut totals = Totals::new();
     run(requests, &mut engines, &mut totals, &bar)?;

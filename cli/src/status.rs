@@ -9,7 +9,8 @@ use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{DescribeReply, DescribeRequest, ListNodesRequest, NodeInfo};
 use serde::Serialize;
 
-use crate::cluster::{ClusterFile, cache_directory};
+use crate::cluster::ClusterFile;
+use crate::config::Config;
 use crate::http;
 use crate::output::{Audience, Table, bytes_text};
 
@@ -54,11 +55,11 @@ struct NodeStatus {
 }
 
 /// `reprise status`.
-pub(crate) fn command(args: &StatusArgs, audience: Audience) -> anyhow::Result<()> {
+pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let address = match &args.controlplane {
         Some(address) => address.clone(),
         None => {
-            let directory = args.cluster.clone().unwrap_or_else(|| cache_directory().join("demo"));
+            let directory = config.cluster.directory(args.cluster.as_deref());
             ClusterFile::read(&directory)?.controlplane
         }
     };

@@ -244,6 +244,24 @@ fn assert_form(figures: &[Value]) {
 }
 
 #[test]
+fn the_printed_configuration_is_taken_and_an_unknown_field_is_refused() {
+    let world = World::new();
+    let file = world.folder().join("reprise.toml");
+    let printed = reprise(&["--print-default-config"]).output().expect("reprise can be run");
+    assert!(printed.status.success());
+    let text = String::from_utf8(printed.stdout).expect("output is UTF-8");
+    let path = file.to_str().expect("our folders have plain names");
+    std::fs::write(&file, text.replace("repetitions = 11", "repetitions = 0"))
+        .expect("a file can be written");
+    let taken = reprise(&["--config", path, "bench", "match"]).output().expect("reprise can be run");
+    assert!(String::from_utf8_lossy(&taken.stderr).contains("--repetitions"), "what the file says counts");
+    std::fs::write(&file, format!("{text}\nrepetition = 3\n")).expect("a file can be written");
+    let refused = reprise(&["--config", path, "status"]).output().expect("reprise can be run");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("repetition") && said.contains(path), "{said}");
+}
+
+#[test]
 fn commands_that_cannot_work_say_why() {
     let world = World::new();
     let folder = world.folder().to_str().expect("our folders have plain names");

@@ -18,7 +18,7 @@ use reprise_policy::{BlockKey, ByteSize, ContentId, Layout};
 use crate::cluster::{AgentSizes, Cluster};
 use crate::http;
 
-use super::fixture::keys;
+use super::fixture::{self, Fixture, keys, payload, sizes};
 use super::report::{Figure, Target, median};
 use super::{Settings, one_page, resident};
 
@@ -34,6 +34,18 @@ const DEVICE_BYTES_EXTRA: u64 = 1 << 30;
 
 /// The pool that the agent formats for itself before it gets the long one.
 const FIRST_POOL_BYTES: u64 = 512 << 20;
+
+/// Batches of blocks that are in DRAM as well: 56,000 blocks of one page, 220 MiB of arena.
+const DRAM_BATCHES: u64 = 56;
+
+/// Batches before the measurement begins.
+const DRAM_BATCHES_BEFORE: u64 = 16;
+
+/// Room for them, and for what is reserved meanwhile.
+const DRAM_ARENA_MIB: u64 = 384;
+
+/// Room for them with their headers; 64 KiB of device for each entry of the journal.
+const DRAM_POOL_MIB: u64 = 4 << 10;
 
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let bytes = entries as u64 * DEVICE_BYTES_PER_BLOCK + DEVICE_BYTES_EXTRA;
@@ -57,6 +69,8 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         let grown = resident::anonymous_bytes(pid(&cluster)?)?.saturating_sub(empty);
         per_block.push(grown as f64 / entries as f64);
     }
+    drop(cluster);
+    let resident = dram_bytes_per_block(settings)?;
     Ok(vec![
         Figure::absolute(
             format!("recovery.open_{entries}_entries"),
@@ -66,7 +80,39 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         ),
         Figure::absolute("recovery.start_to_ready", median(ready), "s", Target::None),
         Figure::absolute("recovery.agent_bytes_per_block", median(per_block), "bytes", Target::AtMost(128.0)),
+        Figure::absolute(
+            "recovery.agent_bytes_per_dram_and_nvme_block",
+            resident,
+            "bytes",
+            Target::AtMost(128.0),
+        ),
     ])
+}
+
+/// Heap that an agent has for each block that is in DRAM and on NVMe, without the block's checksums: its growth once
+/// there are [`DRAM_BATCHES_BEFORE`] batches, which bring threads, buffers and first tables.
+fn dram_bytes_per_block(settings: &Settings) -> anyhow::Result<f64> {
+    let layout = one_page();
+    let fixture = Fixture::start(settings, 1, &layout, sizes(DRAM_ARENA_MIB, DRAM_POOL_MIB))?;
+    let client = &fixture.clients[0];
+    let payload = payload(&layout);
+    let save = |batches: std::ops::Range<u64>| -> anyhow::Result<u64> {
+        for batch in batches {
+            fixture::save_durable(client, &keys(900 + batch, BATCH_BLOCKS), BATCH_BLOCKS, &payload)?;
+        }
+        resident::anonymous_bytes(pid(&fixture.cluster)?)
+    };
+    let before = save(0..DRAM_BATCHES_BEFORE)?;
+    let after = save(DRAM_BATCHES_BEFORE..DRAM_BATCHES)?;
+    let page = status(&fixture.cluster)?;
+    let blocks = DRAM_BATCHES * BATCH_BLOCKS as u64;
+    for counter in ["dram_blocks", "nvme_blocks"] {
+        let held = page["counters"][counter].as_u64().context("the agent's status has no such counter")?;
+        ensure!(held == blocks, "{counter}: {held} of {blocks}");
+    }
+    let measured = (DRAM_BATCHES - DRAM_BATCHES_BEFORE) * BATCH_BLOCKS as u64;
+    let checksums = 4.0 * f64::from(layout.objects());
+    Ok(after.saturating_sub(before) as f64 / measured as f64 - checksums)
 }
 
 fn status(cluster: &Cluster) -> anyhow::Result<serde_json::Value> {

@@ -13,12 +13,15 @@ use crate::tcp::{Congestion, name_congestion};
 /// Bytes of one write and of one read, as in `iperf3 -l 1M`.
 pub const WRITE_BYTES: usize = 1 << 20;
 
+/// Bytes that go before: until then the connection and both threads warm up, as a connection between agents has.
+const WARM_UP_BYTES: u64 = 64 << 20;
+
 /// One run of the loop.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamRun {
     /// Bytes that arrived.
     pub bytes: u64,
-    /// From the first write to the last read.
+    /// From the first read after the warm-up to the last one.
     pub elapsed: Duration,
 }
 
@@ -29,32 +32,35 @@ impl StreamRun {
     }
 }
 
-/// Sends `bytes` bytes (rounded up to whole writes) from a thread to this one over loopback.
+/// Sends `bytes` bytes (rounded up to whole writes) from a thread to this one over loopback, after a warm-up.
 ///
 /// # Errors
 /// What the sockets report, for example that the congestion control is not to be had.
 pub fn stream_loop(bytes: u64, congestion: &Congestion) -> io::Result<StreamRun> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
-    let writes = bytes.div_ceil(WRITE_BYTES as u64);
+    let writes = (WARM_UP_BYTES + bytes).div_ceil(WRITE_BYTES as u64);
     let mut sending = TcpStream::connect(address)?;
     name_congestion(&sending, congestion)?;
     sending.set_nodelay(true)?;
     let (mut receiving, _) = listener.accept()?;
-    let started = Instant::now();
     let writer = std::thread::Builder::new().name("bare-write".into()).spawn(move || {
         let buffer = vec![0x5a; WRITE_BYTES];
         (0..writes).try_for_each(|_| sending.write_all(&buffer))
     })?;
     let mut buffer = vec![0; WRITE_BYTES];
-    let mut received = 0;
+    let (mut received, mut warm) = (0, None);
     loop {
         match receiving.read(&mut buffer)? {
             0 => break,
             bytes => received += bytes as u64,
         }
+        if received >= WARM_UP_BYTES && warm.is_none() {
+            warm = Some((received, Instant::now()));
+        }
     }
+    let (before, started) = warm.ok_or_else(|| io::Error::other("the stream ended while it warmed up"))?;
     let elapsed = started.elapsed();
     writer.join().map_err(|_| io::Error::other("the writing thread panicked"))??;
-    Ok(StreamRun { bytes: received, elapsed })
+    Ok(StreamRun { bytes: received - before, elapsed })
 }
