@@ -259,3 +259,33 @@ fn requests_sent_without_waiting_are_each_answered_once() {
     }
     assert!(answered.iter().all(|times| *times == 1), "one answer each");
 }
+
+#[test]
+fn what_gives_slots_back_is_taken_however_many_requests_wait() {
+    // More than may wait for their answer, and fewer than an agent keeps answers for to a client that does not read.
+    const REQUESTS: u64 = 1500;
+    let world = World::new();
+    let agent = world.agent(&AgentConfig::named("node"));
+    let mut session = RawSession::greeted(&agent.files().socket, &small());
+    session.send(2, request::Body::Reserve(local::Reserve { count: 256 }));
+    let Some(response::Body::Reserved(reserved)) = session.receive().and_then(|response| response.body)
+    else {
+        panic!("slots are there");
+    };
+    assert!(agent.admin().counter("reserved_bytes") > 0);
+    let packed = reprise_policy::BlockKey::pack(&keys(&(0..64).collect::<Vec<_>>()));
+    for id in 0..REQUESTS {
+        let keys = local::Match { keys: packed.clone().into(), local_only: true };
+        session.send(100 + id, request::Body::Match(keys));
+        if let Some(lease) = reserved.leases.get(usize::try_from(id).expect("few")) {
+            let leases = vec![lease.lease];
+            session.send(100_000 + id, request::Body::Abort(local::Abort { leases }));
+        }
+    }
+    for _ in 0..REQUESTS + reserved.leases.len() as u64 {
+        let response = session.receive().expect("every request is answered");
+        let given_back = matches!(response.body, Some(response::Body::Aborted(_)));
+        assert!(response.id < 100_000 || given_back, "refused to take a slot back: {response:?}");
+    }
+    assert_eq!(agent.admin().counter("reserved_bytes"), 0);
+}

@@ -183,7 +183,9 @@ fn take_request(context: &SessionContext, session: &Session, decoded: Decoded) -
             true
         }
         Decoded::Request { id, body } => {
-            if session.in_flight.fetch_add(1, Ordering::Relaxed) >= REQUESTS_IN_FLIGHT_MAX {
+            // What gives something back is never refused: it would stay taken.
+            let frees = matches!(body, event::Request::Abort { .. } | event::Request::Release { .. });
+            if session.in_flight.fetch_add(1, Ordering::Relaxed) >= REQUESTS_IN_FLIGHT_MAX && !frees {
                 session.in_flight.fetch_sub(1, Ordering::Relaxed);
                 let message =
                     format!("{REQUESTS_IN_FLIGHT_MAX} requests of this session await their answer already");

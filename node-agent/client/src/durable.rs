@@ -17,6 +17,10 @@ use crate::error::ClientError;
 /// ask for almost three minutes.
 pub const OUTCOMES_MAX: usize = 16_384;
 
+/// Keys of lost blocks that are kept at the most, of all outcomes: 4 MiB. Without a pool every key is lost, up to 8,192 a
+/// commit. The latest outcome is always kept.
+pub const LOST_KEYS_MAX: usize = 1 << 18;
+
 /// Names a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
@@ -40,6 +44,8 @@ pub(crate) struct DurableBoard {
 #[derive(Debug, Default)]
 struct Board {
     outcomes: BTreeMap<Ticket, DurableOutcome>,
+    /// Lost keys of all outcomes.
+    lost_keys: usize,
     /// The largest ticket whose outcome was dropped for room.
     forgotten: Option<Ticket>,
     closed: Option<String>,
@@ -51,9 +57,17 @@ impl DurableBoard {
         let lost_keys = BlockKey::unpack(&notice.lost_keys)
             .ok_or_else(|| ClientError::Protocol("a durable notice with a torn run of keys".into()))?;
         let mut board = self.lock();
-        board.outcomes.insert(Ticket(notice.ticket), DurableOutcome { durable: notice.durable, lost_keys });
-        if board.outcomes.len() > OUTCOMES_MAX {
-            board.forgotten = board.outcomes.pop_first().map(|(ticket, _)| ticket).max(board.forgotten);
+        board.lost_keys += lost_keys.len();
+        let outcome = DurableOutcome { durable: notice.durable, lost_keys };
+        if let Some(replaced) = board.outcomes.insert(Ticket(notice.ticket), outcome) {
+            board.lost_keys -= replaced.lost_keys.len();
+        }
+        while board.outcomes.len() > OUTCOMES_MAX
+            || (board.lost_keys > LOST_KEYS_MAX && board.outcomes.len() > 1)
+        {
+            let Some((ticket, outcome)) = board.outcomes.pop_first() else { break };
+            board.lost_keys -= outcome.lost_keys.len();
+            board.forgotten = Some(ticket).max(board.forgotten);
         }
         drop(board);
         self.changed.notify_all();
@@ -76,7 +90,7 @@ impl DurableBoard {
             }
             if board.forgotten.is_some_and(|forgotten| ticket <= forgotten) {
                 return Err(ClientError::BadRequest(format!(
-                    "the outcome of ticket {} is no longer kept: wait within {OUTCOMES_MAX} commits",
+                    "the outcome of ticket {} is no longer kept: wait within {OUTCOMES_MAX} commits, or {LOST_KEYS_MAX} lost blocks",
                     ticket.0
                 )));
             }
@@ -138,6 +152,24 @@ mod tests {
         let error = board.wait(Ticket(0), Duration::from_secs(60)).expect_err("forgotten");
         assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
         assert!(board.wait(Ticket(1), Duration::ZERO).is_ok());
+    }
+
+    #[test]
+    fn lost_keys_are_bounded_and_the_latest_outcome_is_kept_whatever_its_size() {
+        const KEYS: usize = 8192;
+        let board = DurableBoard::default();
+        let all_lost = |ticket| Durable {
+            ticket,
+            durable: 0,
+            lost_keys: bytes::Bytes::from(vec![7; KEYS * BlockKey::SIZE]),
+        };
+        let kept = (LOST_KEYS_MAX / KEYS) as u64;
+        for ticket in 0..2 * kept {
+            board.post(&all_lost(ticket)).expect("well-formed");
+        }
+        assert!(board.wait(Ticket(kept - 1), Duration::ZERO).is_err(), "forgotten");
+        assert_eq!(board.wait(Ticket(kept), Duration::ZERO).expect("kept").lost_keys.len(), KEYS);
+        assert!(board.lock().lost_keys <= LOST_KEYS_MAX);
     }
 
     #[test]

@@ -33,9 +33,10 @@ const WAIT_SLICE: Duration = Duration::from_millis(10);
 /// What to load, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadRequest {
-    /// Keys in the order of the prompt, `1..=8192`.
+    /// Keys in the order of the prompt, `1..=8192`; fewer for layouts of more than 494 objects, as the agent then says
+    /// (`BadRequest`): its answer names a checksum for each.
     pub keys: Vec<BlockKey>,
-    /// What is not there by then is reported as missed.
+    /// What is not there by then is reported as missed. More than 600 s are refused (`BadRequest`).
     pub deadline: Duration,
     /// Bytes of one device read at the most, rounded to whole objects; 0: the agent's default. Small reads bring the
     /// first layers sooner, large ones the whole.
@@ -156,8 +157,8 @@ impl LoadedBlock {
     }
 
     /// The block's payload in the arena, unverified and readable as far as layers are ready; `None` when it is
-    /// not there. For engines whose device copies; copies through [`Load`] are checked.
-    pub fn span(&self) -> Option<&Span> {
+    /// not there. Only copies through [`Load`], which are checked, leave this crate.
+    pub(crate) fn span(&self) -> Option<&Span> {
         self.span.as_ref()
     }
 
