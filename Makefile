@@ -9,7 +9,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint test test-quick bench doctor clean
+.PHONY: help demo build lint test test-quick etcd bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -35,9 +35,12 @@ test-quick: lint
 	cargo test --locked -p reprise-e2e --test tidy
 
 # The end-to-end tests start the binaries that lie beside them, so those are built first.
-test: lint
+test: lint etcd
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
+
+etcd:
+	e2e/etcd/build.sh
 
 bench: build
 	$(RELEASE)/reprise bench all --json

@@ -56,6 +56,14 @@ pub enum StoreError {
         /// What was found.
         reason: String,
     },
+    /// Nobody answers, or a member of etcd that cannot. A transaction may have been committed or not: read again.
+    #[error(
+        "the store does not answer ({reason}): it is tried again; if that goes on, look at etcd and at store.endpoints"
+    )]
+    Unavailable {
+        /// What happened.
+        reason: String,
+    },
     /// The file system failed. The store takes no more writes until it is opened again.
     #[error("cannot {action} store file {path}: {reason}")]
     Io {

@@ -13,6 +13,7 @@
 mod contract;
 mod embedded;
 mod error;
+mod etcd;
 mod memory;
 mod shared;
 mod state;
@@ -23,5 +24,6 @@ pub use contract::{
 };
 pub use embedded::EmbeddedStore;
 pub use error::StoreError;
+pub use etcd::{EtcdSettings, EtcdStore};
 pub use memory::MemoryStore;
 pub use state::{HISTORY_REVISIONS_MAX, KEY_BYTES_MAX, OPERATIONS_MAX, VALUE_BYTES_MAX};

@@ -141,7 +141,7 @@ impl State {
 }
 
 /// Refuses what no store takes.
-fn check(transaction: &Transaction) -> Result<(), StoreError> {
+pub(crate) fn check(transaction: &Transaction) -> Result<(), StoreError> {
     let invalid = |text: String| Err(StoreError::Invalid(text));
     let operations = transaction.conditions.len() + transaction.writes.len();
     if operations > OPERATIONS_MAX {

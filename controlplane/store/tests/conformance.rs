@@ -1,13 +1,17 @@
 //! What every store must do, run over each of them: the sentences of the `Store` trait, one test each.
 
+mod etcd_server;
+
 use std::future::Future;
-use std::pin::pin;
+use std::path::PathBuf;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use etcd_server::Server;
 use reprise_controlplane_store::{
-    Condition, EmbeddedStore, Event, KEY_BYTES_MAX, MemoryStore, OPERATIONS_MAX, Outcome, Revision, Store,
-    StoreError, Transaction, VALUE_BYTES_MAX, Write,
+    Condition, EmbeddedStore, EtcdStore, Event, KEY_BYTES_MAX, MemoryStore, OPERATIONS_MAX, Outcome,
+    Revision, Store, StoreError, Transaction, VALUE_BYTES_MAX, Watch, Write,
 };
 
 fn put(key: &str, value: &str) -> Write {
@@ -29,47 +33,66 @@ async fn commit(store: &dyn Store, transaction: Transaction) -> Revision {
     }
 }
 
-fn names(events: &[Event]) -> Vec<String> {
+/// The events, with their revisions counted from `base`: a store that is shared does not begin at 0.
+fn names(events: &[Event], base: Revision) -> Vec<String> {
     let name = |event: &Event| {
         let sign = if matches!(event, Event::Put(_)) { '+' } else { '-' };
-        format!("{sign}{}@{}", String::from_utf8_lossy(event.key()), event.revision())
+        format!("{sign}{}@{}", String::from_utf8_lossy(event.key()), event.revision().0 - base.0)
     };
     events.iter().map(name).collect()
 }
 
+/// The `number`th revision after `base`.
+fn after(base: Revision, number: u64) -> Revision {
+    Revision(base.0 + number)
+}
+
+/// Waits until a number of events has come: stores differ in how many a batch has.
+async fn gather(watch: &mut Watch, count: usize) -> Vec<Event> {
+    let mut events = Vec::new();
+    while events.len() < count {
+        events.extend(watch.next().await.expect("changes").events);
+    }
+    events
+}
+
 async fn an_entry_carries_its_revisions_and_version(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
     assert_eq!(store.get(b"a").await.expect("a read"), None);
-    assert_eq!(store.revision().await.expect("a read"), Revision(0));
-    assert_eq!(commit(&*store, write(vec![put("a", "1")])).await, Revision(1));
-    assert_eq!(commit(&*store, write(vec![put("b", "1")])).await, Revision(2));
-    assert_eq!(commit(&*store, write(vec![put("a", "2")])).await, Revision(3));
+    assert_eq!(commit(&*store, write(vec![put("a", "1")])).await, after(base, 1));
+    assert_eq!(commit(&*store, write(vec![put("b", "1")])).await, after(base, 2));
+    assert_eq!(commit(&*store, write(vec![put("a", "2")])).await, after(base, 3));
     let entry = store.get(b"a").await.expect("a read").expect("an entry");
     assert_eq!((entry.key.as_slice(), entry.value.as_slice()), (b"a".as_slice(), b"2".as_slice()));
-    assert_eq!((entry.created, entry.modified, entry.version), (Revision(1), Revision(3), 2));
+    assert_eq!((entry.created, entry.modified, entry.version), (after(base, 1), after(base, 3), 2));
     commit(&*store, write(vec![delete("a")])).await;
-    assert_eq!(commit(&*store, write(vec![put("a", "3")])).await, Revision(5));
+    assert_eq!(commit(&*store, write(vec![put("a", "3")])).await, after(base, 5));
     let again = store.get(b"a").await.expect("a read").expect("an entry");
-    assert_eq!((again.created, again.version), (Revision(5), 1));
+    assert_eq!((again.created, again.version), (after(base, 5), 1));
 }
 
 async fn a_transaction_commits_all_or_nothing(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
     let create = |key: &str| Transaction {
         conditions: vec![Condition::Absent { key: key.into() }],
         writes: vec![put(key, "new"), put("side", key)],
     };
-    assert_eq!(store.transact(create("a")).await.expect("valid"), Outcome::Committed(Revision(1)));
-    assert_eq!(store.transact(create("b")).await.expect("valid"), Outcome::Committed(Revision(2)));
+    assert_eq!(store.transact(create("a")).await.expect("valid"), Outcome::Committed(after(base, 1)));
+    assert_eq!(store.transact(create("b")).await.expect("valid"), Outcome::Committed(after(base, 2)));
     assert_eq!(store.transact(create("a")).await.expect("valid"), Outcome::Conflict);
-    assert_eq!(store.revision().await.expect("a read"), Revision(2));
+    assert_eq!(store.revision().await.expect("a read"), after(base, 2));
     assert_eq!(store.get(b"side").await.expect("a read").expect("an entry").value, b"b");
 
     let swap = |revision| Transaction {
         conditions: vec![Condition::Modified { key: b"a".to_vec(), revision }],
         writes: vec![put("a", "swapped")],
     };
-    assert_eq!(store.transact(swap(Revision(2))).await.expect("valid"), Outcome::Conflict);
-    assert_eq!(store.transact(swap(Revision(1))).await.expect("valid"), Outcome::Committed(Revision(3)));
-    assert_eq!(store.transact(swap(Revision(1))).await.expect("valid"), Outcome::Conflict);
+    assert_eq!(store.transact(swap(after(base, 2))).await.expect("valid"), Outcome::Conflict);
+    assert_eq!(
+        store.transact(swap(after(base, 1))).await.expect("valid"),
+        Outcome::Committed(after(base, 3))
+    );
+    assert_eq!(store.transact(swap(after(base, 1))).await.expect("valid"), Outcome::Conflict);
     let absent = Transaction {
         conditions: vec![Condition::Modified { key: b"no".to_vec(), revision: Revision(0) }],
         writes: vec![put("no", "")],
@@ -78,13 +101,15 @@ async fn a_transaction_commits_all_or_nothing(store: Arc<dyn Store>) {
 }
 
 async fn a_transaction_that_changes_nothing_makes_no_revision(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
     commit(&*store, write(vec![put("a", "1")])).await;
-    assert_eq!(commit(&*store, write(vec![delete("absent")])).await, Revision(1));
-    assert_eq!(commit(&*store, Transaction::default()).await, Revision(1));
-    assert_eq!(commit(&*store, write(vec![put("a", "1")])).await, Revision(2), "a put is a change");
+    assert_eq!(commit(&*store, write(vec![delete("absent")])).await, after(base, 1));
+    assert_eq!(commit(&*store, Transaction::default()).await, after(base, 1));
+    assert_eq!(commit(&*store, write(vec![put("a", "1")])).await, after(base, 2), "a put is a change");
 }
 
 async fn wrong_requests_are_refused_with_words_and_change_nothing(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
     let many = (0..=OPERATIONS_MAX).map(|number| put(&number.to_string(), "")).collect();
     for (transaction, word) in [
         (write(vec![put("", "x")]), "1 to"),
@@ -98,12 +123,13 @@ async fn wrong_requests_are_refused_with_words_and_change_nothing(store: Arc<dyn
         assert!(matches!(refused, StoreError::Invalid(_)), "{refused}");
         assert!(refused.to_string().contains(word), "{refused}");
     }
-    assert_eq!(store.revision().await.expect("a read"), Revision(0));
+    assert_eq!(store.revision().await.expect("a read"), base);
     let largest = write(vec![put(&"k".repeat(KEY_BYTES_MAX), &"v".repeat(VALUE_BYTES_MAX))]);
-    assert_eq!(commit(&*store, largest).await, Revision(1));
+    assert_eq!(commit(&*store, largest).await, after(base, 1));
 }
 
 async fn a_range_is_ordered_bounded_and_of_one_revision(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
     commit(
         &*store,
         write(vec![put("n/2", "b"), put("n/1", "a"), put("m/9", ""), put("o", ""), put("n/10", "c")]),
@@ -112,7 +138,7 @@ async fn a_range_is_ordered_bounded_and_of_one_revision(store: Arc<dyn Store>) {
     let all = store.range(b"n/", 10).await.expect("a range");
     let keys: Vec<_> = all.entries.iter().map(|entry| entry.key.as_slice()).collect();
     assert_eq!(keys, [b"n/1".as_slice(), b"n/10", b"n/2"]);
-    assert_eq!((all.more, all.revision), (false, Revision(1)));
+    assert_eq!((all.more, all.revision), (false, after(base, 1)));
     let some = store.range(b"n/", 2).await.expect("a range");
     assert_eq!((some.entries.len(), some.more), (2, true));
     assert_eq!(store.range(b"", 10).await.expect("a range").entries.len(), 5);
@@ -120,12 +146,13 @@ async fn a_range_is_ordered_bounded_and_of_one_revision(store: Arc<dyn Store>) {
 }
 
 async fn a_watch_reports_past_and_future_changes_under_its_prefix_in_order(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
     commit(&*store, write(vec![put("n/1", "a")])).await;
     commit(&*store, write(vec![put("x", ""), put("n/2", "b")])).await;
     commit(&*store, write(vec![put("x", "")])).await;
-    let mut watch = store.watch(b"n/", Revision(2)).await.expect("a watch");
+    let mut watch = store.watch(b"n/", after(base, 2)).await.expect("a watch");
     let first = watch.next().await.expect("changes");
-    assert_eq!(names(&first.events), ["+n/2@2"]);
+    assert_eq!(names(&first.events, base), ["+n/2@2"]);
     {
         let mut waiting = pin!(watch.next());
         let mut context = Context::from_waker(Waker::noop());
@@ -133,47 +160,53 @@ async fn a_watch_reports_past_and_future_changes_under_its_prefix_in_order(store
         commit(&*store, write(vec![put("x", "other")])).await;
         commit(&*store, write(vec![delete("n/1"), put("n/3", "c")])).await;
         let second = waiting.await.expect("changes");
-        assert_eq!(names(&second.events), ["-n/1@5", "+n/3@5"]);
-        assert_eq!(second.revision, Revision(5));
+        assert_eq!(names(&second.events, base), ["-n/1@5", "+n/3@5"], "a revision comes whole");
+        assert_eq!(second.revision, after(base, 5));
     }
     commit(&*store, write(vec![delete("n/3")])).await;
-    assert_eq!(names(&watch.next().await.expect("changes").events), ["-n/3@6"]);
+    assert_eq!(names(&gather(&mut watch, 1).await, base), ["-n/3@6"]);
 }
 
 async fn a_dropped_wait_loses_no_change(store: Arc<dyn Store>) {
-    let mut watch = store.watch(b"", Revision(1)).await.expect("a watch");
+    let base = store.revision().await.expect("a read");
+    let mut watch = store.watch(b"", after(base, 1)).await.expect("a watch");
     {
         let mut waiting = pin!(watch.next());
         assert!(waiting.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     }
     commit(&*store, write(vec![put("a", "1")])).await;
     commit(&*store, write(vec![put("b", "1")])).await;
-    assert_eq!(names(&watch.next().await.expect("changes").events), ["+a@1", "+b@2"]);
+    assert_eq!(names(&gather(&mut watch, 2).await, base), ["+a@1", "+b@2"]);
 }
 
 async fn a_watch_may_begin_in_the_future(store: Arc<dyn Store>) {
-    let mut watch = store.watch(b"", Revision(3)).await.expect("a watch");
+    let base = store.revision().await.expect("a read");
+    let mut watch = store.watch(b"", after(base, 3)).await.expect("a watch");
     for value in ["1", "2", "3", "4"] {
         commit(&*store, write(vec![put("a", value)])).await;
     }
-    assert_eq!(names(&watch.next().await.expect("changes").events), ["+a@3", "+a@4"]);
+    assert_eq!(names(&gather(&mut watch, 2).await, base), ["+a@3", "+a@4"]);
 }
 
 async fn compacted_history_is_an_error_that_says_where_to_go_on(store: Arc<dyn Store>) {
-    for value in ["1", "2", "3"] {
+    let base = store.revision().await.expect("a read");
+    for value in ["1", "2", "3", "4"] {
         commit(&*store, write(vec![put("a", value)])).await;
     }
-    let mut slow = store.watch(b"", Revision(1)).await.expect("a watch");
-    let mut timely = store.watch(b"", Revision(3)).await.expect("a watch");
-    store.compact(Revision(3)).await.expect("compacted");
-    store.compact(Revision(2)).await.expect("compacted further already");
-    for refused in
-        [slow.next().await.expect_err("gone"), store.watch(b"", Revision(2)).await.expect_err("gone")]
-    {
-        assert!(matches!(refused, StoreError::Compacted { oldest: Revision(3) }), "{refused}");
+    let mut timely = store.watch(b"", after(base, 4)).await.expect("a watch");
+    store.compact(after(base, 4)).await.expect("compacted");
+    store.compact(after(base, 3)).await.expect("compacted further already");
+    // A store may say so at once or with the first wait.
+    let refused = match store.watch(b"", after(base, 2)).await {
+        Err(refused) => refused,
+        Ok(mut watch) => watch.next().await.expect_err("gone"),
+    };
+    match refused {
+        StoreError::Compacted { oldest } => assert_eq!(oldest, after(base, 4)),
+        other => panic!("{other}"),
     }
-    assert_eq!(names(&timely.next().await.expect("changes").events), ["+a@3"]);
-    assert_eq!(store.get(b"a").await.expect("a read").expect("entries stay").value, b"3");
+    assert_eq!(names(&gather(&mut timely, 1).await, base), ["+a@4"]);
+    assert_eq!(store.get(b"a").await.expect("a read").expect("entries stay").value, b"4");
 }
 
 async fn concurrent_swaps_each_take_effect_once(store: Arc<dyn Store>) {
@@ -203,6 +236,10 @@ async fn concurrent_swaps_each_take_effect_once(store: Arc<dyn Store>) {
     assert_eq!(count.version, TASKS * EACH + 1);
 }
 
+/// A fresh store in a folder, and what has to live as long as it.
+type Opened = (Arc<dyn Store>, Option<Server>);
+type AsyncOpen = fn(PathBuf) -> Pin<Box<dyn Future<Output = Opened> + Send>>;
+
 /// One module for each store, one test for each sentence above.
 macro_rules! conformance {
     ($($name:ident: $open:expr;)*) => { $(
@@ -227,13 +264,22 @@ macro_rules! conformance {
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $test() {
             let directory = tempfile::tempdir().expect("a directory");
-            let open: fn(&std::path::Path) -> Arc<dyn Store> = $open;
-            super::$test(open(directory.path())).await;
+            let open: AsyncOpen = $open;
+            let (store, _server) = open(directory.path().to_owned()).await;
+            super::$test(store).await;
         }
     )* };
 }
 
 conformance! {
-    memory: |_| Arc::new(MemoryStore::new());
-    embedded: |directory| Arc::new(EmbeddedStore::open(&directory.join("store")).expect("a new store"));
+    memory: |_| Box::pin(async { (Arc::new(MemoryStore::new()) as Arc<dyn Store>, None) });
+    embedded: |directory| Box::pin(async move {
+        let store = EmbeddedStore::open(&directory.join("store")).expect("a new store");
+        (Arc::new(store) as Arc<dyn Store>, None)
+    });
+    etcd: |directory| Box::pin(async move {
+        let server = Server::start(&directory);
+        let store = EtcdStore::connect(&server.settings("/reprise/")).await.expect("etcd answers");
+        (Arc::new(store) as Arc<dyn Store>, Some(server))
+    });
 }
