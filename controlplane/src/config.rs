@@ -39,24 +39,42 @@ pub struct Config {
     pub log: LogConfig,
 }
 
-/// `[store]`.
+/// `[store]`: where node numbers and epochs are kept, by `kind`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct StoreConfig {
-    /// Which store.
-    pub kind: StoreKind,
-    /// The embedded store's file.
-    pub path: Option<PathBuf>,
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum StoreConfig {
+    /// One file; survives restarts.
+    Embedded {
+        /// The file.
+        path: PathBuf,
+    },
+    /// An etcd cluster; survives the loss of this machine.
+    Etcd {
+        /// `http://host:port` of its members.
+        endpoints: Vec<String>,
+        /// What every key of this installation begins with.
+        #[serde(default = "etcd_prefix")]
+        prefix: String,
+        /// Who to be there, where etcd asks for it; the password is in a file.
+        user: Option<EtcdUser>,
+    },
+    /// Forgotten with the process: node numbers start over.
+    Memory {},
 }
 
-/// Kinds of stores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum StoreKind {
-    /// One file; survives restarts.
-    Embedded,
-    /// Forgotten with the process: node numbers start over.
-    Memory,
+/// `[store.user]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EtcdUser {
+    /// Name.
+    pub name: String,
+    /// A file whose content is the password; the end of its line is not part of it.
+    pub password_file: PathBuf,
+}
+
+/// Several installations may share a cluster by other prefixes.
+fn etcd_prefix() -> String {
+    "/reprise/".to_owned()
 }
 
 /// `[membership]`.
@@ -150,14 +168,16 @@ impl Config {
         if forget_after.0 < dead_after.0 {
             return refuse("membership.forget_after", format!("at least dead_after ({dead_after})"));
         }
-        match (self.store.kind, &self.store.path) {
-            (StoreKind::Embedded, None) => {
-                return refuse("store.path", "the embedded store needs the path of its file".to_owned());
+        if let StoreConfig::Etcd { endpoints, prefix, .. } = &self.store {
+            if endpoints.is_empty() {
+                return refuse("store.endpoints", "name at least one member, as http://host:port".to_owned());
             }
-            (StoreKind::Memory, Some(_)) => {
-                return refuse("store.path", "remove it: the memory store has no file".to_owned());
+            if !prefix.ends_with('/') {
+                return refuse(
+                    "store.prefix",
+                    "end it with '/', so that no other prefix begins with it".to_owned(),
+                );
             }
-            _ => {}
         }
         if !(1..=CALLS_AT_ONCE_MAX).contains(&self.limits.calls_at_once) {
             return refuse("limits.calls_at_once", format!("1 to {CALLS_AT_ONCE_MAX}"));
@@ -184,7 +204,7 @@ impl Default for Config {
 
 impl Default for StoreConfig {
     fn default() -> StoreConfig {
-        StoreConfig { kind: StoreKind::Embedded, path: Some(PathBuf::from("reprise-controlplane.store")) }
+        StoreConfig::Embedded { path: PathBuf::from("reprise-controlplane.store") }
     }
 }
 
@@ -226,9 +246,12 @@ mod tests {
         for (text, words) in [
             ("lisen = '127.0.0.1:1'", "lisen"),
             ("[store]\nkind = 'embedded'\npath = 'x'\npaht = 'y'", "paht"),
-            ("[store]\nkind = 'etcd'", "memory"),
-            ("[store]\nkind = 'embedded'", "store.path"),
-            ("[store]\nkind = 'memory'\npath = 'x'", "store.path"),
+            ("[store]\nkind = 'consul'", "memory"),
+            ("[store]\nkind = 'embedded'", "path"),
+            ("[store]\nkind = 'memory'\npath = 'x'", "path"),
+            ("[store]\nkind = 'etcd'", "endpoints"),
+            ("[store]\nkind = 'etcd'\nendpoints = []", "store.endpoints"),
+            ("[store]\nkind = 'etcd'\nendpoints = ['http://a:1']\nprefix = 'x'", "store.prefix"),
             ("[membership]\nheartbeat_every = '250'", "50ms"),
             ("[membership]\nheartbeat_every = '1ms'", "membership.heartbeat_every"),
             ("[membership]\ndead_after = '300ms'", "membership.dead_after"),

@@ -140,6 +140,10 @@ fn refuse(error: &RegistryError) -> Status {
     match error {
         RegistryError::Full => Status::resource_exhausted(error.to_string()),
         RegistryError::Busy => Status::unavailable(error.to_string()),
+        RegistryError::Store(StoreError::Unavailable { .. }) => {
+            tracing::warn!(%error, "a node cannot be registered now; it tries again");
+            Status::unavailable(error.to_string())
+        }
         RegistryError::Store(_) | RegistryError::Record { .. } => {
             tracing::error!(%error, "a node cannot be registered");
             Status::internal(error.to_string())

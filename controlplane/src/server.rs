@@ -1,13 +1,12 @@
 //! Start, background tasks and shutdown of a control-plane member.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use reprise_controlplane_core::MemberSettings;
-use reprise_controlplane_store::{EmbeddedStore, MemoryStore, Store};
+use reprise_controlplane_store::{EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store};
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
 use tokio::net::TcpListener;
@@ -19,7 +18,7 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::admin::{self, Admin};
 use crate::cluster::Cluster;
-use crate::config::{Config, StoreConfig, StoreKind};
+use crate::config::{Config, EtcdUser, StoreConfig};
 use crate::directory::DirectoryService;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
@@ -194,12 +193,24 @@ async fn bind(field: &'static str, address: SocketAddr) -> anyhow::Result<TcpLis
 }
 
 async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
-    match config.kind {
-        StoreKind::Memory => Ok(Arc::new(MemoryStore::new())),
-        StoreKind::Embedded => {
-            let path: PathBuf = config.path.context("store.path is missing")?;
+    match config {
+        StoreConfig::Memory {} => Ok(Arc::new(MemoryStore::new())),
+        StoreConfig::Embedded { path } => {
             let opened = tokio::task::spawn_blocking(move || EmbeddedStore::open(&path)).await?;
             Ok(Arc::new(opened.context("cannot open the store")?))
+        }
+        StoreConfig::Etcd { endpoints, prefix, user } => {
+            let user = match user {
+                None => None,
+                Some(EtcdUser { name, password_file }) => {
+                    let password = tokio::fs::read_to_string(&password_file).await;
+                    let password =
+                        password.with_context(|| format!("cannot read {}", password_file.display()))?;
+                    Some((name, password.trim_end_matches(['\n', '\r']).to_owned()))
+                }
+            };
+            let settings = EtcdSettings { endpoints, prefix, user };
+            Ok(Arc::new(EtcdStore::connect(&settings).await.context("cannot reach the store")?))
         }
     }
 }

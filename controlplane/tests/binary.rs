@@ -1,5 +1,8 @@
 //! The process: its ready line, its exit, its configuration, its store after `kill -9`.
 
+#[path = "../store/tests/etcd_server/mod.rs"]
+mod etcd_server;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -230,4 +233,32 @@ fn a_disk_that_fills_up_ends_the_process_with_words_and_what_was_answered_is_kep
     let nodes = runtime.block_on(client.list_nodes(ListNodesRequest {})).expect("a list").into_inner().nodes;
     let known: BTreeSet<u32> = nodes.iter().map(|node| node.node).collect();
     assert!(answered.iter().all(|node| known.contains(node)), "{} of {}", known.len(), answered.len());
+}
+
+/// Node numbers in etcd outlive the process and its machine; without etcd a start says what is missing.
+#[test]
+fn node_numbers_are_kept_in_etcd() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut server = etcd_server::Server::start(directory.path());
+    let endpoint = &server.settings("").endpoints[0];
+    let config = write_config(directory.path(), &format!("kind = 'etcd'\nendpoints = ['{endpoint}']"));
+    let runtime = Runtime::new().expect("a runtime");
+    let register = |process: &Process, name: &str| {
+        let mut client = runtime.block_on(process.client());
+        let granted = runtime.block_on(client.register(registration(name))).expect("granted").into_inner();
+        (granted.node, granted.epoch)
+    };
+    let process = Process::start(&config);
+    assert_eq!(register(&process, "a"), (1, 1));
+    assert_eq!(register(&process, "b"), (2, 1));
+    process.signal("KILL");
+    drop(process);
+    let process = Process::start(&config);
+    assert_eq!(register(&process, "b"), (2, 2));
+    assert_eq!(register(&process, "c"), (3, 1));
+    drop(process);
+    server.kill();
+    let (refused, told) = output(command(&config));
+    assert!(!refused.status.success());
+    assert!(told.contains("store.endpoints"), "{told}");
 }

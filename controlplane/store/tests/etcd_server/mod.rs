@@ -29,7 +29,10 @@ pub(crate) struct Server {
 fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../e2e/etcd/build.sh");
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let script =
+            here.ancestors().map(|folder| folder.join("e2e/etcd/build.sh")).find(|path| path.exists());
+        let script = script.expect("the script is in this repository");
         let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash is there");
         assert!(output.status.success(), "etcd cannot be built");
         PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
