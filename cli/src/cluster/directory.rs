@@ -7,7 +7,8 @@
 use std::fs::{self, File, TryLockError};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,6 +19,13 @@ use super::{CLUSTER_FILE, POOL_FILE, STOP_WITHIN, remove_if_there};
 
 /// File that is locked while a command uses the directory.
 const LOCK_FILE: &str = "cluster.lock";
+
+/// How long a lock may be held by nobody in particular: a process that is being started has a copy of every descriptor of
+/// the one that starts it, until it runs its own program.
+const CLAIM_WITHIN: Duration = Duration::from_millis(500);
+
+/// Between two looks.
+const CLAIM_PAUSE: Duration = Duration::from_millis(10);
 
 /// File with the processes that were started in the directory.
 const PROCESSES_FILE: &str = "processes.json";
@@ -51,14 +59,18 @@ impl ClusterDirectory {
             .write(true)
             .open(&lock_path)
             .with_context(|| format!("cannot write {}", lock_path.display()))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => bail!(
-                "{} is in use by another demo or bench: end that one, or choose another directory with --dir",
-                path.display()
-            ),
-            Err(TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", lock_path.display()));
+        let give_up = Instant::now() + CLAIM_WITHIN;
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if Instant::now() < give_up => sleep(CLAIM_PAUSE),
+                Err(TryLockError::WouldBlock) => bail!(
+                    "{} is in use by another demo or bench: end that one, or choose another directory with --dir",
+                    path.display()
+                ),
+                Err(TryLockError::Error(error)) => {
+                    return Err(error).with_context(|| format!("cannot lock {}", lock_path.display()));
+                }
             }
         }
         end_recorded(path)?;
