@@ -292,11 +292,21 @@ async fn look_up_one(shared: Arc<Shared>, mut client: DirectoryService<Channel>,
     };
     shared.lookups().finished();
     match found {
-        Ok(found) => {
+        Ok(mut found) => {
+            leave_out_unreachable(&shared, &mut found);
             shared.counters.lookups_answered.fetch_add(1, Ordering::Relaxed);
             shared.emit(DirectoryEvent::Found { lookup: lookup.id, found });
         }
         Err(_) => fail(&shared, lookup.id),
+    }
+}
+
+/// Takes out replicas on nodes whose address is not known (yet): after a restart of the control plane replicas may be
+/// heard of before the node that has them. A block is found when it can be fetched.
+fn leave_out_unreachable(shared: &Shared, found: &mut [Vec<Replica>]) {
+    let nodes = shared.nodes.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for replicas in found {
+        replicas.retain(|replica| nodes.has_address(replica.node));
     }
 }
 

@@ -36,6 +36,10 @@ impl NodeMap {
         (!address.is_empty()).then(|| address.clone())
     }
 
+    pub(super) fn has_address(&self, node: NodeId) -> bool {
+        self.nodes.get(&node).is_some_and(|node| !node.peer_address.is_empty())
+    }
+
     pub(super) fn list(&self) -> Vec<PeerNode> {
         self.nodes.values().cloned().collect()
     }

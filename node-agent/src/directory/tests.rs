@@ -134,20 +134,28 @@ fn it_registers_wants_an_inventory_and_announces_in_order() {
 }
 
 #[test]
-fn a_lookup_brings_the_replicas_of_each_key_without_asking_for_its_own() {
+fn a_lookup_brings_the_replicas_of_each_key_that_can_be_reached_without_asking_for_its_own() {
     let fake = Fake::start();
     fake.write(|state| {
+        state.nodes = vec![info(2, 1, "127.0.0.1:7002"), info(300, 1, "127.0.0.1:7300"), info(4, 1, "")];
         state.replicas.insert(key(5), vec![(2, 1), (2, 2)]);
-        state.replicas.insert(key(7), vec![(300, 2)]);
+        state.replicas.insert(key(7), vec![(300, 2), (9, 1)]);
+        state.replicas.insert(key(8), vec![(4, 1)]);
     });
     let agent = Agent::start(settings(fake.endpoint()));
     agent.settle(Vec::new());
+    let give_up = Instant::now() + PATIENCE;
+    while agent.client.peer_address(NodeId(300)).is_none() {
+        assert!(Instant::now() < give_up, "the node list comes");
+        std::thread::yield_now();
+    }
     agent.client.lookup(LookupId(1), (0..10_000).map(key).collect(), LOOKUP_TIMEOUT);
     let DirectoryEvent::Found { lookup: LookupId(1), found } = agent.next() else { panic!("an answer") };
     assert_eq!(found.len(), 10_000, "more than one call takes");
     let replica = |node, tier| Replica { node: NodeId(node), tier };
     assert_eq!(found[5], [replica(2, Tier::Dram), replica(2, Tier::Nvme)]);
-    assert_eq!(found[7], [replica(300, Tier::Nvme)]);
+    assert_eq!(found[7], [replica(300, Tier::Nvme)], "nobody has named node 9");
+    assert!(found[8].is_empty(), "node 4 serves nobody");
     assert_eq!(found.iter().filter(|replicas| !replicas.is_empty()).count(), 2);
     assert_eq!(fake.read(|state| (state.lookups, state.asking)), (2, 1));
     agent.client.shutdown();
