@@ -103,7 +103,8 @@ fn the_control_plane_refuses_bad_configurations_and_a_port_that_is_taken() {
             format!("{memory}[membership]\ndead_after = \"300ms\"\n"),
             ["membership.dead_after", "heartbeat_every"],
         ),
-        ("[store]\nkind = \"etcd\"\n".to_owned(), ["etcd", "memory"]),
+        ("[store]\nkind = \"consul\"\n".to_owned(), ["etcd", "memory"]),
+        ("[store]\nkind = \"etcd\"\n".to_owned(), ["endpoints", "missing"]),
         (format!("listen = \"{taken}\"\nadmin = \"127.0.0.1:0\"\n{memory}"), [&taken, "in use"]),
     ] {
         fs::write(&config, text).expect("a configuration can be written");
