@@ -32,6 +32,7 @@ use crate::pool::{DevicePool, StoredBlock};
 
 mod arena;
 mod audit;
+mod checksums;
 mod counters;
 mod devices;
 mod evict;
@@ -150,7 +151,8 @@ impl AgentCore {
         }
         core.start_devices();
         core.keep_pool_free();
-        core.changes.clear();
+        // Not cleared: it has grown by every recovered block.
+        core.changes = Vec::new();
         core.update_gauges();
         let effects = std::mem::take(&mut core.out);
         (core, effects)

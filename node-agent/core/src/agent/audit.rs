@@ -64,7 +64,7 @@ impl AgentCore {
                 }
                 FrameState::Clean => {
                     evictable += usize::from(frame.leases == 0);
-                    ensure!(findable && !frame.checksums.is_empty(), "{slot:?} is clean, but not findable");
+                    ensure!(findable && frame.has_checksums(), "{slot:?} is clean, but not findable");
                 }
                 FrameState::Retired => {
                     retired += slot.bytes;
@@ -86,6 +86,9 @@ impl AgentCore {
             "{reserved} bytes reserved, {} counted",
             self.reserved_bytes
         );
+        let known = self.frames.iter().filter(|(_, frame)| frame.has_checksums()).count();
+        let rows = self.frames.checksum_rows();
+        ensure!(known == rows, "checksums of {known} frames are known, {rows} are kept");
         let lost = self.counters.arena_lost_bytes;
         ensure!(retired == lost, "{retired} bytes retired, {lost} counted");
         let listed = self.arena.evictable();

@@ -172,17 +172,19 @@ impl AgentCore {
 
     fn fill_layers(&mut self, id: SlabId, layers: u32, checksums: Option<Box<[u32]>>, tier: Tier) {
         let Some(fill) = self.fills.get_mut(id) else { return };
-        let frame = self.frames.get_mut(fill.frame);
-        let layout = self.shapes.get(frame.shape).layout;
         fill.tier = tier;
-        match checksums {
-            Some(checksums) if frame.checksums.is_empty() && checksums.len() == layout.objects() as usize => {
-                frame.checksums = checksums;
+        let frame = fill.frame;
+        let state = self.frames.get(frame);
+        let layout = self.shapes.get(state.shape).layout;
+        if let Some(checksums) = checksums.filter(|_| !state.has_checksums()) {
+            if checksums.len() == layout.objects() as usize {
+                self.set_checksums(frame, &checksums);
+            } else {
+                fill.verdict = Verdict::Refused;
             }
-            Some(_) if frame.checksums.is_empty() => fill.verdict = Verdict::Refused,
-            Some(_) | None => {}
         }
-        let known = fill.verdict == Verdict::Plausible && !frame.checksums.is_empty();
+        let Some(fill) = self.fills.get_mut(id) else { return };
+        let known = fill.verdict == Verdict::Plausible && self.frames.get(frame).has_checksums();
         if !known {
             if layers >= layout.layers() {
                 self.fail_fill(id, FillError::Corrupt);

@@ -19,6 +19,7 @@ use reprise_policy::eviction::EntryIndex;
 
 use super::AgentCore;
 use super::arena::Place;
+use super::checksums::{ChecksumRow, Checksums};
 use super::shapes::ShapeId;
 use crate::effect::ArenaSlot;
 
@@ -29,12 +30,11 @@ pub(super) struct FrameIndex(pub(super) u32);
 /// A slot in use.
 #[derive(Debug)]
 pub(super) struct Frame {
-    /// CRC32C of each object; empty until known.
-    pub(super) checksums: Box<[u32]>,
     pub(super) state: FrameState,
     /// Readers: loads and peers.
     pub(super) leases: u32,
     entry: EntryIndex,
+    checksums: ChecksumRow,
     pub(super) place: Place,
     pub(super) shape: ShapeId,
 }
@@ -63,13 +63,14 @@ pub(super) enum FrameState {
 pub(super) struct Frames {
     frames: Vec<Frame>,
     free: Vec<FrameIndex>,
+    checksums: Checksums,
     read_leases: u64,
 }
 
 const NO_ENTRY: EntryIndex = EntryIndex(u32::MAX);
 
-const _: () = assert!(size_of::<Frame>() == 40, "memory per resident block is part of the design");
-const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 80);
+const _: () = assert!(size_of::<Frame>() == 28, "memory per resident block is part of the design");
+const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 64);
 
 impl FrameIndex {
     /// No frame.
@@ -85,6 +86,11 @@ impl Frame {
     pub(super) fn set_entry(&mut self, entry: Option<EntryIndex>) {
         self.entry = entry.unwrap_or(NO_ENTRY);
     }
+
+    /// Whether the checksums of the block in the slot are known.
+    pub(super) fn has_checksums(&self) -> bool {
+        self.checksums != ChecksumRow::UNKNOWN
+    }
 }
 
 impl Frames {
@@ -99,6 +105,11 @@ impl Frames {
     /// Leases of readers on all frames.
     pub(super) fn read_leases(&self) -> u64 {
         self.read_leases
+    }
+
+    /// Rows of checksums that are kept.
+    pub(super) fn checksum_rows(&self) -> usize {
+        self.checksums.len()
     }
 
     /// All frames in use.
@@ -132,8 +143,8 @@ impl AgentCore {
                 }
             }
         };
-        let checksums = Box::default();
-        let frame = Frame { checksums, state, leases: 0, entry: NO_ENTRY, place, shape };
+        let checksums = ChecksumRow::UNKNOWN;
+        let frame = Frame { state, leases: 0, entry: NO_ENTRY, checksums, place, shape };
         let frame = self.frames.insert(frame);
         self.arena.set_frame(place, frame);
         self.shapes.hold(shape);
@@ -146,11 +157,27 @@ impl AgentCore {
         assert!(state.leases == 0, "a slot that is read is not freed");
         assert!(state.entry().is_none(), "a slot that can be found is not freed");
         let (place, shape) = (state.place, state.shape);
+        let checksums = std::mem::replace(&mut state.checksums, ChecksumRow::UNKNOWN);
         state.state = FrameState::Vacant;
-        state.checksums = Box::default();
+        self.frames.checksums.remove(checksums, self.shapes.objects(shape));
         self.frames.free.push(frame);
         self.arena.free(place);
         self.shapes.release(shape);
+    }
+
+    /// CRC32C of each object of the block in a frame; they must be known.
+    pub(super) fn checksums(&self, frame: FrameIndex) -> &[u32] {
+        let state = self.frames.get(frame);
+        self.frames.checksums.get(state.checksums, self.shapes.objects(state.shape))
+    }
+
+    /// Notes the checksums of the block in a frame, which were not known: one for each object of its shape.
+    pub(super) fn set_checksums(&mut self, frame: FrameIndex, checksums: &[u32]) {
+        let state = self.frames.get(frame);
+        assert!(!state.has_checksums(), "a slot is filled with one block");
+        assert_eq!(checksums.len(), self.shapes.objects(state.shape), "the caller has looked");
+        let row = self.frames.checksums.insert(checksums);
+        self.frames.get_mut(frame).checksums = row;
     }
 
     /// A reader takes a lease.

@@ -309,7 +309,7 @@ impl AgentCore {
                     unreachable!("a load is answered once, when every block is placed or lost")
                 }
             };
-            let checksums = self.frames.get(frame).checksums.clone();
+            let checksums = self.checksums(frame).into();
             blocks.push(LoadedBlock::Ok { source, slot: self.frame_slot(frame), checksums });
             frames.push(frame);
         }

@@ -217,7 +217,7 @@ impl AgentCore {
             return CommitStatus::NoLease;
         };
         let shape = self.frames.get(frame).shape;
-        let objects = self.shapes.get(shape).layout.objects() as usize;
+        let objects = self.shapes.objects(shape);
         let known = item.key.and_then(|key| self.index.find(&key));
         let visible = known.is_none_or(|entry| self.index.entry(entry).shape() == shape);
         let (Some(key), true) = (item.key, visible && item.checksums.len() == objects) else {
@@ -232,7 +232,7 @@ impl AgentCore {
                 CommitStatus::Duplicate
             }
             _ => {
-                self.frames.get_mut(frame).checksums = item.checksums;
+                self.set_checksums(frame, &item.checksums);
                 self.publish(frame, key, ticket, priority);
                 CommitStatus::Committed
             }

@@ -357,7 +357,7 @@ impl AgentCore {
     }
 
     fn emit_header(&mut self, serve: ServeId, block: u32, frame: FrameIndex, tier: Tier) {
-        let checksums = self.frames.get(frame).checksums.clone();
+        let checksums = self.checksums(frame).into();
         self.emit(Effect::ServeHeader { serve, block, tier, checksums });
     }
 

@@ -64,6 +64,11 @@ impl Shapes {
         &self.shapes[usize::from(id.0)]
     }
 
+    /// Objects of a block.
+    pub(super) fn objects(&self, id: ShapeId) -> usize {
+        self.get(id).layout.objects() as usize
+    }
+
     /// Notes that the operator is told that no device can hold the shape's blocks; whether that is news.
     pub(super) fn tell_unstorable(&mut self, id: ShapeId) -> bool {
         let shape = &mut self.shapes[usize::from(id.0)];

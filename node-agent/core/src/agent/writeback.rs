@@ -236,7 +236,7 @@ impl AgentCore {
             layout: self.shapes.get(state.shape).layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),
-            checksums: state.checksums.clone(),
+            checksums: self.checksums(frame).into(),
             slot: self.arena.slot(state.place),
             page,
         }

@@ -1,0 +1,117 @@
+//! The checksums of the blocks in DRAM.
+//!
+//! Blocks with the same number of objects share one table: a vector of rows, a row the CRC32C of each object of one
+//! block. A frame keeps a 4-byte row number; an allocation of its own for each block would cost it a 16-byte pointer
+//! and the allocator's 16 to 28 bytes beside the checksums.
+//!
+//! ```text
+//! 64 objects:   row 0 │ crc … crc │ row 1 │ crc … crc │ row 2 (free) │ …
+//!  8 objects:   row 0 │ crc … crc │ …
+//! ```
+//!
+//! A table keeps the memory of its largest population, which the arena bounds; with its last row it goes.
+
+use std::collections::BTreeMap;
+
+/// Row of a block in the table of its number of objects; [`ChecksumRow::UNKNOWN`] while they are not known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ChecksumRow(u32);
+
+/// All checksums; see the module.
+#[derive(Debug, Default)]
+pub(super) struct Checksums {
+    /// By objects of a block.
+    tables: BTreeMap<usize, Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    words: Vec<u32>,
+    free: Vec<ChecksumRow>,
+}
+
+impl ChecksumRow {
+    /// No row.
+    pub(super) const UNKNOWN: ChecksumRow = ChecksumRow(u32::MAX);
+
+    fn words(self, objects: usize) -> std::ops::Range<usize> {
+        let first = self.0 as usize * objects;
+        first..first + objects
+    }
+}
+
+impl Checksums {
+    /// Keeps a block's checksums, one for each object.
+    pub(super) fn insert(&mut self, checksums: &[u32]) -> ChecksumRow {
+        let objects = checksums.len();
+        assert!(objects > 0, "a block has objects");
+        let table = self.tables.entry(objects).or_default();
+        if let Some(row) = table.free.pop() {
+            table.words[row.words(objects)].copy_from_slice(checksums);
+            return row;
+        }
+        let row = u32::try_from(table.words.len() / objects).expect("an arena holds fewer than 2^32 slots");
+        table.words.extend_from_slice(checksums);
+        ChecksumRow(row)
+    }
+
+    /// The checksums of a block of so many objects.
+    pub(super) fn get(&self, row: ChecksumRow, objects: usize) -> &[u32] {
+        assert!(row != ChecksumRow::UNKNOWN, "checksums are asked for when they are known");
+        &self.tables[&objects].words[row.words(objects)]
+    }
+
+    /// Forgets the checksums of a block of so many objects; nothing when they are not known.
+    pub(super) fn remove(&mut self, row: ChecksumRow, objects: usize) {
+        if row == ChecksumRow::UNKNOWN {
+            return;
+        }
+        let table = self.tables.get_mut(&objects).expect("a row has a table");
+        table.free.push(row);
+        if table.len(objects) == 0 {
+            self.tables.remove(&objects);
+        }
+    }
+
+    /// Rows in use.
+    pub(super) fn len(&self) -> usize {
+        self.tables.iter().map(|(objects, table)| table.len(*objects)).sum()
+    }
+}
+
+impl Table {
+    fn len(&self, objects: usize) -> usize {
+        self.words.len() / objects - self.free.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_block_finds_its_own_checksums_whatever_came_and_went_before() {
+        let mut checksums = Checksums::default();
+        let rows: Vec<_> =
+            (0..6).map(|block| checksums.insert(&[block, block + 100, block + 200])).collect();
+        let other = checksums.insert(&[7; 64]);
+        checksums.remove(rows[2], 3);
+        checksums.remove(rows[4], 3);
+        let again = checksums.insert(&[1, 2, 3]);
+        assert_eq!(again, rows[4], "a free row is used before the table grows");
+        assert_eq!(checksums.get(again, 3), [1, 2, 3]);
+        assert_eq!(checksums.get(rows[5], 3), [5, 105, 205]);
+        assert_eq!(checksums.get(other, 64), [7; 64]);
+        assert_eq!(checksums.len(), 6);
+    }
+
+    #[test]
+    fn a_table_goes_with_its_last_row() {
+        let mut checksums = Checksums::default();
+        let row = checksums.insert(&[1, 2]);
+        checksums.remove(row, 2);
+        checksums.remove(ChecksumRow::UNKNOWN, 2);
+        assert_eq!(checksums.len(), 0);
+        assert!(checksums.tables.is_empty());
+    }
+}
