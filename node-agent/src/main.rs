@@ -44,6 +44,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
+    reprise_buffers::keep_large_allocations_apart();
     let arguments = Arguments::parse();
     if arguments.print_default_config {
         return print(&Config::default_text());

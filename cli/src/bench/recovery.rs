@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use reprise_agent_core::effect::{ArenaSlot, RegionId};
@@ -48,6 +49,9 @@ const DRAM_ARENA_MIB: u64 = 384;
 /// Room for them with their headers; 64 KiB of device for each entry of the journal.
 const DRAM_POOL_MIB: u64 = 4 << 10;
 
+/// Between looks at how far the directory is.
+const ANNOUNCEMENT_POLL: Duration = Duration::from_millis(10);
+
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let bytes = entries as u64 * DEVICE_BYTES_PER_BLOCK + DEVICE_BYTES_EXTRA;
     let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(FIRST_POOL_BYTES) };
@@ -67,6 +71,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         ensure!(blocks == entries as u64, "{blocks} of {entries} blocks were recovered");
         let took = device["recovery_us"].as_f64().context("the agent's status has no recovery_us")?;
         seconds.push(took / 1e6);
+        await_announced(&cluster, entries as u64)?;
         let grown = resident::anonymous_bytes(pid(&cluster)?)?.saturating_sub(empty);
         per_block.push(grown as f64 / entries as f64);
     }
@@ -98,9 +103,12 @@ fn dram_bytes_per_block(settings: &Settings) -> anyhow::Result<f64> {
     let client = &fixture.clients[0];
     let payload = payload(&layout);
     let save = |batches: std::ops::Range<u64>| -> anyhow::Result<u64> {
+        let batches_saved = batches.end;
         for batch in batches {
             fixture::save_durable(client, &keys(900 + batch, BATCH_BLOCKS), BATCH_BLOCKS, &payload)?;
         }
+        // Each is announced twice: in DRAM, and on NVMe.
+        await_announced(&fixture.cluster, 2 * batches_saved * BATCH_BLOCKS as u64)?;
         resident::anonymous_bytes(pid(&fixture.cluster)?)
     };
     let before = save(0..DRAM_BATCHES_BEFORE)?;
@@ -119,6 +127,27 @@ fn dram_bytes_per_block(settings: &Settings) -> anyhow::Result<f64> {
 fn status(cluster: &Cluster) -> anyhow::Result<serde_json::Value> {
     let page = http::get(&cluster.file().agents[0].admin, "/status")?;
     serde_json::from_str(&page).context("the agent's status is not JSON")
+}
+
+/// Waits until so many changes are in the directory and none is left to send: what waits is memory that passes.
+fn await_announced(cluster: &Cluster, changes: u64) -> anyhow::Result<()> {
+    let deadline = Instant::now() + fixture::PATIENCE;
+    loop {
+        let directory = &status(cluster)?["controlplane"];
+        let number = |name: &str| {
+            directory[name].as_u64().with_context(|| format!("the agent's status has no {name}"))
+        };
+        let (announced, queued) = (number("changes_announced")?, number("changes_queued")?);
+        if announced >= changes && queued == 0 {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{announced} of {changes} changes are in the directory after {:?}, {queued} wait",
+            fixture::PATIENCE
+        );
+        std::thread::sleep(ANNOUNCEMENT_POLL);
+    }
 }
 
 fn pid(cluster: &Cluster) -> anyhow::Result<u32> {

@@ -35,6 +35,7 @@ mod arena;
 mod checksum;
 mod descriptors;
 mod error;
+mod heap;
 mod kernel;
 mod mapped;
 mod meminfo;
@@ -53,6 +54,7 @@ pub use descriptors::{
     DESCRIPTORS_MAX, PeerCredentials, peer_credentials, recv_with_fds, send_with_fds, try_send_with_fds,
 };
 pub use error::BufferError;
+pub use heap::keep_large_allocations_apart;
 pub use mapped::MappedRegion;
 pub use memory::Access;
 pub use page_buffer::{PageBuffer, PageBufferPool};

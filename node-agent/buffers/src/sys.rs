@@ -54,6 +54,14 @@ pub(crate) fn reopen_readonly(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(OpenOptions::new().read(true).open(&path)?.into())
 }
 
+/// From so many bytes on, malloc maps an allocation apart, and does not change that by itself any more (mallopt(3)).
+#[cfg(target_env = "gnu")]
+pub(crate) fn set_mapping_threshold(bytes: libc::c_int) {
+    // SAFETY: mallopt(3) takes two integers; M_MMAP_THRESHOLD may be set at any time.
+    let accepted = unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, bytes) };
+    assert!(accepted == 1, "{bytes} is at most half of malloc's largest heap");
+}
+
 /// Size of the file behind a descriptor.
 pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let mut status = std::mem::MaybeUninit::<libc::stat>::uninit();

@@ -114,6 +114,12 @@ impl AgentCore {
                 stored += 1;
                 being_read += usize::from(matches!(entry.dram(), Dram::Filling(_)));
                 ensure!(self.devices.is_usable(at.device), "{key} is on a lost device");
+                let block = self.devices.stored(at);
+                ensure!(
+                    block.key == key && block.page == at.page,
+                    "{key}: its pool slot holds {}",
+                    block.key
+                );
                 ensure!(places.insert((at.device, at.page), key).is_none(), "{key} shares its pool slot");
             }
         }

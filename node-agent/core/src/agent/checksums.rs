@@ -92,8 +92,7 @@ mod tests {
     #[test]
     fn each_block_finds_its_own_checksums_whatever_came_and_went_before() {
         let mut checksums = Checksums::default();
-        let rows: Vec<_> =
-            (0..6).map(|block| checksums.insert(&[block, block + 100, block + 200])).collect();
+        let rows: Vec<_> = (0..6).map(|block| checksums.insert(&[block, block + 100, block + 200])).collect();
         let other = checksums.insert(&[7; 64]);
         checksums.remove(rows[2], 3);
         checksums.remove(rows[4], 3);

@@ -131,6 +131,12 @@ impl Devices {
         self.order.remove(entry);
     }
 
+    /// What the pool knows of a block that the index finds on a device.
+    pub(super) fn stored(&self, stored: Stored) -> StoredBlock {
+        let block = self.device(stored.device).pool.stored(stored.page);
+        block.expect("a block leaves the index before its pool slot")
+    }
+
     /// It was used.
     pub(super) fn touch(&mut self, entry: EntryIndex) {
         self.order.touch(entry);
@@ -252,8 +258,7 @@ impl AgentCore {
 
     /// A block is durable on a device.
     pub(super) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
-        let StoredBlock { page, generation, header_crc, .. } = *block;
-        self.index.set_stored(entry, Some(Stored { device, page, generation, header_crc }));
+        self.index.set_stored(entry, Some(Stored { device, page: block.page }));
         self.devices.enter_order(entry, self.index.entry(entry).class());
         self.replica_changed(entry, Tier::Nvme, Change::Added);
     }

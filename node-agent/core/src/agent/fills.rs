@@ -25,6 +25,7 @@ use super::shapes::ShapeId;
 use super::slab::SlabId;
 use crate::effect::{BlockRead, Change, DeviceId, FillId, LossReason, ServeId, Source};
 use crate::event::{FillError, FillUpdate, Replica};
+use crate::pool::StoredBlock;
 
 /// A block on its way.
 #[derive(Debug)]
@@ -118,7 +119,7 @@ impl AgentCore {
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
         let slot = self.frame_slot(frame);
-        let (page, generation, header_crc) = (stored.page, stored.generation, stored.header_crc);
+        let StoredBlock { page, generation, header_crc, .. } = self.devices.stored(stored);
         Some((stored.device, frame, BlockRead { fill, key, page, generation, header_crc, slot }))
     }
 

@@ -70,7 +70,7 @@ pub(super) struct Frames {
 const NO_ENTRY: EntryIndex = EntryIndex(u32::MAX);
 
 const _: () = assert!(size_of::<Frame>() == 28, "memory per resident block is part of the design");
-const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 64);
+const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 56);
 
 impl FrameIndex {
     /// No frame.

@@ -1,17 +1,18 @@
 //! Which blocks are on this node, and where.
 //!
-//! One entry of 36 bytes a block, in a vector; a hash table of 4-byte entry numbers over it (5 bytes a bucket at a
+//! One entry of 28 bytes a block, in a vector; a hash table of 4-byte entry numbers over it (5 bytes a bucket at a
 //! load of at most 7/8). A block is here when it is in an arena slot (readable or being filled), on a device, or
 //! both; an entry that is in neither is removed by whoever makes it so.
 //!
 //! Look-ups of long chains are made in two passes over short runs of keys: the first touches only the hash table,
 //! the second only entries, so that the cache misses of a run overlap.
 //!
-//! Deliberately absent: bytes, checksums (kept with arena slots, and in header pages) and any order of use.
+//! Deliberately absent: bytes, checksums (kept with arena slots, and in header pages), what a header page must say
+//! (kept by the pool, which needs it for its checkpoints) and any order of use.
 
 use hashbrown::HashTable;
+use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Generation};
 
 use super::frames::FrameIndex;
 use super::shapes::ShapeId;
@@ -39,8 +40,6 @@ pub(super) struct Index {
 pub(super) struct Entry {
     key: BlockKey,
     page: PageNumber,
-    generation: Generation,
-    header_crc: u32,
     frame: FrameIndex,
     shape: ShapeId,
     device: u8,
@@ -67,11 +66,9 @@ pub(super) enum Dram {
 pub(super) struct Stored {
     pub(super) device: DeviceId,
     pub(super) page: PageNumber,
-    pub(super) generation: Generation,
-    pub(super) header_crc: u32,
 }
 
-const _: () = assert!(size_of::<Entry>() == 36, "memory per block is part of the design");
+const _: () = assert!(size_of::<Entry>() == 28, "memory per block is part of the design");
 
 impl EntryState {
     const PRIORITY: u8 = 0b0011;
@@ -124,12 +121,7 @@ impl Entry {
     }
 
     pub(super) fn stored(&self) -> Option<Stored> {
-        (self.device != NOT_STORED).then_some(Stored {
-            device: DeviceId(self.device),
-            page: self.page,
-            generation: self.generation,
-            header_crc: self.header_crc,
-        })
+        (self.device != NOT_STORED).then_some(Stored { device: DeviceId(self.device), page: self.page })
     }
 
     /// Where a block of this shape can be read right now, or is being read from a device already.
@@ -182,8 +174,6 @@ impl Index {
         let entry = Entry {
             key,
             page: PageNumber(0),
-            generation: Generation(0),
-            header_crc: 0,
             frame: FrameIndex::NONE,
             shape,
             device: NOT_STORED,
@@ -233,8 +223,6 @@ impl Index {
             Some(stored) => {
                 entry.device = stored.device.0;
                 entry.page = stored.page;
-                entry.generation = stored.generation;
-                entry.header_crc = stored.header_crc;
                 self.stored += 1;
             }
             None => entry.device = NOT_STORED,
@@ -302,7 +290,7 @@ mod tests {
     }
 
     fn stored(page: u32) -> Stored {
-        Stored { device: DeviceId(0), page: PageNumber(page), generation: Generation(1), header_crc: 7 }
+        Stored { device: DeviceId(0), page: PageNumber(page) }
     }
 
     #[test]

@@ -84,7 +84,7 @@ impl AgentCore {
         let id = self.tickets.insert(waiting);
         state.tickets.insert(id);
         self.counters.commits += 1;
-        let statuses = items.into_iter().map(|item| self.commit_item(session, id, item, priority)).collect();
+        let statuses = items.iter().map(|item| self.commit_item(session, id, item, priority)).collect();
         self.reply(session, request, Reply::Committed { ticket, statuses });
         let waiting = self.tickets.get_mut(id).expect("it waits for this call");
         waiting.waiting -= 1;
@@ -209,7 +209,7 @@ impl AgentCore {
         &mut self,
         session: SessionId,
         ticket: SlabId,
-        item: CommitItem,
+        item: &CommitItem,
         priority: Priority,
     ) -> CommitStatus {
         let Some(frame) = self.take_reservation(session, item.lease) else {
