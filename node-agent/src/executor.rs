@@ -5,6 +5,7 @@
 //! | replies, notices | straight to the socket, else the session's queue | the session is closed |
 //! | progress | stores to shared memory, futex wake | cannot |
 //! | device operations, reads | bounded queue, larger than what the core has under way | reported as not taken |
+//! | checks of blocks in DRAM | the checker's queue | reported as not looked at |
 //! | look-ups, announcements | the directory client's queues | it reports or re-announces |
 //! | fetches, serves | the transport's queues | the fill is reported as lost |
 //!
@@ -17,11 +18,12 @@ use std::time::Instant;
 use reprise_agent_core::effect::{
     DeviceId, Effect, FillId, LoadId, PeerFetch, ProgressEntry, ProgressUpdate, Reply, Report,
 };
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Request, RequestId};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::{NamespaceDigest, SessionId};
 
+use crate::checker::Checker;
 use crate::device::{Command, Device, Unsent, read_error};
 use crate::directory::DirectoryClient;
 use crate::metrics::{Metrics, Phase};
@@ -44,6 +46,7 @@ pub(crate) struct ExecutorParts {
     /// Whether there is a control plane to ask.
     pub(crate) clustered: Clustered,
     pub(crate) peers: Option<Peers>,
+    pub(crate) checker: Checker,
     pub(crate) metrics: Arc<Metrics>,
 }
 
@@ -135,7 +138,11 @@ impl Executor {
             Request::Reserve { .. } => Phase::Reserve,
             Request::Commit { .. } => Phase::Commit,
             Request::Load(_) => Phase::LoadFirstLayer,
-            Request::Abort { .. } | Request::Release { .. } | Request::Trim | Request::Stats => Phase::Other,
+            Request::Abort { .. }
+            | Request::Release { .. }
+            | Request::Suspect { .. }
+            | Request::Trim
+            | Request::Stats => Phase::Other,
         };
         let span = tracing::debug_span!("request", session = session.0, request = request.0, ?phase);
         if let Some(connected) = self.sessions.get_mut(&session) {
@@ -207,6 +214,13 @@ impl Executor {
                     self.feedback.extend(fills.map(|fill| failed(fill, read_error(why))));
                 }
             }
+            Effect::CheckBlock(check) => {
+                let id = check.check;
+                if self.parts.checker.submit(check).is_err() {
+                    let integrity = Integrity::Unknown;
+                    self.feedback.push_back(Event::Checked { check: id, integrity });
+                }
+            }
             Effect::Lookup { lookup, keys, timeout } => match self.parts.clustered {
                 Clustered::Yes => self.parts.directory.lookup(lookup, keys, timeout),
                 Clustered::StandAlone => self.feedback.push_back(Event::LookupFailed { lookup }),
@@ -264,6 +278,14 @@ impl Executor {
         match report {
             Report::CorruptBlock { device, page, key } => {
                 tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped");
+            }
+            Report::CorruptMemory { slot, key } => {
+                tracing::error!(
+                    region = slot.region.0,
+                    offset = slot.offset,
+                    %key,
+                    "a block in DRAM no longer matched its checksums; it was dropped. A process that maps the arena has written to it, or the memory fails"
+                );
             }
             Report::Unstorable { block_bytes, payload_bytes_max } => {
                 tracing::warn!(

@@ -7,6 +7,7 @@
 //! worse than none.
 
 mod admin;
+mod checker;
 mod config;
 mod core_loop;
 mod device;

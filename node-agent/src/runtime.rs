@@ -25,6 +25,7 @@ use reprise_transport::{TcpSettings, TcpTransport};
 use serde::Serialize;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
+use crate::checker::Checker;
 use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
 use crate::device::{self, Device, DeviceContext, DeviceInfo};
@@ -118,6 +119,7 @@ impl Runtime {
             directory: directory.clone(),
             clustered,
             peers: peers.clone(),
+            checker: Checker::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
         };
         let pulse = Pulse::new(clock);

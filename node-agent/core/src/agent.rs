@@ -51,6 +51,7 @@ mod sessions;
 mod settings;
 mod shapes;
 mod slab;
+mod suspects;
 mod tickets;
 mod timers;
 mod writeback;
@@ -61,7 +62,7 @@ pub use settings::Settings;
 use arena::Arena;
 use devices::Devices;
 use fills::Fill;
-use frames::Frames;
+use frames::{FrameIndex, Frames};
 use index::{Dram, Index};
 use loads::Load;
 use lookups::Lookup;
@@ -99,6 +100,8 @@ pub struct AgentCore {
     loads: Slab<Load>,
     lookups: Slab<Lookup>,
     fills: Slab<Fill>,
+    /// Frames that are being checked.
+    checks: Slab<FrameIndex>,
     /// Fetches begun so far.
     fetches: u64,
     peers: Peers,
@@ -138,6 +141,7 @@ impl AgentCore {
             loads: Slab::new(),
             lookups: Slab::new(),
             fills: Slab::new(),
+            checks: Slab::new(),
             fetches: 0,
             peers: Peers::default(),
             serves: BTreeMap::new(),
@@ -195,6 +199,7 @@ impl AgentCore {
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),
+            Event::Checked { check, integrity } => self.checked(SlabId(check.0), integrity),
             Event::PeerRequest(request) => self.serve(request),
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
@@ -214,11 +219,12 @@ impl AgentCore {
         }
         match body {
             Request::Reserve { count } => self.reserve(session, request, count),
-            Request::Commit { items, priority } => self.commit(session, request, items, priority),
+            Request::Commit { items, priority } => self.commit(session, request, &items, priority),
             Request::Abort { leases } => self.abort(session, request, &leases),
             Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
             Request::Load(wanted) => self.load(session, request, wanted, received),
             Request::Release { load } => self.release(session, request, load),
+            Request::Suspect { load, blocks } => self.suspect(session, request, load, &blocks),
             Request::Trim => {
                 let blocks = self.trim();
                 self.reply(session, request, Reply::Trimmed { blocks });

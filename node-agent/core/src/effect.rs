@@ -30,6 +30,10 @@ pub struct LoadId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FillId(pub u64);
 
+/// A check of a block in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CheckId(pub u64);
+
 /// A question to the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LookupId(pub u64);
@@ -130,6 +134,8 @@ pub enum Effect {
         /// The blocks.
         batch: ReadBatch,
     },
+    /// Compare a block in the arena with its checksums; report with `Event::Checked`.
+    CheckBlock(BlockCheck),
     /// Ask the directory for replicas on other nodes; report with `Found` or `LookupFailed`.
     Lookup {
         /// Repeated in the answer.
@@ -225,6 +231,8 @@ pub enum Reply {
     },
     /// Load released.
     Released,
+    /// Suspicion noted.
+    Suspected,
     /// DRAM copies dropped.
     Trimmed {
         /// How many.
@@ -331,6 +339,19 @@ pub struct BlockRead {
     pub slot: ArenaSlot,
 }
 
+/// A block in the arena to compare with its checksums.
+#[derive(Clone, Debug)]
+pub struct BlockCheck {
+    /// Repeated in the report.
+    pub check: CheckId,
+    /// Where its payload is.
+    pub slot: ArenaSlot,
+    /// Its geometry.
+    pub layout: Layout,
+    /// CRC32C that each object must have.
+    pub checksums: Box<[u32]>,
+}
+
 /// Blocks wanted from one peer.
 #[derive(Clone, Debug)]
 pub struct PeerFetch {
@@ -403,6 +424,13 @@ pub enum Report {
         device: DeviceId,
         /// Its header page; the slot is free again.
         page: PageNumber,
+        /// Its key.
+        key: BlockKey,
+    },
+    /// A block in DRAM no longer matched its checksums and is dropped.
+    CorruptMemory {
+        /// Where it is.
+        slot: ArenaSlot,
         /// Its key.
         key: BlockKey,
     },

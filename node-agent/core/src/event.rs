@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tick, Tier};
 
-use crate::effect::{DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId};
+use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId};
 use crate::pool::{DeviceError, OpToken};
 
 /// Names one request within its session; chosen by the client.
@@ -66,6 +66,13 @@ pub enum Event {
     LookupFailed {
         /// The question.
         lookup: LookupId,
+    },
+    /// A block was compared with its checksums ([`Effect::CheckBlock`](crate::effect::Effect::CheckBlock)).
+    Checked {
+        /// Which check.
+        check: CheckId,
+        /// What was found.
+        integrity: Integrity,
     },
     /// A peer asks for blocks.
     PeerRequest(PeerRequest),
@@ -136,6 +143,13 @@ pub enum Request {
     Release {
         /// From `Reply::Loaded`.
         load: LoadId,
+    },
+    /// Verified copies of blocks of a load did not match: the agent should look at these blocks.
+    Suspect {
+        /// From `Reply::Loaded`.
+        load: LoadId,
+        /// Indices within the load; unknown ones, and those that are not complete, are passed over.
+        blocks: Vec<u32>,
     },
     /// Drop clean DRAM copies of blocks that are on NVMe.
     Trim,
@@ -229,6 +243,17 @@ pub enum FillError {
     /// The peer cannot be reached, stalled or broke the protocol.
     #[error("peer lost")]
     PeerLost,
+}
+
+/// What a check found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Integrity {
+    /// Every object matches its checksum.
+    Intact,
+    /// At least one does not.
+    Damaged,
+    /// The block was not looked at.
+    Unknown,
 }
 
 /// A replica elsewhere.

@@ -61,6 +61,8 @@ pub(crate) const CORE: &[Described] = &[
     counter("nvme_evictions", "Blocks dropped from NVMe to make room"),
     counter("nvme_evicted_bytes", "Slot bytes of blocks dropped from NVMe"),
     counter("corrupt_blocks", "Stored blocks dropped because they did not verify"),
+    counter("suspect_blocks", "Blocks whose verified copy out of DRAM did not match, as engines said"),
+    counter("dram_corrupt_blocks", "Blocks in DRAM dropped because they no longer matched their checksums"),
     counter("devices_lost", "Devices lost"),
     counter("serves", "Requests of peers"),
     counter("serve_blocks_dram", "Blocks given to peers from DRAM"),

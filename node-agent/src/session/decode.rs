@@ -68,6 +68,10 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
         }
         Body::Load(load) => convert_load(&load),
         Body::Release(local::Release { load }) => Ok(Request::Release { load: LoadId(load) }),
+        Body::Suspect(local::Suspect { load, blocks }) => {
+            count_within("suspect: blocks", blocks.len())?;
+            Ok(Request::Suspect { load: LoadId(load), blocks })
+        }
         Body::Stats(local::Stats {}) => Ok(Request::Stats),
         Body::Trim(local::Trim {}) => Ok(Request::Trim),
     }
@@ -158,6 +162,8 @@ mod tests {
         assert!(refusal(Body::Reserve(local::Reserve { count: u32::MAX })).contains("reserve"));
         let load = local::Load { keys: keys(16), deadline_us: u64::MAX, read_bytes: 0, local_only: false };
         assert!(refusal(Body::Load(load)).contains("deadline"));
+        let suspect = local::Suspect { load: 1, blocks: Vec::new() };
+        assert!(refusal(Body::Suspect(suspect)).contains("suspect: blocks"));
         assert!(refusal(Body::Hello(local::Hello::default())).contains("first message"));
         let commit = local::Commit { items: vec![local::CommitItem::default()], priority: 9 };
         assert!(refusal(Body::Commit(commit)).contains("priority"));

@@ -105,6 +105,7 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
             regions: grants.grant(regions),
             blocks: loaded_blocks(&blocks),
         }),
+        Reply::Suspected => Body::Suspected(local::Suspected {}),
         Reply::Released => Body::Released(local::Released {}),
         Reply::Trimmed { blocks } => Body::Trimmed(local::Trimmed { blocks }),
         Reply::Stats(stats) => Body::Stats(local::StatsReply {

@@ -9,6 +9,7 @@ use super::index::Dram;
 use super::loads::{LoadBlock, Stage};
 use super::serves::ServeBlock;
 use super::slab::SlabId;
+use super::suspects::Doubt;
 
 /// Returns an error from the calling function when a condition does not hold.
 macro_rules! ensure {
@@ -64,6 +65,7 @@ impl AgentCore {
                 }
                 FrameState::Clean => {
                     evictable += usize::from(frame.leases == 0);
+                    ensure!(frame.doubt != Doubt::Damaged, "{slot:?} is damaged, and clean");
                     ensure!(findable && frame.has_checksums(), "{slot:?} is clean, but not findable");
                 }
                 FrameState::Retired => {
@@ -159,6 +161,11 @@ impl AgentCore {
         }
         let counted = self.serve_share.leased_bytes;
         ensure!(serving == counted, "{serving} bytes leased to serves, {counted} counted");
+        for (id, frame) in self.checks.iter() {
+            *held.entry(*frame).or_default() += 1;
+            let checked = self.frames.get(*frame).doubt == Doubt::Checking;
+            ensure!(checked, "{id:?} checks a frame that does not know it");
+        }
         let total: u64 = held.values().map(|leases| u64::from(*leases)).sum();
         ensure!(total == self.frames.read_leases(), "{total} leases held, not as counted");
         for (index, frame) in self.frames.iter() {

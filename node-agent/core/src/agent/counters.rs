@@ -137,6 +137,10 @@ counters! {
     nvme_evicted_bytes,
     /// Stored blocks dropped because they did not verify.
     corrupt_blocks,
+    /// Blocks whose verified copy out of DRAM did not match, as engines said.
+    suspect_blocks,
+    /// Blocks in DRAM that no longer matched their checksums, and were dropped.
+    dram_corrupt_blocks,
     /// Devices lost.
     devices_lost,
     /// Requests of peers.

@@ -7,7 +7,7 @@
 //!    │   ╲  load, serve   ▼                           complete                           │   │ nobody reads
 //!    │    ╲───────────▶ Filling ─────────────────────────────────────────────────────────┘   ▼
 //!    │                    │ failed while read, or overtaken by a commit                    (free)
-//!    └── last lease ends ─┴─▶ Orphan: no longer findable, still read
+//!    └── last lease ends ─┴─▶ Orphan: no longer findable, still read (also what was found damaged)
 //!                         └─▶ Retired, for ever: a lost device may still write to it
 //! ```
 //!
@@ -21,6 +21,7 @@ use super::AgentCore;
 use super::arena::Place;
 use super::checksums::{ChecksumRow, Checksums};
 use super::shapes::ShapeId;
+use super::suspects::Doubt;
 use crate::effect::ArenaSlot;
 
 /// Number of a frame.
@@ -37,6 +38,7 @@ pub(super) struct Frame {
     checksums: ChecksumRow,
     pub(super) place: Place,
     pub(super) shape: ShapeId,
+    pub(super) doubt: Doubt,
 }
 
 /// See the module.
@@ -144,7 +146,8 @@ impl AgentCore {
             }
         };
         let checksums = ChecksumRow::UNKNOWN;
-        let frame = Frame { state, leases: 0, entry: NO_ENTRY, checksums, place, shape };
+        let frame =
+            Frame { state, leases: 0, entry: NO_ENTRY, checksums, place, shape, doubt: Doubt::Trusted };
         let frame = self.frames.insert(frame);
         self.arena.set_frame(place, frame);
         self.shapes.hold(shape);
@@ -159,6 +162,7 @@ impl AgentCore {
         let (place, shape) = (state.place, state.shape);
         let checksums = std::mem::replace(&mut state.checksums, ChecksumRow::UNKNOWN);
         state.state = FrameState::Vacant;
+        state.doubt = Doubt::Trusted;
         self.frames.checksums.remove(checksums, self.shapes.objects(shape));
         self.frames.free.push(frame);
         self.arena.free(place);

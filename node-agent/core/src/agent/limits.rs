@@ -31,6 +31,10 @@ pub const TICKETS_PER_SESSION_MAX: u32 = 16_384;
 /// client's queue. What would be one more is not asked.
 pub const LOOKUPS_MAX: usize = 256;
 
+/// Blocks that are being checked at once: 64 of 2 MiB are 128 MiB, about 20 ms of one core. What would be one more is not
+/// checked; whoever copies it next says so again.
+pub const CHECKS_MAX: usize = 64;
+
 /// Requests of peers at once: 1,000 nodes with one each.
 pub const SERVES_MAX: usize = 1024;
 

@@ -64,7 +64,7 @@ impl AgentCore {
         &mut self,
         session: SessionId,
         request: RequestId,
-        items: Vec<CommitItem>,
+        items: &[CommitItem],
         priority: Priority,
     ) {
         if items.len() > COMMIT_ITEMS_MAX {
@@ -225,6 +225,9 @@ impl AgentCore {
             self.give_back_slot(frame);
             return CommitStatus::BadItem;
         };
+        if let Some(entry) = known {
+            self.make_way(entry);
+        }
         match known {
             Some(entry) if self.index.entry(entry).source(shape).is_some() => {
                 self.give_back_slot(frame);

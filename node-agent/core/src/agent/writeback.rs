@@ -295,6 +295,7 @@ impl AgentCore {
         let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
         let key = self.index.entry(entry).key();
         self.set_frame_state(ended.frame, FrameState::Clean);
+        self.drop_if_damaged(ended.frame);
         self.end_items(&ended.tickets, key, end);
     }
 }

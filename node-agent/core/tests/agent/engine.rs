@@ -50,6 +50,8 @@ pub(crate) struct HeldLoad {
     pub(crate) keys: Vec<BlockKey>,
     pub(crate) blocks: Vec<LoadedBlock>,
     pub(crate) entry: ProgressEntry,
+    /// Blocks whose copy did not match: the engine looks at them no more.
+    pub(crate) given_up: BTreeSet<u32>,
 }
 
 /// One entry of the progress page.
@@ -168,7 +170,8 @@ impl Engine {
                 }
                 let page = &self.page[entry];
                 assert!(page.load == *load && page.layers > 0, "an answer comes with the first layer");
-                let held = HeldLoad { keys, blocks: blocks.clone(), entry: *entry };
+                let held =
+                    HeldLoad { keys, blocks: blocks.clone(), entry: *entry, given_up: BTreeSet::new() };
                 assert!(self.loads.insert(*load, held).is_none(), "loads have ids of their own");
             }
             (Asked::Release, Reply::Released)
@@ -191,7 +194,7 @@ impl Engine {
             let page = self.progress(*id);
             for (at, block) in (0..).zip(&load.blocks) {
                 let LoadedBlock::Ok { slot, checksums, .. } = block else { continue };
-                if page.failed.contains(&at) {
+                if page.failed.contains(&at) || load.given_up.contains(&at) {
                     continue;
                 }
                 let key = &load.keys[at as usize];
@@ -204,6 +207,11 @@ impl Engine {
                 );
             }
         }
+    }
+
+    /// A block's copy did not match.
+    pub(crate) fn give_up_on(&mut self, load: LoadId, block: u32) {
+        self.loads.get_mut(&load).expect("a held load").given_up.insert(block);
     }
 
     /// Slots that the engine may write or read.

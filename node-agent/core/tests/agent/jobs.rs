@@ -1,7 +1,7 @@
 //! What is under way in the world, and how it ends: device operations, reads, fetches, questions to the directory.
 
-use reprise_agent_core::effect::{ArenaSlot, BlockRead, DeviceId, FillId, LookupId};
-use reprise_agent_core::event::{Event, FillError, FillUpdate};
+use reprise_agent_core::effect::{ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity};
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{BlockKey, Layout, NodeId, Tier};
@@ -17,6 +17,7 @@ pub(crate) enum Job {
     Read { device: DeviceId, read: BlockRead, layout: Layout, layers: u32 },
     Fetch { node: NodeId, fill: FillId, key: BlockKey, slot: ArenaSlot, layout: Layout, layers: u32 },
     Lookup { lookup: LookupId, keys: Vec<BlockKey> },
+    Check(BlockCheck),
 }
 
 /// A fill that has got further.
@@ -36,7 +37,7 @@ impl World {
             Job::Read { layout, layers, .. } | Job::Fetch { layout, layers, .. } => {
                 layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
             }
-            Job::Device { .. } | Job::Lookup { .. } => 0,
+            Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) => 0,
         };
         self.advance_to(job, to);
     }
@@ -49,6 +50,7 @@ impl World {
             Job::Fetch { node, fill, key, slot, layout, layers } => {
                 self.fetch_on(node, (fill, key, slot), layout, layers..to);
             }
+            Job::Check(check) => self.end_check(&check),
             Job::Lookup { lookup, keys } => {
                 if self.rng.chance(self.faults.lookup) {
                     return self.apply(Event::LookupFailed { lookup });
@@ -90,6 +92,19 @@ impl World {
     pub(crate) fn fills(&self) -> Vec<usize> {
         let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
         (0..self.jobs.len()).filter(|at| is_fill(&self.jobs[*at])).collect()
+    }
+
+    /// Says what is in the slot, or what chance wants: the core believes whatever it is told.
+    fn end_check(&mut self, check: &BlockCheck) {
+        let BlockCheck { check: id, slot, layout, checksums } = check;
+        let integrity = if self.faults.check > 0 && self.rng.chance(self.faults.check) {
+            [Integrity::Damaged, Integrity::Unknown][self.rng.below(2)]
+        } else if self.memory.verify(*slot, layout, checksums, layout.layers()).is_some() {
+            Integrity::Intact
+        } else {
+            Integrity::Damaged
+        };
+        self.apply(Event::Checked { check: *id, integrity });
     }
 
     /// Draws nothing in worlds without this fault: what else happens by chance in them stays as it is.

@@ -20,5 +20,6 @@ mod scenarios_load;
 mod scenarios_peers;
 mod scenarios_save;
 mod scenarios_scale;
+mod scenarios_suspect;
 mod speed;
 mod world;

@@ -20,6 +20,7 @@ const FAULTS: Faults = Faults {
     refused: 15,
     fetch: 60,
     lookup: 80,
+    check: 500,
     directory_lies: 60,
     device_lost: 0,
     stranded: 0,
@@ -117,7 +118,8 @@ fn engine_acts(world: &mut World) {
             let deadline = Duration::from_micros(world.rng.below(30_000) as u64);
             world.load(session, &keys, deadline, scope);
         }
-        80..97 => release_some(world, session),
+        80..94 => release_some(world, session),
+        94..97 => suspect_some(world, session),
         97 => {
             world.request(session, Asked::Other, Request::Trim);
         }
@@ -145,6 +147,15 @@ fn release_some(world: &mut World, session: SessionId) {
         if world.rng.chance(600) {
             world.release(session, load);
         }
+    }
+}
+
+fn suspect_some(world: &mut World, session: SessionId) {
+    let loads: Vec<_> =
+        world.engines[&session].loads.iter().map(|(id, load)| (*id, load.keys.len())).collect();
+    for (load, blocks) in loads {
+        let block = world.rng.below(blocks + 1) as u32;
+        world.suspect(session, load, vec![block, 0, block]);
     }
 }
 
@@ -294,6 +305,8 @@ fn whatever_happens_nothing_leaks_nothing_hangs_and_nobody_reads_wrong_bytes() {
         "fill_absent",
         "fill_peer_lost",
         "write_failures",
+        "suspect_blocks",
+        "dram_corrupt_blocks",
         "dram_evictions",
         "nvme_evictions",
         "serve_blocks_dram",

@@ -32,6 +32,8 @@ pub(crate) struct Faults {
     pub(crate) refused: u64,
     pub(crate) fetch: u64,
     pub(crate) lookup: u64,
+    /// Of checks of blocks in DRAM.
+    pub(crate) check: u64,
     pub(crate) directory_lies: u64,
     pub(crate) device_lost: u64,
     /// Of the reads of a lost device.
@@ -285,6 +287,11 @@ impl World {
         self.request(session, Asked::Release, Request::Release { load });
     }
 
+    /// An engine suspects blocks of a load that it holds.
+    pub(crate) fn suspect(&mut self, session: SessionId, load: LoadId, blocks: Vec<u32>) {
+        self.request(session, Asked::Other, Request::Suspect { load, blocks });
+    }
+
     pub(crate) fn peer_request(&mut self, keys: &[BlockKey], layout: Layout, deadline: Duration) -> ServeId {
         let serve = self.serve_ids.next();
         self.serves.insert(serve, PeerServe::new(keys.to_vec(), layout));
@@ -352,6 +359,7 @@ impl World {
                     self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: 0 });
                 }
             }
+            Effect::CheckBlock(check) => self.jobs.push(Job::Check(check)),
             Effect::Lookup { lookup, keys, .. } => self.jobs.push(Job::Lookup { lookup, keys }),
             Effect::Announce { changes } => {
                 for change in changes {
@@ -387,6 +395,7 @@ impl World {
             },
             Job::Read { read, .. } => Some(read.slot),
             Job::Fetch { slot, .. } => Some(*slot),
+            Job::Check(check) => Some(check.slot),
             Job::Lookup { .. } => None,
         });
         let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));
