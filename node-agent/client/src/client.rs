@@ -113,7 +113,8 @@ impl Client {
     /// Opens a session.
     ///
     /// # Errors
-    /// `AgentAbsent`, `Version`, `BadRequest` (the agent refuses namespace, layout or user), `Timeout`, `AgentLost`.
+    /// `AgentAbsent`, `Forbidden`, `Version`, `BadRequest` (the agent refuses namespace, layout or user), `Timeout`,
+    /// `AgentLost`.
     pub fn connect(options: ConnectOptions) -> Result<Client, ClientError> {
         if options.client_name.len() > CLIENT_NAME_BYTES_MAX {
             return Err(ClientError::BadRequest(format!(
@@ -351,7 +352,7 @@ fn open(socket: &Path, timeout: Duration) -> Result<(Arc<Connection>, JoinHandle
         .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
     match receiver.recv_timeout(timeout) {
         Ok(Ok(connection)) => Ok((connection, reader)),
-        Ok(Err(source)) => Err(ClientError::AgentAbsent { socket: socket.to_owned(), source }),
+        Ok(Err(source)) => Err(ClientError::unreachable(socket, source)),
         Err(_) => Err(ClientError::Timeout { call: "connect", after: timeout }),
     }
 }
