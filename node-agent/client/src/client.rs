@@ -308,7 +308,19 @@ impl Session {
         call: &'static str,
         body: request::Body,
     ) -> Result<response::Body, ClientError> {
+        let _span = self.span(call).entered();
         self.connection.begin(call, body, self.call_timeout).and_then(Ongoing::wait)
+    }
+
+    /// What a call happens in, for whoever traces the engine; the session is 0 until the agent has named it. A span
+    /// that nobody subscribed to costs one atomic load.
+    pub(crate) fn span(&self, call: &'static str) -> tracing::Span {
+        tracing::debug_span!("agent_call", request = call, session = self.number())
+    }
+
+    /// The agent's number of the session.
+    pub(crate) fn number(&self) -> u64 {
+        self.welcome.session
     }
 
     /// Ends the session because the agent broke the protocol.
