@@ -18,6 +18,7 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::Subcommand;
+use indicatif::ProgressFinish;
 use reprise_policy::{Dtype, Layout, LayoutSpec, Parts};
 
 use crate::config::Config;
@@ -67,6 +68,22 @@ enum Which {
 struct Settings {
     directory: PathBuf,
     repetitions: usize,
+    audience: Audience,
+}
+
+impl Settings {
+    /// The repetitions of one measurement, with a progress bar for a person at a terminal.
+    fn rounds(&self, what: &'static str) -> impl Iterator<Item = usize> + use<> {
+        self.some_rounds(what, self.repetitions)
+    }
+
+    /// Another number of repetitions.
+    fn some_rounds(&self, what: &'static str, count: usize) -> impl Iterator<Item = usize> + use<> {
+        let bar = self.audience.progress(count as u64, what).with_finish(ProgressFinish::AndClear);
+        // Seen before the first round has ended, too.
+        bar.tick();
+        bar.wrap_iter(0..count)
+    }
 }
 
 /// `reprise bench`.
@@ -76,7 +93,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         bail!("--repetitions must be at least 1");
     }
     let directory = config.bench.directory(args.dir.as_deref());
-    let settings = Settings { directory, repetitions };
+    let settings = Settings { directory, repetitions, audience };
     let all = [
         Which::Store,
         Which::Local,
@@ -132,4 +149,18 @@ fn one_page() -> Layout {
         tp_size: 1,
     };
     spec.validate().expect("a small layout is valid")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_measurement_is_repeated_as_often_as_asked_and_its_bar_is_hidden_from_programs() {
+        let audience = Audience::Program;
+        assert!(audience.progress(1, "x").is_hidden());
+        let settings = Settings { directory: PathBuf::new(), repetitions: 3, audience };
+        assert_eq!(settings.rounds("x").collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(settings.some_rounds("x", 1).count(), 1);
+    }
 }

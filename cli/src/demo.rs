@@ -2,8 +2,10 @@
 //! killed and comes back.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use indicatif::ProgressBar;
 use reprise_policy::ByteSize;
 use serde::Serialize;
 
@@ -23,6 +25,9 @@ const NODES: usize = 2;
 
 /// The node that is killed.
 const VICTIM: usize = 0;
+
+/// How old the evictions on the screen may be: asking the agents takes about a millisecond.
+const EVICTIONS_EVERY: Duration = Duration::from_millis(500);
 
 /// Requests that are replayed again after the restart.
 const REQUESTS_AFTER_RESTART: usize = 200;
@@ -84,6 +89,39 @@ struct Evictions {
     nvme: u64,
 }
 
+/// What a person sees while the demo replays: bar, totals, and what the agents evict meanwhile.
+struct Live<'a> {
+    bar: ProgressBar,
+    cluster: &'a Cluster,
+    evictions: Evictions,
+    /// When the agents were asked; `None`: not yet.
+    asked: Option<Instant>,
+}
+
+impl Live<'_> {
+    fn new(bar: ProgressBar, cluster: &Cluster) -> Live<'_> {
+        Live { bar, cluster, evictions: Evictions::default(), asked: None }
+    }
+
+    fn served(&mut self, totals: &Totals) {
+        self.bar.inc(1);
+        if self.bar.is_hidden() {
+            return;
+        }
+        if self.asked.is_none_or(|asked| asked.elapsed() >= EVICTIONS_EVERY) {
+            self.asked = Some(Instant::now());
+            // Shown for information: an agent that does not answer now fails the demo where it matters.
+            self.evictions = evictions(self.cluster).unwrap_or(self.evictions);
+        }
+        let Evictions { dram, nvme } = self.evictions;
+        self.bar.set_message(format!("{}; evicted from DRAM {dram}, from NVMe {nvme}", totals.live()));
+    }
+
+    fn end(self) {
+        self.bar.finish_and_clear();
+    }
+}
+
 /// What killing and restarting an agent showed.
 #[derive(Clone, Copy, Debug)]
 struct KillOutcome {
@@ -125,8 +163,9 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     audience.say(format!("Replaying {} requests of {} …", requests.len(), trace.name));
     let bar = audience.progress(requests.len() as u64, "replay");
     let mut totals = Totals::new();
-    replay::run(requests, &mut engines, &mut totals, &bar)?;
-    bar.finish_and_clear();
+    let mut live = Live::new(bar, &cluster);
+    replay::run(requests, &mut engines, &mut totals, |totals| live.served(totals))?;
+    live.end();
     let summary = totals.summary("demo", &subject);
     let evictions = evictions(&cluster)?;
     audience.say(format!(
@@ -141,8 +180,9 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     audience.say(format!("Replaying the first {} requests again …", again.len()));
     let mut after = Totals::new();
     let bar = audience.progress(again.len() as u64, "replay again");
-    replay::run(again, &mut engines, &mut after, &bar)?;
-    bar.finish_and_clear();
+    let mut live = Live::new(bar, &cluster);
+    replay::run(again, &mut engines, &mut after, |totals| live.served(totals))?;
+    live.end();
     audience.say(after.table());
 
     let mismatches =
@@ -167,6 +207,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     if mismatches > 0 {
         bail!("{mismatches} words differed from what was saved");
     }
+    demand_calls(totals.errors + after.errors)?;
     demand_durable(&killed.after, 0).context("after the restart")?;
     if killed.after.present != killed.before.present {
         bail!("{} durable blocks did not come back", killed.before.present - killed.after.present);
@@ -218,6 +259,16 @@ fn demand_durable(check: &DurableCheck, evicted: u64) -> anyhow::Result<()> {
             "{} of {} durable blocks are gone, and only {evicted} were evicted by the policy: the rest is lost",
             check.missed,
             check.announced
+        );
+    }
+    Ok(())
+}
+
+/// Every call to an agent succeeded: what failed was computed, and the demo is not about that.
+fn demand_calls(failed: u64) -> anyhow::Result<()> {
+    if failed > 0 {
+        bail!(
+            "{failed} calls to the agents failed (errors); the warnings above and the agents' logs say why"
         );
     }
     Ok(())
@@ -296,6 +347,13 @@ mod tests {
         assert!(demand_durable(&check, 2).is_ok());
         let error = demand_durable(&check, 1).expect_err("one block is lost").to_string();
         assert!(error.contains("2 of 10"), "{error}");
+    }
+
+    #[test]
+    fn a_call_that_failed_fails_the_demo_and_is_counted() {
+        assert!(demand_calls(0).is_ok());
+        let error = demand_calls(3).expect_err("three calls failed").to_string();
+        assert!(error.contains("3 calls"), "{error}");
     }
 
     #[test]

@@ -41,9 +41,8 @@ impl Audience {
         if self == Audience::Program || !std::io::stderr().is_terminal() {
             return indicatif::ProgressBar::hidden();
         }
-        let style =
-            indicatif::ProgressStyle::with_template("{prefix} {bar:32} {pos}/{len} {elapsed}\n{wide_msg}")
-                .expect("the template is well formed");
+        let style = indicatif::ProgressStyle::with_template("{prefix} {bar:32} {pos}/{len} {elapsed}\n{msg}")
+            .expect("the template is well formed");
         indicatif::ProgressBar::new(length).with_style(style).with_prefix(what)
     }
 }

@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use hdrhistogram::Histogram;
-use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cluster::ClusterFile;
@@ -172,13 +171,13 @@ impl Totals {
         }
     }
 
-    /// One line for a progress bar.
+    /// Some lines for below a progress bar, each short enough for a terminal.
     pub(crate) fn live(&self) -> String {
         format!(
-            "saved {} at {} | hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {} | loaded {} at {} | verified {}, \
-             mismatches {} | match p50 {} µs, p99 {} µs | first layer p50 {} µs, p99 {} µs",
-            self.blocks_saved,
-            bandwidth_text(self.bytes_saved, self.save_seconds),
+            "hits: DRAM {}, NVMe {}, peer DRAM {}, peer NVMe {}\n\
+             loaded {} at {}, verified {}, mismatches {}, failed calls {}\n\
+             match p50 {} µs, p99 {} µs; first layer p50 {} µs, p99 {} µs\n\
+             saved {} at {}",
             self.hits.own_dram,
             self.hits.own_nvme,
             self.hits.peer_dram,
@@ -187,10 +186,13 @@ impl Totals {
             bandwidth_text(self.bytes_loaded, self.load_seconds),
             bytes_text(self.bytes_verified),
             self.mismatches,
+            self.errors,
             self.match_us.value_at_quantile(0.50),
             self.match_us.value_at_quantile(0.99),
             self.first_layer_us.value_at_quantile(0.50),
             self.first_layer_us.value_at_quantile(0.99),
+            self.blocks_saved,
+            bandwidth_text(self.bytes_saved, self.save_seconds),
         )
     }
 
@@ -235,12 +237,12 @@ impl Totals {
     }
 }
 
-/// Sends requests to the engines in turn.
+/// Sends requests to the engines in turn; `served` is told of each.
 pub(crate) fn run(
     requests: &[TraceRequest],
     engines: &mut [EngineProcess],
     totals: &mut Totals,
-    bar: &ProgressBar,
+    mut served: impl FnMut(&Totals),
 ) -> anyhow::Result<()> {
     for (index, request) in requests.iter().enumerate() {
         let engine = index % engines.len();
@@ -248,8 +250,7 @@ pub(crate) fn run(
             .run(request.full_blocks())
             .with_context(|| format!("request {index} on engine {engine}"))?;
         totals.add(&outcome);
-        bar.inc(1);
-        bar.set_message(totals.live());
+        served(totals);
     }
     Ok(())
 }
@@ -273,7 +274,10 @@ pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) ->
     let subject = Subject { trace: trace.name.clone(), scale, block_bytes: layout.block_bytes() };
     let bar = audience.progress(requests.len() as u64, "replay");
     let mut totals = Totals::new();
-    run(requests, &mut engines, &mut totals, &bar)?;
+    run(requests, &mut engines, &mut totals, |totals| {
+        bar.inc(1);
+        bar.set_message(totals.live());
+    })?;
     bar.finish_and_clear();
     audience.say(totals.table());
     audience.emit(&totals.summary("replay", &subject));

@@ -16,13 +16,15 @@
 //!
 //! This is a library only so that the binary and its tests share it; no other crate depends on it.
 //!
-//! Deliberately absent: sharding and more than one member (they come with etcd), authentication (listen on loopback
+//! Deliberately absent: sharding and more than one member (they come later), authentication (listen on loopback
 //! or inside a trusted network), the choice among replicas.
 
 pub mod admin;
 pub mod cluster;
 pub mod config;
 pub mod directory;
+#[cfg(test)]
+mod document;
 pub mod membership;
 pub mod metrics;
 pub mod registry;

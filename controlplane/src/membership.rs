@@ -24,7 +24,7 @@ use crate::metrics::{Call, WatchLabels, WatchOf};
 use crate::registry::{Registry, RegistryError};
 
 /// Bytes of a node's name at the most: a Kubernetes node name fits twice.
-const NAME_BYTES_MAX: usize = 512;
+pub(crate) const NAME_BYTES_MAX: usize = 512;
 /// Bytes of an address, a failure domain or a version at the most.
 const TEXT_BYTES_MAX: usize = 512;
 

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 const NODES_PREFIX: &str = "nodes/";
 const NEXT_NODE: &[u8] = b"next_node";
 /// Nodes at the most: numbers are 16 bits and begin at 1.
-const NODES_MAX: usize = u16::MAX as usize;
+pub(crate) const NODES_MAX: usize = u16::MAX as usize;
 /// Attempts against concurrent registrations. Each failure means that another registration succeeded.
 const ATTEMPTS_MAX: usize = 64;
 

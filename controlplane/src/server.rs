@@ -26,12 +26,12 @@ use crate::registry::Registry;
 use crate::turns::Turns;
 
 /// A message at the most: 8,192 keys with operations are 136 KiB.
-const MESSAGE_BYTES_MAX: usize = 256 << 10;
+pub(crate) const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// HTTP/2 windows: a whole batch of keys and of answers without a wait for the other side.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
 /// Calls at once on one connection.
-const STREAMS_MAX: u32 = 1024;
+pub(crate) const STREAMS_MAX: u32 = 1024;
 /// A connection whose other end is gone without a word is noticed within both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);

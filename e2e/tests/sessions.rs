@@ -1,6 +1,10 @@
 //! Clients that speak wrong, and sessions that do not fit together: a refusal with words or a miss, never a hang, and
 //! nothing that others would feel.
 
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rand::RngExt;
@@ -8,11 +12,15 @@ use reprise_client::{
     BlockStatus, Client, ClientError, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope,
 };
 use reprise_e2e::content::{key, keys, layout_of, small};
+use reprise_e2e::process::binary;
 use reprise_e2e::raw::{RawSession, hello, wire_layout};
 use reprise_e2e::seed::seeded;
 use reprise_e2e::{Agent, AgentConfig, Loading, Outcome, PATIENCE, World, wait_until};
-use reprise_policy::NamespaceDigest;
+use reprise_policy::{ByteSize, NamespaceDigest};
 use reprise_proto::local::{self, FailureKind, request, response};
+
+/// User and group `nobody` on every Linux.
+const NOBODY: u32 = 65534;
 
 /// An agent and somebody who must feel nothing of what happens beside.
 fn world_with_agent() -> (World, Agent) {
@@ -262,6 +270,62 @@ fn a_lease_of_one_session_is_nothing_to_another() {
     let committed = holder.client().commit(items, Priority::Normal).expect("committed");
     assert!(committed.statuses.iter().all(|status| status.is_committed()), "{:?}", committed.statuses);
     holder.load_all(&[1, 2, 3, 4], &Loading::LOCAL);
+}
+
+#[test]
+fn thousands_of_reservations_that_are_dropped_one_by_one_are_all_given_back() {
+    const SLOTS: usize = 4000;
+    // Two objects of 4 KiB a block: the arena has room for 8,192, and less than twice as many may be reserved.
+    let tiny = layout_of(1, 1);
+    let world = World::new();
+    let agent = world.agent(&AgentConfig { arena: ByteSize(64 << 20), ..AgentConfig::named("node") });
+    let engine = agent.engine(tiny);
+    let reserved = engine.reserve(SLOTS).expect("slots");
+    let bytes = SLOTS as u64 * tiny.slot_bytes();
+    assert_eq!(agent.admin().counter("reserved_bytes"), bytes);
+    reserved.into_iter().for_each(drop);
+    agent.admin().wait_for("reserved_bytes", PATIENCE, |bytes| bytes == 0);
+    // Whoever drops and asks again at once finds what was dropped.
+    drop(engine.reserve(SLOTS).expect("slots"));
+    let again = engine.client().reserve(SLOTS as u32, Duration::ZERO).expect("an answer");
+    assert_eq!(again.len(), SLOTS, "the request overtook what was given back before it");
+}
+
+#[test]
+fn a_user_whom_the_agent_does_not_admit_is_told_what_to_change() {
+    // Runs a client as another user, which only root may.
+    let own = std::fs::metadata("/proc/self").expect("/proc is mounted").uid();
+    assert_eq!(own, 0, "this test needs root: run it with sudo, or leave it out with --skip whom_the_agent");
+    let world = World::for_every_user();
+    let copy = world.folder().join("client-of-nobody");
+    std::fs::copy(binary("reprise"), &copy).expect("a binary can be copied");
+    let closed =
+        world.agent(&AgentConfig { session: "mode = \"0660\"".into(), ..AgentConfig::named("closed") });
+    let said = said_to_nobody(&copy, &closed);
+    let socket = closed.files().socket.to_str().expect("our folders have plain names");
+    for words in [socket, "user 65534", "0660", "group 0", "session.mode", "session.allow_uids", "denied"] {
+        assert!(said.contains(words), "no '{words}' in: {said}");
+    }
+    let open = world.agent(&AgentConfig { session: "mode = \"0666\"".into(), ..AgentConfig::named("open") });
+    world.require("session refused");
+    let said = said_to_nobody(&copy, &open);
+    for words in ["user 65534", "session.allow_uids"] {
+        assert!(said.contains(words), "no '{words}' in: {said}");
+    }
+    let session = "mode = \"0666\"\nallow_uids = [65534]".into();
+    let listed = world.agent(&AgentConfig { session, ..AgentConfig::named("listed") });
+    assert_eq!(said_to_nobody(&copy, &listed), "", "what the words ask for is enough");
+}
+
+/// Opens a session as nobody, with this copy of the command line's engine; what it has to say about that.
+fn said_to_nobody(copy: &Path, agent: &Agent) -> String {
+    let layout: String = small().encode().iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut command = Command::new(copy);
+    command.args(["engine", "--layout", &layout, "--socket"]).arg(&agent.files().socket);
+    let output = command.uid(NOBODY).gid(NOBODY).stdin(Stdio::null()).output().expect("it can be run");
+    let said = String::from_utf8(output.stderr).expect("words are UTF-8");
+    assert_eq!(output.status.success(), said.is_empty(), "{}: {said}", output.status);
+    said
 }
 
 #[test]

@@ -13,6 +13,8 @@
 //! Deliberately absent: decisions about blocks (the core), authentication beyond the peer's user id.
 
 mod decode;
+#[cfg(test)]
+mod document;
 mod encode;
 mod frame;
 mod handshake;

@@ -47,7 +47,8 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let replicas = directory.size().replicas;
     ensure!(replicas == entries as u64, "{replicas} of {entries} replicas are in the directory");
 
-    let rates = (0..settings.repetitions)
+    let rates = settings
+        .rounds("directory.lookups")
         .map(|repetition| look_up(&directory, &live, entries, repetition))
         .collect::<anyhow::Result<Vec<f64>>>()?;
     let size = format!("{entries}");

@@ -33,7 +33,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     {
         let mut target_memory = Scattered::new(&layout, BLOCKS)?;
         let figure = paired(
-            settings.repetitions,
+            settings.rounds(name),
             || Ok(gigabytes_per_second(&source, bare_copy(&source, &mut memory))),
             || {
                 let elapsed = hits(client, &keys, &mut target_memory, verify)?;

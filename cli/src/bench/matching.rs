@@ -29,7 +29,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     }
     let mut medians = Vec::new();
     let mut tails = Vec::new();
-    for _ in 0..settings.repetitions {
+    for _ in settings.rounds("match.8192_keys") {
         let mut times = Vec::with_capacity(CALLS);
         for _ in 0..CALLS {
             let started = Instant::now();

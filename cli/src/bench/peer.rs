@@ -30,7 +30,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let bytes = BLOCKS as u64 * layout.block_bytes();
     let (mut round, mut iperf_rates) = (0, Vec::new());
     let measured = paired(
-        settings.repetitions,
+        settings.rounds("peer.load_2mib"),
         || {
             let run = stream_loop(bytes, &Congestion::System).context("the bare stream")?;
             Ok(run.bytes_per_second() / 1e9)

@@ -60,7 +60,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     cluster.kill_agent(0)?;
     write_pool(&cluster.pool_path(0), bytes, entries)?;
     let (mut seconds, mut ready, mut per_block) = (Vec::new(), Vec::new(), Vec::new());
-    for repetition in 0..settings.repetitions {
+    for repetition in settings.rounds("recovery.open") {
         if repetition > 0 {
             cluster.kill_agent(0)?;
         }

@@ -115,19 +115,19 @@ impl Target {
     }
 }
 
-/// Runs reference and subject in turn, `repetitions` times after one uncounted round.
+/// Runs reference and subject in turn, once for each of `rounds` after one uncounted round.
 ///
 /// # Errors
 /// The first error of either.
 pub(crate) fn paired(
-    repetitions: usize,
+    rounds: impl Iterator<Item = usize>,
     mut reference: impl FnMut() -> anyhow::Result<f64>,
     mut subject: impl FnMut() -> anyhow::Result<f64>,
 ) -> anyhow::Result<Paired> {
     reference()?;
     subject()?;
     let (mut references, mut subjects, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..repetitions.max(1) {
+    for _ in rounds {
         let (of_reference, of_subject) = (reference()?, subject()?);
         references.push(of_reference);
         subjects.push(of_subject);
@@ -179,7 +179,7 @@ mod tests {
     fn a_ratio_is_the_median_over_pairs_and_decides() {
         let mut speeds = [9.0, 10.0, 10.0, 20.0].into_iter();
         let mut others = [9.0, 9.0, 8.0, 19.0].into_iter();
-        let paired = paired(3, || Ok(speeds.next().expect("four")), || Ok(others.next().expect("four")))
+        let paired = paired(0..3, || Ok(speeds.next().expect("four")), || Ok(others.next().expect("four")))
             .expect("runs");
         assert_eq!((paired.reference, paired.subject), (10.0, 9.0));
         assert!((paired.ratio - 0.9).abs() < 1e-9);

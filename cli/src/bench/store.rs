@@ -103,7 +103,7 @@ fn cold_blocks(
     let offsets = pieces(payloads, BLOCK_BYTES);
     let depth = bare.best_depth(BLOCK_BYTES, &offsets)?;
     let measured = paired(
-        settings.repetitions,
+        settings.rounds("store.cold_load_2mib"),
         || bare.read(BLOCK_BYTES, &offsets, depth),
         || cold_load(client, keys, u64::from(BLOCK_BYTES)),
     )?;
@@ -121,7 +121,7 @@ fn layer_order(
     let depth = bare.best_depth(OBJECT_BYTES, &offsets)?;
     let part = &keys[..LAYER_ORDER_BLOCKS];
     let measured = paired(
-        settings.repetitions,
+        settings.rounds("store.cold_load_32kib_layer_order"),
         || bare.read(OBJECT_BYTES, &offsets, depth),
         || cold_load(client, part, u64::from(OBJECT_BYTES)),
     )?;
@@ -166,7 +166,7 @@ fn durable_save(
     let beside = settings.directory.join("bare-write.dat");
     let rounds = save_rounds(settings);
     let measured = paired(
-        rounds,
+        settings.some_rounds("store.durable_save_2mib", rounds),
         || bare.write_fresh(&beside, &offsets, blocks_per_sync()?),
         || {
             let took = save(saves.get())?;

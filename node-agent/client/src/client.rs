@@ -113,7 +113,8 @@ impl Client {
     /// Opens a session.
     ///
     /// # Errors
-    /// `AgentAbsent`, `Version`, `BadRequest` (the agent refuses namespace, layout or user), `Timeout`, `AgentLost`.
+    /// `AgentAbsent`, `Forbidden`, `Version`, `BadRequest` (the agent refuses namespace, layout or user), `Timeout`,
+    /// `AgentLost`.
     pub fn connect(options: ConnectOptions) -> Result<Client, ClientError> {
         if options.client_name.len() > CLIENT_NAME_BYTES_MAX {
             return Err(ClientError::BadRequest(format!(
@@ -307,7 +308,19 @@ impl Session {
         call: &'static str,
         body: request::Body,
     ) -> Result<response::Body, ClientError> {
+        let _span = self.span(call).entered();
         self.connection.begin(call, body, self.call_timeout).and_then(Ongoing::wait)
+    }
+
+    /// What a call happens in, for whoever traces the engine; the session is 0 until the agent has named it. A span
+    /// that nobody subscribed to costs one atomic load.
+    pub(crate) fn span(&self, call: &'static str) -> tracing::Span {
+        tracing::debug_span!("agent_call", request = call, session = self.number())
+    }
+
+    /// The agent's number of the session.
+    pub(crate) fn number(&self) -> u64 {
+        self.welcome.session
     }
 
     /// Ends the session because the agent broke the protocol.
@@ -351,7 +364,7 @@ fn open(socket: &Path, timeout: Duration) -> Result<(Arc<Connection>, JoinHandle
         .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
     match receiver.recv_timeout(timeout) {
         Ok(Ok(connection)) => Ok((connection, reader)),
-        Ok(Err(source)) => Err(ClientError::AgentAbsent { socket: socket.to_owned(), source }),
+        Ok(Err(source)) => Err(ClientError::unreachable(socket, source)),
         Err(_) => Err(ClientError::Timeout { call: "connect", after: timeout }),
     }
 }

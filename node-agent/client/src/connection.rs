@@ -15,7 +15,7 @@
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -51,7 +51,6 @@ pub(crate) struct Connection {
     board: DurableBoard,
     regions: RegionMap,
     progress: OnceLock<ProgressReader>,
-    next_request: AtomicU64,
     /// Set once, after `reason`; cheap to poll from waiting loads.
     ended: AtomicBool,
     reason: OnceLock<String>,
@@ -66,12 +65,11 @@ impl Connection {
         socket.set_write_timeout(Some(outbox::WRITE_SLICE))?;
         Ok(Connection {
             socket,
-            outbox: Outbox::default(),
+            outbox: Outbox::new(),
             pending: Pending::default(),
             board: DurableBoard::default(),
             regions: RegionMap::default(),
             progress: OnceLock::new(),
-            next_request: AtomicU64::new(1),
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
         })
@@ -88,7 +86,7 @@ impl Connection {
         timeout: Duration,
     ) -> Result<Ongoing, ClientError> {
         let deadline = deadline::after(timeout);
-        let id = self.next_request.fetch_add(1, Ordering::Relaxed);
+        let id = self.outbox.next_id();
         let answer = self.pending.register(id)?.ok_or_else(|| self.lost())?;
         let ongoing =
             Ongoing::new(Arc::clone(self), pending::Question { id, call, timeout, deadline }, answer);
@@ -113,11 +111,20 @@ impl Connection {
         if self.has_ended() {
             return;
         }
-        let id = self.next_request.fetch_add(1, Ordering::Relaxed);
+        let id = self.outbox.next_id();
         // A full outbox means that the agent has not read for long: the calls that filled it will end the session.
         if self.outbox.push(&Request { id, body: Some(body) }).is_ok() {
             self.flush_once();
         }
+    }
+
+    /// Gives leases back, as [`Connection::cast`] sends; many that are given back one by one share messages.
+    pub(crate) fn give_back_leases(&self, leases: impl IntoIterator<Item = u64>) {
+        if self.has_ended() {
+            return;
+        }
+        self.outbox.give_back(leases);
+        self.flush_once();
     }
 
     /// Reads answers until the connection ends; body of the reader thread.
@@ -208,6 +215,7 @@ impl Connection {
             response::Body::Failure(failure) if response.id == 0 => Err(ClientError::refused(failure)),
             body => {
                 if let Some(unwanted) = self.pending.answer(response.id, body) {
+                    self.outbox.answered(response.id);
                     self.give_back(unwanted);
                 }
                 Ok(())
@@ -243,8 +251,7 @@ impl Connection {
                 self.cast(request::Body::Release(local::Release { load: loaded.load }));
             }
             response::Body::Reserved(reserved) if !reserved.leases.is_empty() => {
-                let leases = reserved.leases.iter().map(|lease| lease.lease).collect();
-                self.cast(request::Body::Abort(local::Abort { leases }));
+                self.give_back_leases(reserved.leases.iter().map(|lease| lease.lease));
             }
             _ => {}
         }

@@ -1,7 +1,9 @@
 //! Errors of the client. Each says what the caller should do.
 
+use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use reprise_buffers::BufferError;
@@ -13,15 +15,27 @@ use crate::load::BlockStatus;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nobody listens at the socket, or this user may not connect.
-    #[error(
-        "no agent at {}: start reprise-agent on this node, or correct the socket path, its permissions or the \
-         agent's session.allow_uids",
-        .socket.display()
-    )]
+    /// Nobody listens at the socket.
+    #[error("no agent at {}: start reprise-agent on this node, or correct the socket path", .socket.display())]
     AgentAbsent {
         /// Where it was looked for.
         socket: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The socket is there, or may be, and this process may not open it.
+    #[error(
+        "{user} may not open the agent's socket {}: {file}; run the engine as a user whom mode, owner or group admit, \
+         or change session.mode in the agent's configuration, and add the user to session.allow_uids there",
+        .socket.display()
+    )]
+    Forbidden {
+        /// Where the agent is.
+        socket: PathBuf,
+        /// Who this process is.
+        user: String,
+        /// Whom the socket's file admits.
+        file: String,
         /// What the system said.
         source: io::Error,
     },
@@ -114,6 +128,29 @@ pub enum CopyError {
 }
 
 impl ClientError {
+    /// A socket to which the system does not connect.
+    pub(crate) fn unreachable(socket: &Path, source: io::Error) -> ClientError {
+        let socket = socket.to_owned();
+        if source.kind() != io::ErrorKind::PermissionDenied {
+            return ClientError::AgentAbsent { socket, source };
+        }
+        // `/proc/self` belongs to the user that this process runs as.
+        let user = fs::metadata("/proc/self").map_or_else(
+            |_| "this user".to_owned(),
+            |own| format!("user {} (group {})", own.uid(), own.gid()),
+        );
+        let file = match fs::metadata(&socket) {
+            Ok(file) => format!(
+                "it has mode {:04o}, owner {} and group {}",
+                file.mode() & 0o777,
+                file.uid(),
+                file.gid()
+            ),
+            Err(_) => "a folder of its path is closed to this user (chmod o+x opens one)".to_owned(),
+        };
+        ClientError::Forbidden { socket, user, file, source }
+    }
+
     /// A refusal of the agent, in its words.
     pub(crate) fn refused(failure: Failure) -> ClientError {
         match failure.kind() {

@@ -122,6 +122,7 @@ impl PendingLoad {
             local_only: request.scope.is_local_only(),
         };
         let timeout = request.deadline.saturating_add(session.call_timeout());
+        let _span = session.span("load").entered();
         let ongoing = session.connection().begin("load", request::Body::Load(body), timeout)?;
         Ok(PendingLoad { session: Arc::clone(session), ongoing, blocks: request.keys.len() })
     }
@@ -131,6 +132,23 @@ impl PendingLoad {
     /// # Errors
     /// `BadRequest`, `Busy`, `Timeout`, `AgentLost`.
     pub fn wait(self) -> Result<Load, ClientError> {
+        let span = tracing::debug_span!(
+            "load_wait",
+            session = self.session.number(),
+            blocks = self.blocks,
+            placed = tracing::field::Empty,
+            outcome = tracing::field::Empty
+        )
+        .entered();
+        let waited = self.wait_for_answer();
+        match &waited {
+            Ok(load) => span.record("outcome", "answered").record("placed", load.placed_blocks()),
+            Err(error) => span.record("outcome", tracing::field::display(error)),
+        };
+        waited
+    }
+
+    fn wait_for_answer(self) -> Result<Load, ClientError> {
         match self.ongoing.wait()? {
             response::Body::Loaded(loaded) => {
                 Load::new(&self.session, loaded, self.blocks).map_err(|error| self.session.broken(error))
@@ -218,6 +236,10 @@ impl Load {
     /// Leading blocks that are there by now: what an engine that needs a prefix can use.
     pub fn leading_blocks(&self) -> usize {
         (0..self.blocks.len()).take_while(|block| self.status(*block) == BlockStatus::Ok).count()
+    }
+
+    fn placed_blocks(&self) -> usize {
+        self.blocks.iter().filter(|block| block.is_ok()).count()
     }
 
     /// Leading layers that are ready for every block that has not failed.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use reprise_buffers::{Access, BufferError, PAGE_BYTES, Span};
 use reprise_policy::layout::OBJECTS_MAX;
-use reprise_proto::local::{self, request};
+use reprise_proto::local;
 
 use crate::client::Session;
 use crate::error::ClientError;
@@ -134,8 +134,7 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         if self.state == State::Held {
-            let abort = local::Abort { leases: vec![self.lease] };
-            self.session.connection().cast(request::Body::Abort(abort));
+            self.session.connection().give_back_leases([self.lease]);
         }
     }
 }

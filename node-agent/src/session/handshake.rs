@@ -19,10 +19,10 @@ use super::outbound::{self, Outbound};
 use super::{Peer, Session, SessionContext, encode};
 
 /// A client greets as soon as it has connected. This is for the whole greeting.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A greeting is a digest, a layout and a name: a hundred bytes. Strangers get no more memory than this.
-const HELLO_BYTES_MAX: usize = 4 << 10;
+pub(super) const HELLO_BYTES_MAX: usize = 4 << 10;
 
 /// Names longer than this are cut.
 const CLIENT_NAME_BYTES_MAX: usize = 64;

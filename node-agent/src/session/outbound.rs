@@ -24,10 +24,10 @@ use super::encode;
 use super::frame::Frame;
 
 /// Frames that may wait for one client: as many as it may have requests in flight, and as many notices.
-const QUEUE_FRAMES_MAX: usize = 2 * super::REQUESTS_IN_FLIGHT_MAX;
+pub(super) const QUEUE_FRAMES_MAX: usize = 2 * super::REQUESTS_IN_FLIGHT_MAX;
 
 /// Bytes that may wait for one client: 27 load replies of the largest kind (2.3 MiB).
-const QUEUE_BYTES_MAX: usize = 64 << 20;
+pub(super) const QUEUE_BYTES_MAX: usize = 64 << 20;
 
 /// A client that reads nothing for so long has stopped.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(10);

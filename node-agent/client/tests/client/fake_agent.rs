@@ -101,12 +101,18 @@ pub(crate) fn options(socket: &Path) -> ConnectOptions {
 impl Peer {
     /// The next request; `None` when the client has closed.
     pub(crate) fn receive(&mut self) -> Option<(u64, request::Body)> {
+        let frame = self.receive_raw()?;
+        let request = Request::decode(frame.as_slice()).expect("a request");
+        Some((request.id, request.body.expect("a known kind of request")))
+    }
+
+    /// The bytes of the next request.
+    pub(crate) fn receive_raw(&mut self) -> Option<Vec<u8>> {
         let mut length = [0; 4];
         self.socket.read_exact(&mut length).ok()?;
         let mut frame = vec![0; u32::from_le_bytes(length) as usize];
         self.socket.read_exact(&mut frame).expect("a whole frame");
-        let request = Request::decode(frame.as_slice()).expect("a request");
-        Some((request.id, request.body.expect("a known kind of request")))
+        Some(frame)
     }
 
     pub(crate) fn expect(&mut self, what: &str) -> (u64, request::Body) {

@@ -4,3 +4,4 @@ mod fake_agent;
 mod load;
 mod save;
 mod session;
+mod spans;

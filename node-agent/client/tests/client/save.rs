@@ -16,6 +16,13 @@ fn expect_commit(peer: &mut Peer) -> (u64, local::Commit) {
     }
 }
 
+fn expect_abort(peer: &mut Peer) -> (u64, Vec<u64>) {
+    match peer.expect("abort") {
+        (id, request::Body::Abort(abort)) => (id, abort.leases),
+        (_, other) => panic!("expected abort, got {other:?}"),
+    }
+}
+
 fn reply_committed(peer: &mut Peer, id: u64, ticket: u64, blocks: usize) {
     let statuses = vec![local::CommitStatus::Committed as i32; blocks];
     peer.reply(id, response::Body::Committed(local::Committed { ticket, statuses }));
@@ -127,13 +134,55 @@ fn a_dropped_reservation_is_aborted() {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, 1, Grant::First);
-        match peer.expect("abort") {
-            (_, request::Body::Abort(abort)) => assert_eq!(abort.leases, [1]),
-            (_, other) => panic!("expected abort, got {other:?}"),
-        }
+        assert_eq!(expect_abort(peer).1, [1]);
     });
     let client = agent.connect();
     drop(client.reserve(1, LONG).expect("a slot"));
+    agent.join();
+}
+
+#[test]
+fn reservations_that_are_dropped_one_by_one_are_aborted_with_few_messages() {
+    const SLOTS: u32 = 300;
+    let (all_dropped, told_that_all_are) = mpsc::channel::<()>();
+    let (all_seen, told_that_all_were) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, SLOTS, Grant::First);
+        let (id, first) = expect_abort(peer);
+        assert_eq!(first, [1], "the first goes at once");
+        told_that_all_are.recv().expect("the test says when");
+        peer.reply(id, response::Body::Aborted(local::Aborted {}));
+        let (_, others) = expect_abort(peer);
+        assert_eq!(others, (2..=u64::from(SLOTS)).collect::<Vec<_>>(), "all others with one message");
+        all_seen.send(()).expect("the test waits");
+        assert!(peer.receive().is_none(), "nothing else is sent");
+    });
+    let client = agent.connect();
+    let reserved = client.reserve(SLOTS, LONG).expect("slots");
+    assert_eq!(reserved.len(), SLOTS as usize);
+    reserved.into_iter().for_each(drop);
+    all_dropped.send(()).expect("the agent lives");
+    told_that_all_were.recv().expect("the agent lives");
+    drop(client);
+    agent.join();
+}
+
+#[test]
+fn a_slot_that_was_dropped_is_given_back_before_the_next_one_is_asked_for() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 3, Grant::First);
+        assert_eq!(expect_abort(peer).1, [1]);
+        assert_eq!(expect_abort(peer).1, [2, 3], "although the first is unanswered");
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::Known);
+    });
+    let client = agent.connect();
+    client.reserve(3, LONG).expect("slots").into_iter().for_each(drop);
+    assert_eq!(client.reserve(1, LONG).expect("a slot").len(), 1);
     agent.join();
 }
 

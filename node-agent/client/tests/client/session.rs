@@ -273,6 +273,66 @@ fn closing_ends_the_session_for_all_its_handles() {
     agent.join();
 }
 
+/// The bytes of a message in `docs/PROTOCOL.md`.
+fn example(message: &str) -> Vec<u8> {
+    let document = include_str!("../../../../docs/PROTOCOL.md");
+    let begin = format!("| `{message}` |");
+    let rows = document.lines().filter(|line| line.starts_with(&begin));
+    let mut last_cells = rows.filter_map(|row| row.rsplit('`').nth(1));
+    // Other tables have rows about the message, too.
+    let hex = last_cells.find(|cell| cell.bytes().all(|byte| byte.is_ascii_hexdigit())).expect("its example");
+    let byte = |at| u8::from_str_radix(&hex[at..at + 2], 16).expect("hexadecimal");
+    (0..hex.len()).step_by(2).map(byte).collect()
+}
+
+/// A client whose first call must be the first example, and is answered with the second.
+fn talk_by_the_document(call: &'static str, answer: &'static str) -> (FakeAgent, Client) {
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let asked =
+            peer.receive_raw().unwrap_or_else(|| panic!("the client closed instead of sending {call}"));
+        assert_eq!(asked, example(call), "{call}");
+        let answer = example(answer);
+        peer.send_raw(&(answer.len() as u32).to_le_bytes());
+        peer.send_raw(&answer);
+        peer.receive_raw();
+    });
+    let client = agent.connect();
+    (agent, client)
+}
+
+#[test]
+fn calls_are_the_bytes_in_the_document_and_its_answers_are_understood() {
+    let (agent, client) = talk_by_the_document("Trim", "Trimmed");
+    assert_eq!(client.trim().expect("an answer"), 3);
+    drop(client);
+    agent.join();
+
+    let (agent, client) = talk_by_the_document("Stats", "StatsReply");
+    assert_eq!(client.stats().expect("an answer"), [("loads".to_owned(), 8)]);
+    drop(client);
+    agent.join();
+
+    let (agent, client) = talk_by_the_document("Reserve", "Failure");
+    assert!(client.reserve(3, Duration::ZERO).expect("an answer").is_empty(), "the agent is busy");
+    drop(client);
+    agent.join();
+
+    let (agent, client) = talk_by_the_document("Match", "Failure");
+    let error = client.match_keys(&[key(0x11)], Scope::Local).expect_err("refused");
+    assert!(matches!(&error, ClientError::Busy(text) if text == "full"), "{error}");
+    drop(client);
+    agent.join();
+
+    let (agent, client) = talk_by_the_document("Load", "Failure");
+    let request =
+        LoadRequest { read_bytes: 512 << 10, scope: Scope::Local, ..LoadRequest::new(vec![key(0x11)]) };
+    let error = client.load(&request).expect_err("refused");
+    assert!(matches!(error, ClientError::Busy(_)), "{error}");
+    drop(client);
+    agent.join();
+}
+
 #[test]
 fn too_many_keys_are_refused_and_none_answered_without_a_call() {
     let agent = FakeAgent::start(|peer| {

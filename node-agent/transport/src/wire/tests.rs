@@ -5,8 +5,16 @@ use reprise_policy::{Dtype, LayoutSpec, Parts};
 
 use super::*;
 
+const DOCUMENT: &str = include_str!("../../../../docs/PROTOCOL.md");
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The bytes are an example in `docs/PROTOCOL.md`.
+fn assert_documented(bytes: &[u8]) {
+    let bytes = hex(bytes);
+    assert!(DOCUMENT.contains(&format!("`{bytes}`")), "docs/PROTOCOL.md lacks: {bytes}");
 }
 
 fn layout() -> Layout {
@@ -34,6 +42,8 @@ fn a_greeting_has_the_bytes_of_version_1() {
     assert_eq!(hex(&bytes[..32]), "525052535045455201000600d007000000000004000000006e6f64652d610000");
     assert!(bytes[32..124].iter().all(|byte| *byte == 0));
     assert_eq!(hex(&bytes[124..]), "c261d1d8");
+    assert_documented(&bytes[..32]);
+    assert_documented(&bytes[124..]);
     assert_eq!(Hello::decode(&bytes), Ok(hello()));
 }
 
@@ -42,8 +52,10 @@ fn frame_headers_have_the_bytes_of_version_1() {
     let header = FrameHeader { kind: Kind::Data, stream: 7, block: 3, argument: 65_536, length: 32_768 };
     assert_eq!(hex(&header.encode()), "525052460111000007000000000000000300000000000100008000009ac51c2d");
     assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
+    assert_documented(&header.encode());
     let credit = FrameHeader::bare(Kind::Credit, 16 << 20, 0);
     assert_eq!(hex(&credit.encode()), "52505246010200000000000100000000000000000000000000000000e3ec781b");
+    assert_documented(&credit.encode());
 }
 
 #[test]
@@ -56,15 +68,18 @@ fn a_request_has_the_bytes_of_version_1() {
         "2000020108008000100000000100000060e316000000000002000000000000001111111111111111111111111111111122222222222222222222222222222222"
     );
     assert_eq!(RequestBody::decode(&body), Ok(request));
+    assert_documented(&body);
     let header = FrameHeader::with_body(Kind::Request, 1, 0, &body);
     assert_eq!(hex(&header.encode()), "5250524601010000010000000000000000000000bd1b7b6f400000006b8fbde5");
     assert_eq!(header.check_body(&body), Ok(()));
+    assert_documented(&header.encode());
 }
 
 #[test]
 fn a_block_header_has_the_bytes_of_version_1() {
     let body = encode_block_header(Tier::Nvme, &[0x0102_0304, 0xffff_fffe]);
     assert_eq!(hex(&body), "0200000004030201feffffff");
+    assert_documented(&body);
     let checksums = vec![0x0102_0304, 0xffff_fffe].into_boxed_slice();
     assert_eq!(decode_block_header(&body), Ok((Tier::Nvme, checksums)));
 }

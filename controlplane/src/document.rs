@@ -1,0 +1,30 @@
+//! The limits in `docs/PROTOCOL.md`, part 2, are those of this member.
+
+use std::time::Duration;
+
+use reprise_controlplane_core::directory::REPLICAS_PER_KEY_MAX;
+use reprise_proto::local::KEYS_PER_CALL_MAX;
+
+use crate::config::{LimitsConfig, MembershipConfig};
+use crate::{membership, registry, server};
+
+const DOCUMENT: &str = include_str!("../../docs/PROTOCOL.md");
+
+#[test]
+fn the_limits_in_the_document_are_those_of_a_member() {
+    assert_eq!((server::MESSAGE_BYTES_MAX, server::STREAMS_MAX), (256 << 10, 1024));
+    assert_eq!((KEYS_PER_CALL_MAX, REPLICAS_PER_KEY_MAX), (8192, 16));
+    assert_eq!(LimitsConfig::default().calls_at_once, 1024);
+    assert_eq!((registry::NODES_MAX, membership::NAME_BYTES_MAX), (65_535, 512));
+    assert_eq!(MembershipConfig::default().forget_after.0, Duration::from_secs(60));
+    for words in [
+        "Requests at most 256 KiB, 1,024 calls at once\non a connection, at most 8,192 keys in a call",
+        "A member holds 1,024 calls of its directory at once (`limits.calls_at_once`)",
+        "(1 to 65,535, kept in the store)",
+        "Name: 1 to 512\n  letters",
+        "(`forget_after`, 60 s by default)",
+        "at most 16 a key",
+    ] {
+        assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
+    }
+}

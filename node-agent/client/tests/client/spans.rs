@@ -1,0 +1,118 @@
+//! What somebody who traces an engine sees of its calls.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use reprise_client::{Client, LoadRequest, Scope};
+use reprise_proto::local;
+use tracing::Subscriber;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing_subscriber::layer::{Context, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::{Layer, Registry};
+
+use crate::fake_agent::{Answer, FakeAgent, Grant, SHORT, key};
+
+/// A span: its name and fields as text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Seen {
+    name: &'static str,
+    fields: BTreeMap<&'static str, String>,
+}
+
+/// Keeps the spans of this crate's subject in the order in which they were opened.
+#[derive(Clone, Debug, Default)]
+struct Collector {
+    spans: Arc<Mutex<Vec<(Id, Seen)>>>,
+}
+
+impl Visit for Seen {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.fields.insert(field.name(), format!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.fields.insert(field.name(), value.to_owned());
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collector {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, _: Context<'_, S>) {
+        let mut seen = Seen { name: attributes.metadata().name(), fields: BTreeMap::new() };
+        attributes.record(&mut seen);
+        self.spans.lock().unwrap_or_else(PoisonError::into_inner).push((id.clone(), seen));
+    }
+
+    fn on_record(&self, id: &Id, values: &Record<'_>, _: Context<'_, S>) {
+        let mut spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner);
+        // Numbers of spans are used again: the latest is meant.
+        let (_, seen) = spans.iter_mut().rfind(|(seen, _)| seen == id).expect("it was opened before");
+        values.record(seen);
+    }
+}
+
+/// The spans that a client opens on this thread.
+fn spans_of(calls: impl FnOnce()) -> Vec<Seen> {
+    let collector = Collector::default();
+    let subscriber = Registry::default().with(collector.clone());
+    tracing::subscriber::with_default(subscriber, calls);
+    let spans = collector.spans.lock().unwrap_or_else(PoisonError::into_inner);
+    spans.iter().map(|(_, seen)| seen.clone()).collect()
+}
+
+fn seen(name: &'static str, fields: &[(&'static str, &str)]) -> Seen {
+    Seen { name, fields: fields.iter().map(|(field, value)| (*field, (*value).to_owned())).collect() }
+}
+
+#[test]
+fn every_call_is_a_span_with_its_name_and_session_and_the_wait_of_a_load_says_how_it_ended() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, blocks) = peer.expect_match();
+        peer.reply_matched(id, blocks);
+        let (id, _) = peer.expect_load();
+        let placed = vec![
+            peer.place_block(0),
+            local::LoadedBlock {
+                status: local::BlockStatus::BlockMiss as i32,
+                ..local::LoadedBlock::default()
+            },
+        ];
+        peer.progress.begin(0, 5);
+        peer.reply_loaded(id, Answer { load: 5, entry: 0, grant: Grant::First }, placed);
+    });
+    let spans = spans_of(|| {
+        let client = agent.connect();
+        client.match_keys(&[key(0)], Scope::Local).expect("an answer");
+        drop(client.load(&LoadRequest::new(vec![key(0), key(1)])).expect("an answer"));
+    });
+    agent.join();
+    let expected = [
+        seen("agent_call", &[("request", "hello"), ("session", "0")]),
+        seen("agent_call", &[("request", "match"), ("session", "1")]),
+        seen("agent_call", &[("request", "load"), ("session", "1")]),
+        seen("load_wait", &[("session", "1"), ("blocks", "2"), ("placed", "1"), ("outcome", "answered")]),
+    ];
+    assert_eq!(spans, expected);
+}
+
+#[test]
+fn the_wait_of_a_load_without_an_answer_says_so() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        peer.expect_load();
+        peer.receive();
+    });
+    let spans = spans_of(|| {
+        let client = Client::connect(agent.options().call_timeout(SHORT)).expect("a session");
+        let request = LoadRequest { deadline: SHORT, ..LoadRequest::new(vec![key(0)]) };
+        client.load(&request).expect_err("nobody answers");
+    });
+    agent.join();
+    let wait = spans.last().expect("the load was waited for");
+    assert_eq!(wait.name, "load_wait");
+    assert!(wait.fields["outcome"].contains("no answer"), "{wait:?}");
+    assert!(!wait.fields.contains_key("placed"), "{wait:?}");
+}

@@ -1,0 +1,103 @@
+//! The examples and limits in `docs/PROTOCOL.md`, as this side of the session reads, writes and keeps them.
+
+use std::time::Duration;
+
+use reprise_agent_core::effect::{CommitStatus, Reply, Source, Ticket};
+use reprise_agent_core::event::RequestId;
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_policy::BlockKey;
+use reprise_proto::local::FailureKind;
+
+use super::decode::{self, Decoded};
+use super::{encode, handshake, outbound};
+use crate::config::Config;
+
+const DOCUMENT: &str = include_str!("../../../docs/PROTOCOL.md");
+
+/// The bytes of a message of part 1.
+fn example(message: &str) -> Vec<u8> {
+    let begin = format!("| `{message}` |");
+    let rows = DOCUMENT.lines().filter(|line| line.starts_with(&begin));
+    let mut last_cells = rows.filter_map(|row| row.rsplit('`').nth(1));
+    // Other tables have rows about the message, too.
+    let hex = last_cells.find(|cell| cell.bytes().all(|byte| byte.is_ascii_hexdigit())).expect("its example");
+    let byte = |at| u8::from_str_radix(&hex[at..at + 2], 16).expect("hexadecimal");
+    (0..hex.len()).step_by(2).map(byte).collect()
+}
+
+#[test]
+fn the_requests_in_the_document_are_understood() {
+    for (message, meaning) in [
+        ("Reserve", "Reserve { count: 3 }"),
+        (
+            "Commit",
+            "Commit { items: [CommitItem { lease: LeaseId(9), key: Some(11111111111111111111111111111111), checksums: \
+             [572662306, 572662306] }], priority: High }",
+        ),
+        ("Abort", "Abort { leases: [LeaseId(9), LeaseId(300)] }"),
+        ("Match", "Match { keys: [11111111111111111111111111111111], scope: Local }"),
+        (
+            "Load",
+            "Load(LoadRequest { keys: [11111111111111111111111111111111], deadline: 5s, read_bytes: 524288, scope: \
+             Local })",
+        ),
+        ("Release", "Release { load: LoadId(6) }"),
+        ("Stats", "Stats"),
+        ("Trim", "Trim"),
+    ] {
+        match decode::request(example(message).into()).expect("readable") {
+            Decoded::Request { id: RequestId(2), body } => assert_eq!(format!("{body:?}"), meaning),
+            other => panic!("{message} is understood as {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn answers_are_the_bytes_in_the_document() {
+    let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
+    let arena = Arena::new(&config).expect("a small arena");
+    let statuses =
+        vec![CommitStatus::Committed, CommitStatus::Duplicate, CommitStatus::NoLease, CommitStatus::BadItem];
+    let sources = vec![Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
+    let replies = [
+        ("Committed", Reply::Committed { ticket: Ticket(4), statuses }),
+        ("Aborted", Reply::Aborted),
+        ("Matched", Reply::Matched { sources }),
+        ("Released", Reply::Released),
+        ("StatsReply", Reply::Stats(vec![("loads", 8)])),
+        ("Trimmed", Reply::Trimmed { blocks: 3 }),
+    ];
+    let replies = replies.map(|(message, reply)| (message, encode::reply(&arena, RequestId(2), reply)));
+    let failure = ("Failure", encode::failure(2, FailureKind::Busy, "full"));
+    let durable = ("Durable", encode::durable(Ticket(4), 1, &[BlockKey([0x11; 16])]));
+    for (message, frame) in replies.into_iter().chain([failure, durable]) {
+        let example = example(message);
+        let (bytes, _) = frame.next_part();
+        assert_eq!(bytes[..4], (example.len() as u32).to_le_bytes(), "length of {message}");
+        assert_eq!(bytes[4..], example, "{message}");
+    }
+}
+
+#[test]
+fn the_limits_in_the_document_are_those_of_the_sessions() {
+    assert_eq!(super::SESSIONS_MAX, 256);
+    assert_eq!(super::REQUESTS_IN_FLIGHT_MAX, 1024);
+    assert_eq!((handshake::HELLO_BYTES_MAX, handshake::HELLO_TIMEOUT), (4 << 10, Duration::from_secs(5)));
+    assert_eq!((outbound::QUEUE_FRAMES_MAX, outbound::QUEUE_BYTES_MAX), (2048, 64 << 20));
+    assert_eq!(outbound::SEND_TIMEOUT, Duration::from_secs(10));
+    let limits = Config::default().limits;
+    assert_eq!(
+        (limits.reservation.0, limits.load_hold.0),
+        (Duration::from_secs(60), Duration::from_secs(600))
+    );
+    for words in [
+        "at most 256 at a\ntime",
+        "At most 1,024 requests of a session may wait",
+        "at most 4 KiB, exactly once, whole within 5 seconds",
+        "2,048 frames or 64 MiB queued, or no byte taken for 10 s",
+        "`limits.reservation` (60 s)",
+        "`limits.load_hold` (600 s)",
+    ] {
+        assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
+    }
+}

@@ -1,0 +1,291 @@
+//! The examples in `docs/PROTOCOL.md` are the bytes of the messages, and its numbers those of the code.
+//!
+//! Every field of every message has a value other than its default somewhere, so that a field whose number or type
+//! changes changes an example.
+
+use std::collections::BTreeSet;
+
+use prost::Message;
+use prost::bytes::Bytes;
+use reprise_proto::controlplane as cluster;
+use reprise_proto::local::{self, Request, Response, request, response};
+
+const DOCUMENT: &str = include_str!("../../docs/PROTOCOL.md");
+const PROTOS: [&str; 2] =
+    [include_str!("../protos/local.proto"), include_str!("../protos/controlplane.proto")];
+
+/// The bytes of an example: `count` of the same.
+fn run(byte: u8, count: usize) -> Bytes {
+    vec![byte; count].into()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// One line of the tables of examples.
+fn row(name: &str, values: &str, message: &impl Message) -> String {
+    format!("| {name} | {values} | `{}` |", hex(&message.encode_to_vec()))
+}
+
+fn layout() -> local::Layout {
+    local::Layout {
+        layers: 32,
+        parts: 2,
+        kv_heads: 8,
+        head_dim: 128,
+        dtype: 1,
+        tokens_per_block: 16,
+        tp_rank: 3,
+        tp_size: 4,
+    }
+}
+
+fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
+    use request::Body;
+    let hello = local::Hello {
+        protocol_version: 1,
+        namespace: run(0x77, 32),
+        layout: Some(layout()),
+        client_name: "vllm-0".into(),
+    };
+    let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
+    let load =
+        local::Load { keys: run(0x11, 16), deadline_us: 5_000_000, read_bytes: 524_288, local_only: true };
+    vec![
+        (
+            "`Hello`",
+            "version 1, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\"",
+            Body::Hello(hello),
+        ),
+        ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3 })),
+        (
+            "`Commit`",
+            "lease 9, key 16 × 11, checksums 8 × 22; priority 1",
+            Body::Commit(local::Commit { items: vec![item], priority: 1 }),
+        ),
+        ("`Abort`", "leases 9, 300", Body::Abort(local::Abort { leases: vec![9, 300] })),
+        (
+            "`Match`",
+            "key 16 × 11, local only",
+            Body::Match(local::Match { keys: run(0x11, 16), local_only: true }),
+        ),
+        ("`Load`", "key 16 × 11, 5 s, reads of 512 KiB, local only", Body::Load(load)),
+        ("`Release`", "load 6", Body::Release(local::Release { load: 6 })),
+        ("`Stats`", "", Body::Stats(local::Stats {})),
+        ("`Trim`", "", Body::Trim(local::Trim {})),
+    ]
+}
+
+fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
+    use response::Body;
+    let place = || Some(local::Place { region: 1, offset: 4096 });
+    let grants = || vec![local::RegionGrant { region: 1, bytes: 8192, writable: true }];
+    let failure = local::Failure { kind: local::FailureKind::Busy as i32, message: "full".into() };
+    let welcome = local::Welcome {
+        session: 5,
+        node: "node-a".into(),
+        agent_version: "0.1.0".into(),
+        progress_entries: 64,
+        progress_entry_bytes: 1088,
+    };
+    let reserved = local::Reserved {
+        regions: grants(),
+        leases: vec![local::Lease { lease: 9, place: place() }],
+        retry_after_us: 2000,
+    };
+    let committed = local::Committed { ticket: 4, statuses: vec![1, 2, 3, 4] };
+    let loaded = local::Loaded {
+        load: 6,
+        progress_entry: 7,
+        regions: grants(),
+        blocks: vec![
+            local::LoadedBlock { status: 1, source: 2, place: place(), checksums: run(0x22, 8) },
+            local::LoadedBlock { status: 5, ..local::LoadedBlock::default() },
+        ],
+    };
+    let stats = vec![local::Stat { name: "loads".into(), value: 8 }];
+    vec![
+        ("`Failure`", "`BUSY`, \"full\"", Body::Failure(failure)),
+        ("`Welcome`", "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes", Body::Welcome(welcome)),
+        (
+            "`Reserved`",
+            "region 1 of 8,192 bytes, writable; lease 9 at region 1, 4,096; again after 2 ms",
+            Body::Reserved(reserved),
+        ),
+        ("`Committed`", "ticket 4, each status in order", Body::Committed(committed)),
+        ("`Aborted`", "", Body::Aborted(local::Aborted {})),
+        (
+            "`Matched`",
+            "each source in order",
+            Body::Matched(local::Matched { sources: Bytes::from_static(&[1, 2, 3, 4]) }),
+        ),
+        (
+            "`Loaded`",
+            "load 6, entry 7, region 1 of 8,192 bytes, writable; a block from NVMe at region 1, 4,096, checksums 8 × 22; \
+             one that is late",
+            Body::Loaded(loaded),
+        ),
+        ("`Released`", "", Body::Released(local::Released {})),
+        ("`StatsReply`", "\"loads\" is 8", Body::Stats(local::StatsReply { stats })),
+        ("`Trimmed`", "3 blocks", Body::Trimmed(local::Trimmed { blocks: 3 })),
+        (
+            "`Durable`",
+            "ticket 4, 1 durable, lost 16 × 11",
+            Body::Durable(local::Durable { ticket: 4, durable: 1, lost_keys: run(0x11, 16) }),
+        ),
+    ]
+}
+
+fn session_rows() -> Vec<String> {
+    let request = |(name, values, body)| row(name, values, &Request { id: 2, body: Some(body) });
+    // A notice is about no request.
+    let id = |body: &_| if matches!(body, response::Body::Durable(_)) { 0 } else { 2 };
+    let response = |(name, values, body)| row(name, values, &Response { id: id(&body), body: Some(body) });
+    requests().into_iter().map(request).chain(responses().into_iter().map(response)).collect()
+}
+
+fn membership_rows() -> Vec<String> {
+    let (name, peer_address) = ("n".to_owned(), "p:1".to_owned());
+    let (admin_address, failure_domain, version) = ("a:2".to_owned(), "r".to_owned(), "0.1.0".to_owned());
+    let node = cluster::NodeInfo {
+        node: 7,
+        name: name.clone(),
+        peer_address: peer_address.clone(),
+        admin_address: admin_address.clone(),
+        epoch: 3,
+        alive: true,
+        dram_bytes: 1024,
+        nvme_bytes: 2048,
+        failure_domain: failure_domain.clone(),
+        version: version.clone(),
+    };
+    let register = cluster::RegisterRequest {
+        name,
+        peer_address,
+        admin_address,
+        dram_bytes: 1024,
+        nvme_bytes: 2048,
+        failure_domain,
+        version,
+    };
+    let registered =
+        cluster::RegisterReply { node: 7, epoch: 3, heartbeat_every_us: 250_000, dead_after_us: 1_500_000 };
+    let words = "\"n\", \"p:1\", \"a:2\", 1 KiB, 2 KiB, \"r\", \"0.1.0\"";
+    vec![
+        row("`RegisterRequest`", words, &register),
+        row("`RegisterReply`", "node 7, epoch 3, 250 ms, 1.5 s", &registered),
+        row("`HeartbeatRequest`", "node 7, epoch 3", &cluster::HeartbeatRequest { node: 7, epoch: 3 }),
+        row("`HeartbeatReply`", "known", &cluster::HeartbeatReply { known: true }),
+        row(
+            "`ListNodesReply`",
+            &format!("node 7, epoch 3, alive, {words}"),
+            &cluster::ListNodesReply { nodes: vec![node] },
+        ),
+        row(
+            "`NodeChange`",
+            "node 7, removed",
+            &cluster::NodeChange {
+                node: Some(cluster::NodeInfo { node: 7, ..cluster::NodeInfo::default() }),
+                removed: true,
+            },
+        ),
+    ]
+}
+
+fn directory_rows() -> Vec<String> {
+    let operations = || Bytes::from_static(&[0x01, 0x82]);
+    let update = cluster::UpdateRequest {
+        node: 7,
+        epoch: 3,
+        sequence: 5,
+        keys: run(0x11, 32),
+        operations: operations(),
+        reset: true,
+    };
+    let found = cluster::LookupReply {
+        offsets: vec![0, 2, 2],
+        replicas: Bytes::from_static(&[7, 0, 1, 0, 2, 1, 2, 0]),
+    };
+    let described = cluster::DescribeReply {
+        keys: 1,
+        replicas: 2,
+        bytes: 3,
+        lookups: 4,
+        updates: 5,
+        nodes: vec![cluster::NodeReplicas { node: 7, dram: 8, nvme: 9 }],
+    };
+    let watched =
+        cluster::WatchReply { node: 7, keys: run(0x11, 32), operations: operations(), missed: true };
+    vec![
+        row(
+            "`UpdateRequest`",
+            "node 7, epoch 3, from change 5: 16 × 11 in DRAM, then not on NVMe; reset",
+            &update,
+        ),
+        row(
+            "`UpdateReply`",
+            "fenced, 5 expected",
+            &cluster::UpdateReply { fenced: true, expected_sequence: 5 },
+        ),
+        row(
+            "`LookupRequest`",
+            "16 × 11, 16 × 11; asks node 9",
+            &cluster::LookupRequest { keys: run(0x11, 32), asking_node: 9 },
+        ),
+        row("`LookupReply`", "node 7 in DRAM and node 258 on NVMe; nobody", &found),
+        row("`DescribeReply`", "1, 2, 3, 4, 5; node 7: 8, 9", &described),
+        row("`WatchReply`", "node 7: 16 × 11 in DRAM, then not on NVMe; missed", &watched),
+    ]
+}
+
+fn assert_rows(rows: &[String]) {
+    let missing: Vec<&str> =
+        rows.iter().filter(|row| !DOCUMENT.contains(row.as_str())).map(String::as_str).collect();
+    assert!(
+        missing.is_empty(),
+        "docs/PROTOCOL.md has other bytes. Has a message changed so that an old peer would misunderstand it? Then it \
+         needs a new version; else these are its lines:\n{}",
+        missing.join("\n")
+    );
+}
+
+#[test]
+fn the_examples_of_the_session_are_its_bytes() {
+    assert_rows(&session_rows());
+}
+
+#[test]
+fn the_examples_of_membership_and_directory_are_their_bytes() {
+    assert_rows(&membership_rows());
+    assert_rows(&directory_rows());
+}
+
+#[test]
+fn every_message_with_fields_has_its_part_in_an_example() {
+    let rows = [session_rows(), membership_rows(), directory_rows()].concat().join("\n");
+    // Carried by others, or by every line of the session.
+    let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
+    let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas"];
+    let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).collect();
+    let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
+        let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;
+        (fields != "}").then_some(name)
+    });
+    let without: Vec<&str> =
+        declared.filter(|name| !carried.contains(name) && !rows.contains(&format!("`{name}`"))).collect();
+    assert!(without.is_empty(), "messages without an example: {without:?}");
+}
+
+#[test]
+fn the_numbers_of_the_session_are_those_of_the_code() {
+    assert_eq!(
+        (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
+        (1, 16 << 20, 8192)
+    );
+    for words in
+        ["`PROTOCOL_VERSION` = 1 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+    {
+        assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
+    }
+}
