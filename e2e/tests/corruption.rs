@@ -15,6 +15,9 @@ use reprise_policy::ByteSize;
 /// What the log says of a block that did not verify.
 const DROPPED: &str = "a stored block did not verify";
 
+/// What it says of a block in DRAM that did not match.
+const DAMAGED: &str = "a block in DRAM no longer matched its checksums";
+
 /// What it says of a journal that was damaged.
 const JOURNAL: &str = "the journal was damaged";
 
@@ -259,8 +262,9 @@ fn whatever_is_damaged_an_agent_serves_right_blocks_or_none_or_refuses_with_word
 }
 
 #[test]
-fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy() {
+fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy_and_dropped() {
     let world = World::new();
+    world.require(DAMAGED);
     let agent = world.agent(&AgentConfig::named("node"));
     let scribbler = agent.engine(small());
     // Spans of the slots outlive the commit: a mapping of the region for writing stays with the process.
@@ -288,9 +292,35 @@ fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy(
     spans[2].slice(7, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
     assert_eq!(reader.compare(&load, &[0, 1, 2]).expect("compared")[2], Outcome::Detected);
     drop(load);
-    // What is on disk was written before, and is right.
-    assert_eq!(reader.trim(), 3);
+    // The agent was told, looked for itself, and dropped both. What is on disk was written before, and is right.
+    agent.admin().wait_for("dram_corrupt_blocks", PATIENCE, |dropped| dropped == 2);
+    let counters = agent.admin().counters();
+    assert_eq!((counters.get("suspect_blocks"), counters.get("dram_blocks")), (2, 1));
     reader.load_all(&[0, 1, 2], &Loading::LOCAL);
+    assert_eq!(agent.admin().counter("device_fills"), 2);
+}
+
+#[test]
+fn a_block_that_is_only_in_damaged_memory_is_forgotten_and_saved_again() {
+    let world = World::new();
+    world.require(DAMAGED);
+    let agent = world.agent(&AgentConfig { pool: None, ..AgentConfig::named("node") });
+    let scribbler = agent.engine(small());
+    let mut reserved = scribbler.reserve(1).expect("a slot");
+    let span = reserved[0].span().clone();
+    scribbler.fill(&mut reserved[0], &key(0)).expect("filled");
+    let items = reserved.into_iter().zip(keys(&[0])).collect();
+    scribbler.client().commit(items, Priority::Normal).expect("committed");
+    span.slice(5, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
+
+    let reader = agent.engine(small());
+    let outcome = reader.load(&[0], &Loading::LOCAL).expect("a load");
+    assert_eq!(outcome, [Outcome::Detected]);
+    agent.admin().wait_for("dram_corrupt_blocks", PATIENCE, |dropped| dropped == 1);
+    assert_eq!(reader.matches(&[0], Scope::Local).len(), 0);
+    assert_eq!(agent.admin().counter("arena_used_bytes"), 0, "with the last load the slot is free");
+    reader.save(&[0]).expect("saved anew");
+    reader.load_all(&[0], &Loading::LOCAL);
 }
 
 #[test]

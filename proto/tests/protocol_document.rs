@@ -74,6 +74,11 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         ("`Release`", "load 6", Body::Release(local::Release { load: 6 })),
         ("`Stats`", "", Body::Stats(local::Stats {})),
         ("`Trim`", "", Body::Trim(local::Trim {})),
+        (
+            "`Suspect`",
+            "load 6, blocks 0, 300",
+            Body::Suspect(local::Suspect { load: 6, blocks: vec![0, 300] }),
+        ),
     ]
 }
 
@@ -127,6 +132,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
             Body::Loaded(loaded),
         ),
         ("`Released`", "", Body::Released(local::Released {})),
+        ("`Suspected`", "", Body::Suspected(local::Suspected {})),
         ("`StatsReply`", "\"loads\" is 8", Body::Stats(local::StatsReply { stats })),
         ("`Trimmed`", "3 blocks", Body::Trimmed(local::Trimmed { blocks: 3 })),
         (

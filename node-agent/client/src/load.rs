@@ -8,7 +8,8 @@
 //! microseconds. A wait ends by its own timeout, by the agent's deadline for the load (missing blocks become failed),
 //! or within [`WAIT_SLICE`] of the agent's death, whichever is first.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -103,6 +104,8 @@ pub struct Load {
     entry: u16,
     blocks: Vec<LoadedBlock>,
     verify: Verify,
+    /// Blocks whose damage the agent has been told of.
+    suspected: Mutex<BTreeSet<u32>>,
 }
 
 impl LoadRequest {
@@ -210,7 +213,14 @@ impl Load {
             .zip(spans)
             .map(|(block, span)| loaded_block(block, span, checksum_bytes))
             .collect::<Result<_, _>>()?;
-        Ok(Load { session: Arc::clone(session), id: loaded.load, entry, blocks, verify: Verify::default() })
+        Ok(Load {
+            session: Arc::clone(session),
+            id: loaded.load,
+            entry,
+            blocks,
+            verify: Verify::default(),
+            suspected: Mutex::default(),
+        })
     }
 
     /// The same with copies checked or not.
@@ -284,6 +294,17 @@ impl Load {
                 }
                 WaitOutcome::Timeout => {}
             }
+        }
+    }
+
+    /// Tells the agent, once for each block, that a copy did not match: it looks at the block itself, and drops what is
+    /// damaged, so that the next load finds the block elsewhere.
+    fn suspect(&self, block: usize) {
+        let Ok(block) = u32::try_from(block) else { return };
+        let mut suspected = self.suspected.lock().unwrap_or_else(PoisonError::into_inner);
+        if suspected.insert(block) {
+            let body = local::Suspect { load: self.id, blocks: vec![block] };
+            self.session.connection().cast(request::Body::Suspect(body));
         }
     }
 

@@ -1,7 +1,8 @@
 //! Copying objects of a load to where the engine wants them, checked on the way.
 //!
 //! The checksum is taken over the destination, piece by piece while the piece is in cache: what was checked is what
-//! the engine computes on, whatever another process does to the arena meanwhile. Hot path: no allocation; per
+//! the engine computes on, whatever another process does to the arena meanwhile. What does not match is reported to
+//! the agent, once for each block. Hot path: no allocation; per
 //! object two loads from the progress page and one from the answer's frame.
 
 use reprise_buffers::Span;
@@ -94,6 +95,7 @@ impl Load {
             Verify::Always => {
                 let expected = self.blocks[block].checksum(object).ok_or(out_of_range)?;
                 if from.copy_out_checked(dst) != expected {
+                    self.suspect(block);
                     return Err(CopyError::Corrupt { block, object });
                 }
             }
