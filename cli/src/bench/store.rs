@@ -1,14 +1,17 @@
 //! Cold verified loads from the device and durable saves to it, beside a bare io_uring loop.
 //!
 //! The bare loop reads the payloads of the very blocks that are loaded, in the agent's own pool file. Its buffers
-//! are 2 MiB pages, and its depth is the best of a few, found first. Its writes go to a fresh file beside the pool:
-//! writes of both sides go to space that is reserved and was never written, since the first write of an extent
-//! costs more than the next. The pool has room for all rounds, and none may evict.
+//! are 2 MiB pages, and its depth is the best of a few, found first. Its writes go to a file beside the pool: writes of
+//! both sides go to space that is reserved and was never written, since the first write of an extent costs more than
+//! the next, in the file system and in whatever the disk itself lies on. So both files have room for all rounds, no round
+//! writes where another has written, and none may evict. (A fresh file for each round would not do: a file system
+//! gives it the blocks of the one before.)
 
 use std::cell::Cell;
+use std::io::ErrorKind;
 use std::num::NonZeroU32;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -48,6 +51,9 @@ const POOL_EXTRA_MIB: u64 = 256;
 /// Blocks of one durable save: 256 MiB.
 const SAVE_BLOCKS: usize = 128;
 
+/// Bytes of one durable save.
+const SAVE_BYTES: u64 = SAVE_BLOCKS as u64 * BLOCK_BYTES as u64;
+
 /// Bytes of a block.
 const BLOCK_BYTES: u32 = 2 << 20;
 
@@ -56,6 +62,14 @@ const OBJECT_BYTES: u32 = 32 << 10;
 
 /// Depths that the bare loop is tried with.
 const DEPTHS: [usize; 4] = [4, 8, 16, 32];
+
+/// Where the bare loop writes: a reserved file, a part of it in each round.
+struct Fresh {
+    path: PathBuf,
+    file: DeviceFile,
+    rounds: u64,
+    written: Cell<u64>,
+}
 
 /// The bare loop's side: the agent's pool and memory in 2 MiB pages.
 struct Bare {
@@ -140,7 +154,7 @@ fn durable_save(
 ) -> anyhow::Result<Figure> {
     let client = &fixture.clients[0];
     let admin = fixture.cluster.file().agents[0].admin.clone();
-    let bytes = SAVE_BLOCKS as f64 * f64::from(BLOCK_BYTES);
+    let bytes = SAVE_BYTES as f64;
     let save = |round: u64| -> anyhow::Result<Duration> {
         client.trim().context("trim")?;
         let filled = fill(client, &keys(1000 + round, SAVE_BLOCKS), payload)?;
@@ -161,13 +175,11 @@ fn durable_save(
         NonZeroU32::new(u32::try_from(blocks).context("too many blocks")?)
             .context("at least one block a sync")
     };
-    let offsets: Vec<u64> =
-        shuffled((0..SAVE_BLOCKS as u64).map(|block| block * u64::from(BLOCK_BYTES)).collect());
-    let beside = settings.directory.join("bare-write.dat");
     let rounds = save_rounds(settings);
+    let fresh = Fresh::reserve(settings.directory.join("bare-write.dat"), rounds + SAVE_ROUNDS_EXTRA)?;
     let measured = paired(
         settings.some_rounds("store.durable_save_2mib", rounds),
-        || bare.write_fresh(&beside, &offsets, blocks_per_sync()?),
+        || bare.write(&fresh, blocks_per_sync()?),
         || {
             let took = save(saves.get())?;
             saves.set(saves.get() + 1);
@@ -276,27 +288,51 @@ impl Bare {
         Ok(bare::read_loop(&parameters).context("the bare read loop")?.bytes_per_second() / 1e9)
     }
 
-    /// Writes into a new file whose space is reserved, as the pool's is.
-    fn write_fresh(&self, path: &Path, offsets: &[u64], sync_every: NonZeroU32) -> anyhow::Result<f64> {
-        let mut file = DeviceFile::open(path, FileAccess::ReadWrite, Missing::Create)
-            .with_context(|| format!("opening {}", path.display()))?;
-        file.preallocate(offsets.len() as u64 * u64::from(BLOCK_BYTES))
-            .context("allocating the bare loop's file")?;
-        let rate = self.write(&file, offsets, sync_every);
-        std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
-        rate
-    }
-
-    fn write(&self, file: &DeviceFile, offsets: &[u64], sync_every: NonZeroU32) -> anyhow::Result<f64> {
+    /// One round: as many blocks as a save, in the order of their addresses, as the agent writes them.
+    fn write(&self, fresh: &Fresh, sync_every: NonZeroU32) -> anyhow::Result<f64> {
+        let offsets = fresh.next_round()?;
         let buffers = bare::cut(&self.memory, BLOCK_BYTES, DEPTHS[2])?;
         let parameters = BareLoop {
-            file,
+            file: &fresh.file,
             block_bytes: BLOCK_BYTES,
-            offsets,
+            offsets: &offsets,
             buffers: &buffers,
             sync_every: Some(sync_every),
         };
         Ok(bare::write_loop(&parameters).context("the bare write loop")?.bytes_per_second() / 1e9)
+    }
+}
+
+impl Fresh {
+    /// A file whose space is reserved, as the pool's is, for so many rounds.
+    fn reserve(path: PathBuf, rounds: usize) -> anyhow::Result<Fresh> {
+        // One that a killed run has left has been written.
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("removing {}", path.display()));
+            }
+            _ => {}
+        }
+        let mut file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Create)
+            .with_context(|| format!("opening {}", path.display()))?;
+        let rounds = rounds as u64;
+        file.preallocate(rounds * SAVE_BYTES).context("allocating the bare loop's file")?;
+        Ok(Fresh { path, file, rounds, written: Cell::new(0) })
+    }
+
+    /// Offsets of blocks that were never written.
+    fn next_round(&self) -> anyhow::Result<Vec<u64>> {
+        let round = self.written.replace(self.written.get() + 1);
+        ensure!(round < self.rounds, "{} rounds were reserved", self.rounds);
+        let from = round * SAVE_BYTES;
+        Ok((from..from + SAVE_BYTES).step_by(BLOCK_BYTES as usize).collect())
+    }
+}
+
+impl Drop for Fresh {
+    fn drop(&mut self) {
+        // What is left over lies in the benchmark's directory, and the next run removes it.
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
