@@ -54,6 +54,7 @@ pub use descriptors::{
 };
 pub use error::BufferError;
 pub use mapped::MappedRegion;
+pub use meminfo::Meminfo;
 pub use memory::Access;
 pub use page_buffer::{PageBuffer, PageBufferPool};
 pub use page_kind::{PageCoverage, PageKind};
