@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageKind, checksum_method};
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Meminfo, PageKind, checksum_method};
 use reprise_policy::ByteSize;
 use serde::Serialize;
 
@@ -103,8 +103,9 @@ fn processor() -> Finding {
 }
 
 fn memory() -> Finding {
-    let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |name: &str| meminfo_bytes(&info, name).map_or_else(|| "unknown".to_owned(), bytes_text);
+    let meminfo = Meminfo::now();
+    let bytes = |name| meminfo.as_ref().and_then(|meminfo| meminfo.bytes(name));
+    let field = |name| bytes(name).map_or_else(|| "unknown".to_owned(), bytes_text);
     Finding {
         name: "memory",
         verdict: Verdict::Good,
@@ -116,7 +117,7 @@ fn memory() -> Finding {
 fn huge_pages(arena: &Result<Arena, reprise_buffers::BufferError>) -> Finding {
     let setting =
         |path: &str| fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| chosen(&text));
-    let free = meminfo_number("HugePages_Free").unwrap_or(0);
+    let free = Meminfo::now().and_then(|meminfo| meminfo.count("HugePages_Free")).unwrap_or(0);
     let settings = format!(
         "hugetlb pages free {free}; transparent: anonymous '{}', shared '{}'",
         setting("/sys/kernel/mm/transparent_hugepage/enabled"),
@@ -261,15 +262,4 @@ fn entries(directory: &str) -> Vec<String> {
         .unwrap_or_default();
     names.sort();
     names
-}
-
-fn meminfo_number(name: &str) -> Option<u64> {
-    let info = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find(|line| line.starts_with(name))?;
-    line.split_whitespace().nth(1)?.parse().ok()
-}
-
-fn meminfo_bytes(info: &str, name: &str) -> Option<u64> {
-    let line = info.lines().find(|line| line.starts_with(name))?;
-    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
 }

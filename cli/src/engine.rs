@@ -110,7 +110,7 @@ impl Engine {
             client: connect(settings, namespace)?,
             namespace,
             layout: settings.layout,
-            kv: PagedKv::new(&settings.layout, PAGED_BLOCKS_MIN),
+            kv: PagedKv::new(&settings.layout, PAGED_BLOCKS_MIN)?,
             none_hash: prefix_hash::none_hash(HASH_SEED),
             tickets: Vec::new(),
             durable: BTreeMap::new(),

@@ -2,6 +2,8 @@
 //! block (`[blocks][parts][object]`). The blocks of a request are scattered: a block table maps its
 //! logical blocks to physical ones, which are handed out in a shuffled order.
 
+use anyhow::Context;
+use reprise_buffers::{PAGE_BYTES, PageBuffer};
 use reprise_policy::Layout;
 
 use crate::kv_function::mix;
@@ -13,7 +15,7 @@ pub(crate) struct PhysicalBlock(usize);
 /// Paged KV memory of one engine.
 #[derive(Debug)]
 pub(crate) struct PagedKv {
-    layers: Vec<Vec<u8>>,
+    layers: Vec<PageBuffer>,
     free: Vec<PhysicalBlock>,
     parts: usize,
     object_bytes: usize,
@@ -21,12 +23,21 @@ pub(crate) struct PagedKv {
 
 impl PagedKv {
     /// Memory for `blocks` blocks of `layout`, touched.
-    pub(crate) fn new(layout: &Layout, blocks: usize) -> PagedKv {
+    ///
+    /// # Errors
+    /// There is not as much memory.
+    pub(crate) fn new(layout: &Layout, blocks: usize) -> anyhow::Result<PagedKv> {
         let parts = layout.parts() as usize;
         let object_bytes = usize::try_from(layout.object_bytes()).expect("objects fit in memory");
-        // Written, not only reserved: the first touch of memory must not be measured as part of a load.
-        let layers = (0..layout.layers()).map(|_| vec![0xa5; blocks * parts * object_bytes]).collect();
-        PagedKv { layers, free: shuffled(blocks), parts, object_bytes }
+        let layer_bytes = (blocks * parts * object_bytes).next_multiple_of(PAGE_BYTES);
+        // Page-aligned, as engines' allocators are, and written: a first touch must not be measured as part of a load.
+        let layer = |_| {
+            let mut layer = PageBuffer::new(layer_bytes).context("memory of the engine")?;
+            layer.fill(0xa5);
+            Ok(layer)
+        };
+        let layers = (0..layout.layers()).map(layer).collect::<anyhow::Result<_>>()?;
+        Ok(PagedKv { layers, free: shuffled(blocks), parts, object_bytes })
     }
 
     /// Takes `count` blocks; `None` when there are not as many.
@@ -50,6 +61,13 @@ impl PagedKv {
     pub(crate) fn object_mut(&mut self, block: PhysicalBlock, object: usize) -> &mut [u8] {
         let at = self.offset(block, object);
         &mut self.layers[object / self.parts][at..at + self.object_bytes]
+    }
+
+    /// The objects of a block in payload order, to write.
+    pub(crate) fn block_mut(&mut self, block: PhysicalBlock) -> Vec<&mut [u8]> {
+        let (at, bytes) = (self.offset(block, 0), self.parts * self.object_bytes);
+        let object_bytes = self.object_bytes;
+        self.layers.iter_mut().flat_map(|layer| layer[at..at + bytes].chunks_mut(object_bytes)).collect()
     }
 
     fn offset(&self, block: PhysicalBlock, object: usize) -> usize {
@@ -86,7 +104,7 @@ mod tests {
             tp_size: 1,
         };
         let layout = spec.validate().expect("valid");
-        let mut kv = PagedKv::new(&layout, 4);
+        let mut kv = PagedKv::new(&layout, 4).expect("a little memory");
         let blocks = kv.allocate(4).expect("four blocks");
         assert_eq!(kv.allocate(1), None);
         for (number, block) in blocks.iter().enumerate() {
@@ -100,6 +118,8 @@ mod tests {
                 assert!(kv.object(*block, object).iter().all(|byte| *byte == expected));
             }
         }
+        let first: Vec<u8> = kv.block_mut(blocks[1]).iter().map(|object| object[0]).collect();
+        assert_eq!(first, [6, 7, 8, 9, 10, 11], "the objects of a block, in order");
         kv.release(blocks);
         assert!(kv.allocate(4).is_some());
     }

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use reprise_buffers::PageBuffer;
 use reprise_client::{Client, ConnectOptions, Priority, Reservation, Ticket};
 use reprise_policy::{BlockKey, ByteSize, Layout};
 
@@ -116,45 +115,4 @@ pub(super) fn save_durable(
 /// Sizes of an agent.
 pub(super) fn sizes(arena_mib: u64, pool_mib: u64) -> AgentSizes {
     AgentSizes { arena: ByteSize(arena_mib << 20), pool: ByteSize(pool_mib << 20) }
-}
-
-/// An engine's scattered KV memory: one allocation a layer, physical blocks in a shuffled order.
-pub(super) struct Scattered {
-    layers: Vec<PageBuffer>,
-    order: Vec<usize>,
-    layer_bytes: usize,
-    object_bytes: usize,
-}
-
-impl Scattered {
-    /// Memory for `blocks` blocks, touched.
-    pub(super) fn new(layout: &Layout, blocks: usize) -> anyhow::Result<Scattered> {
-        let layer_bytes = usize::try_from(layout.layer_bytes()).expect("layers fit in memory");
-        let mut order: Vec<usize> = (0..blocks).collect();
-        order.sort_by_key(|index| mix(*index as u64));
-        // Page-aligned, as engines' allocators are, and written: a first touch must not be measured.
-        let layers = (0..layout.layers())
-            .map(|_| {
-                let mut layer = PageBuffer::new(blocks * layer_bytes).context("memory of the engine")?;
-                layer.fill(0x5a);
-                Ok(layer)
-            })
-            .collect::<anyhow::Result<Vec<_>>>()?;
-        Ok(Scattered {
-            layers,
-            order,
-            layer_bytes,
-            object_bytes: usize::try_from(layout.object_bytes()).expect("objects fit in memory"),
-        })
-    }
-
-    /// The objects of one block, in payload order.
-    pub(super) fn block(&mut self, block: usize) -> Vec<&mut [u8]> {
-        let at = self.order[block] * self.layer_bytes;
-        let (layer_bytes, object_bytes) = (self.layer_bytes, self.object_bytes);
-        self.layers
-            .iter_mut()
-            .flat_map(|layer| layer[at..at + layer_bytes].chunks_mut(object_bytes))
-            .collect()
-    }
 }

@@ -5,9 +5,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use reprise_buffers::PageBuffer;
 use reprise_client::{Client, LoadRequest, Scope, Verify};
-use reprise_policy::BlockKey;
+use reprise_policy::{BlockKey, Layout};
 
-use super::fixture::{Fixture, PATIENCE, Scattered, fill, keys, payload, sizes};
+use crate::paged_kv::{PagedKv, PhysicalBlock};
+
+use super::fixture::{Fixture, PATIENCE, fill, keys, payload, sizes};
 use super::report::{Figure, Target, paired};
 use super::{Settings, fixture, llama_3_8b};
 
@@ -16,6 +18,25 @@ const BLOCKS: usize = 128;
 
 /// Blocks of one load call.
 const WINDOW_BLOCKS: usize = 32;
+
+/// An engine's memory with the blocks that a request has there.
+struct Scattered {
+    kv: PagedKv,
+    table: Vec<PhysicalBlock>,
+}
+
+impl Scattered {
+    fn new(layout: &Layout) -> anyhow::Result<Scattered> {
+        let mut kv = PagedKv::new(layout, BLOCKS)?;
+        let table = kv.allocate(BLOCKS).context("as many blocks as there are")?;
+        Ok(Scattered { kv, table })
+    }
+
+    /// The objects of one block, in payload order.
+    fn block(&mut self, block: usize) -> Vec<&mut [u8]> {
+        self.kv.block_mut(self.table[block])
+    }
+}
 
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
@@ -26,12 +47,12 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     fixture::commit(client, fill(client, &keys, &payload)?)?;
     let mut source = PageBuffer::new(BLOCKS * payload.len()).context("memory of the reference")?;
     source.fill(0x77);
-    let mut memory = Scattered::new(&layout, BLOCKS)?;
+    let mut memory = Scattered::new(&layout)?;
     let mut figures = Vec::new();
     for (name, verify, target) in
         [("local.dram_hit_unverified", Verify::Off, 0.95), ("local.dram_hit_verified", Verify::Always, 0.75)]
     {
-        let mut target_memory = Scattered::new(&layout, BLOCKS)?;
+        let mut target_memory = Scattered::new(&layout)?;
         let figure = paired(
             settings.rounds(name),
             || Ok(gigabytes_per_second(&source, bare_copy(&source, &mut memory))),

@@ -56,6 +56,7 @@ pub use descriptors::{
 pub use error::BufferError;
 pub use heap::keep_large_allocations_apart;
 pub use mapped::MappedRegion;
+pub use meminfo::Meminfo;
 pub use memory::Access;
 pub use page_buffer::{PageBuffer, PageBufferPool};
 pub use page_kind::{PageCoverage, PageKind};

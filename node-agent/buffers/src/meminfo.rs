@@ -12,6 +12,10 @@ use crate::error::BufferError;
 /// A sixteenth of what is available stays free: page tables, connections, the engine's own growth.
 const HEADROOM_SHIFT: u32 = 4;
 
+/// What `/proc/meminfo` said at one moment.
+#[derive(Clone, Debug)]
+pub struct Meminfo(String);
+
 /// Memory that can be had, and who says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Available {
@@ -23,11 +27,28 @@ pub(crate) struct Available {
     pub(crate) hugetlb_bytes: u64,
 }
 
+impl Meminfo {
+    /// What it says now; `None` where it cannot be read.
+    pub fn now() -> Option<Meminfo> {
+        std::fs::read_to_string("/proc/meminfo").ok().map(Meminfo)
+    }
+
+    /// A field that counts, such as `HugePages_Free`; `None` when there is no such field.
+    pub fn count(&self, name: &str) -> Option<u64> {
+        let line = self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.split_whitespace().next()?.parse().ok()
+    }
+
+    /// A field of bytes, such as `MemAvailable`, which the kernel gives in units of 1,024.
+    pub fn bytes(&self, name: &str) -> Option<u64> {
+        self.count(name).map(|kib| kib << 10)
+    }
+}
+
 impl Available {
     /// What the machine and the control group say now; `None` when the machine does not tell.
     pub(crate) fn now() -> Option<Available> {
-        let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-        let mut available = Available::from_meminfo(&meminfo)?;
+        let mut available = Available::from_meminfo(&Meminfo::now()?)?;
         for group in memory_groups() {
             if let Some(left) = memory_left(&group).filter(|left| *left < available.bytes) {
                 available.bytes = left;
@@ -37,15 +58,12 @@ impl Available {
         Some(available)
     }
 
-    fn from_meminfo(text: &str) -> Option<Available> {
-        let value = |name: &str| {
-            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-            line.split_whitespace().next()?.parse::<u64>().ok()
-        };
-        let free = value("HugePages_Free").unwrap_or(0).saturating_sub(value("HugePages_Rsvd").unwrap_or(0));
-        let of_our_size = value("Hugepagesize") == Some(HUGE_PAGE_BYTES as u64 >> 10);
+    fn from_meminfo(meminfo: &Meminfo) -> Option<Available> {
+        let count = |name| meminfo.count(name).unwrap_or(0);
+        let free = count("HugePages_Free").saturating_sub(count("HugePages_Rsvd"));
+        let of_our_size = meminfo.bytes("Hugepagesize") == Some(HUGE_PAGE_BYTES as u64);
         Some(Available {
-            bytes: value("MemAvailable")? << 10,
+            bytes: meminfo.bytes("MemAvailable")?,
             limit: "MemAvailable of /proc/meminfo".to_owned(),
             hugetlb_bytes: if of_our_size { free * HUGE_PAGE_BYTES as u64 } else { 0 },
         })
@@ -102,15 +120,18 @@ mod tests {
     fn available_memory_and_unreserved_huge_pages_are_read_in_bytes() {
         let text = "MemTotal: 100 kB\nMemAvailable:   2048 kB\nHugePages_Total: 9\nHugePages_Free:  5\n\
                     HugePages_Rsvd: 2\nHugepagesize: 2048 kB\n";
-        let available = Available::from_meminfo(text).expect("MemAvailable is there");
+        let available = Available::from_meminfo(&Meminfo(text.to_owned())).expect("MemAvailable is there");
         assert_eq!((available.bytes, available.hugetlb_bytes), (2 << 20, 6 << 20));
-        assert_eq!(Available::from_meminfo("MemTotal: 100 kB\n"), None);
+        assert_eq!(Available::from_meminfo(&Meminfo("MemTotal: 100 kB\n".to_owned())), None);
     }
 
     #[test]
     fn huge_pages_of_another_size_do_not_count() {
         let text = "MemAvailable: 2048 kB\nHugePages_Free: 5\nHugePages_Rsvd: 0\nHugepagesize: 1048576 kB\n";
-        assert_eq!(Available::from_meminfo(text).map(|available| available.hugetlb_bytes), Some(0));
+        assert_eq!(
+            Available::from_meminfo(&Meminfo(text.to_owned())).map(|available| available.hugetlb_bytes),
+            Some(0)
+        );
     }
 
     #[test]
