@@ -195,24 +195,30 @@ impl Worker {
     /// Runs until told to stop, then ends what is under way; queued work is dropped with the agent.
     pub(super) fn run(mut self) {
         loop {
-            if self.take_commands() == Commands::Ended {
-                return;
+            match self.turn() {
+                Ok(Commands::Open) => {}
+                Ok(Commands::Ended) => return,
+                Err(reason) => return self.lose(reason).run(),
             }
-            self.submit();
-            if let Err(error) = self.reap(self.wait()) {
-                return self.lose(error.to_string()).run();
-            }
-            let mut bytes = 0;
-            while bytes < TURN_BYTES
-                && let Some(done) = self.completed.pop_front()
-            {
-                bytes += done.bytes.max(1);
-                if let Err(reason) = self.finish(done) {
-                    return self.lose(reason).run();
-                }
-            }
-            self.say();
         }
+    }
+
+    /// One turn of the loop; `Err` when the device is lost, with the reason.
+    fn turn(&mut self) -> Result<Commands, String> {
+        if self.take_commands() == Commands::Ended {
+            return Ok(Commands::Ended);
+        }
+        self.submit();
+        self.reap(self.wait()).map_err(|error| error.to_string())?;
+        let mut bytes = 0;
+        while bytes < TURN_BYTES
+            && let Some(done) = self.completed.pop_front()
+        {
+            bytes += done.bytes.max(1);
+            self.finish(done)?;
+        }
+        self.say();
+        Ok(Commands::Open)
     }
 
     /// How long there is nothing to do but wait for the device or a command.
@@ -419,5 +425,7 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
 }
 
 mod lost;
+#[cfg(test)]
+mod power_loss;
 #[cfg(test)]
 mod tests;
