@@ -26,7 +26,8 @@ use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
-    Completion, IoEngine, IoError, Op, OpClass, QueueSettings, ReadFirstQueue, Submission, Token, Wait,
+    Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
+    Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -397,8 +398,8 @@ impl Worker {
                 self.report.done.push((token, outcome));
             }
         }
-        match error {
-            Some(DeviceError::Lost) => Err(result.err().map_or_else(String::new, |error| error.to_string())),
+        match (error, result) {
+            (Some(DeviceError::Lost), Err(error)) => Err(reason_of_loss(&error)),
             _ => Ok(()),
         }
     }
@@ -413,6 +414,14 @@ impl Worker {
             self.reads.take_updates(&mut self.report.fills);
             self.around.send(&mut self.report);
         }
+    }
+}
+
+/// Why a device is lost, for the operator; with the remedy where there is another one than a new device.
+fn reason_of_loss(error: &IoError) -> String {
+    match error.kind() {
+        IoErrorKind::NoSpace => format!("{error}: free space on the file system that holds the pool"),
+        _ => error.to_string(),
     }
 }
 
