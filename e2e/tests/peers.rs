@@ -50,6 +50,15 @@ fn pair() -> Pair {
     Pair { first, second, plane, world }
 }
 
+/// What a peer does when it is killed in the middle of a load.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Peer {
+    /// It was stopped before it was asked: the load is sure to wait for it.
+    Stopped,
+    /// It sends.
+    Streaming,
+}
+
 /// Waits until an engine finds all blocks where they should be.
 fn wait_for_sources(engine: &Engine, numbers: &[u64], source: Source) {
     wait_until("the directory knows all blocks", PATIENCE, || {
@@ -152,16 +161,29 @@ fn a_peer_killed_in_the_middle_of_a_load_costs_misses_within_the_deadline() {
         let reader = second.engine(large());
         wait_for_sources(&reader, &blocks, source);
         drop(saver);
+        let peer = if round / 2 % 2 == 0 { Peer::Stopped } else { Peer::Streaming };
+        if peer == Peer::Stopped {
+            first.freeze();
+        }
         let deadline = Duration::from_secs(5);
         let load = {
             let blocks = blocks.clone();
             std::thread::spawn(move || reader.timed_load(&blocks, &Loading::CLUSTER.within(deadline)))
         };
-        // Some of the kills come while bytes travel: 40 MiB take some tens of milliseconds.
-        std::thread::sleep(Duration::from_micros(rng.random_range(0..60_000)));
+        // The fetch is under way, unless all has come already. From a stopped peer nothing comes.
+        wait_until("blocks on their way", PATIENCE, || {
+            (load.is_finished() || second.admin().counter("fills_in_flight") > 0).then_some(())
+        });
+        if peer == Peer::Streaming {
+            // Not synchronisation: 40 MiB take some tens of milliseconds, and the kill comes in any of them.
+            std::thread::sleep(Duration::from_micros(rng.random_range(0..20_000)));
+        }
         first.kill();
         let (outcomes, took) = load.join().expect("blocks that come are right");
         assert_missing_or_right(&outcomes);
+        if peer == Peer::Stopped {
+            assert_eq!(right(&outcomes), 0, "a kill before the first byte");
+        }
         came.push((right(&outcomes), took));
         assert!(took < deadline, "the death of a peer is noticed before the deadline, not after {took:?}");
         first.start();
@@ -175,6 +197,8 @@ fn a_peer_killed_in_the_middle_of_a_load_costs_misses_within_the_deadline() {
         second.admin().wait_quiet(PATIENCE);
     }
     say(&format!("blocks of 40 that came before the peer was killed: {came:?}"));
+    let inside = came.iter().filter(|(right, _)| *right < 40).count();
+    assert!(inside >= ROUNDS / 2, "only {inside} of {ROUNDS} kills fell into a load");
 }
 
 #[test]

@@ -1,17 +1,21 @@
 //! Too much at once: one read for many who want the same, deadlines that are kept, and budgets that are never exceeded
 //! while far more is saved than fits.
 
+use std::process::Command;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rand::RngExt;
-use reprise_client::{BlockStatus, Scope, Source};
+use reprise_client::{BlockStatus, ClientError, Scope, Source};
 use reprise_e2e::admin::Counters;
 use reprise_e2e::content::{device_slot_bytes, large, small};
+use reprise_e2e::logs::read;
+use reprise_e2e::process::binary;
 use reprise_e2e::seed::{say, seeded};
-use reprise_e2e::{Admin, AgentConfig, Loading, Outcome, PATIENCE, World};
+use reprise_e2e::{Admin, Agent, AgentConfig, Loading, Outcome, PATIENCE, World};
 use reprise_policy::ByteSize;
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 /// What was counted in between.
 fn grown(after: &Counters, before: &Counters, name: &str) -> u64 {
@@ -199,10 +203,58 @@ fn an_agent_that_is_asked_to_stop_makes_durable_what_was_committed() {
     let engine = agent.engine(small());
     let blocks: Vec<u64> = (0..100).collect();
     let committed = engine.save(&blocks).expect("committed");
+    assert_eq!(agent.admin().counter("nvme_blocks"), 0, "only the flush at the end can make them durable");
     agent.stop();
     let outcome =
         engine.client().wait_durable(committed.ticket, Duration::ZERO).expect("a notice before the end");
     assert_eq!(outcome.durable, 100);
+    assert!(!agent.files().socket.exists(), "the socket is removed");
+    let error = engine.client().stats().expect_err("the session is over");
+    assert!(matches!(error, ClientError::AgentLost { .. } | ClientError::Busy(_)), "{error}");
     agent.start();
+    assert_eq!(agent.admin().json("/status")["devices"][0]["recovered_blocks"], 100);
     assert_eq!(agent.engine(small()).load_all(&blocks, &Loading::LOCAL), vec![Source::OwnNvme; 100]);
+}
+
+/// From now on the disk takes no more of the agent's files than their first MiB.
+fn fill_disk(agent: &mut Agent) {
+    let process = i32::try_from(agent.running().id()).ok().and_then(Pid::from_raw);
+    let limit = Rlimit { current: Some(1 << 20), maximum: None };
+    prlimit(process, Resource::Fsize, limit).expect("one's own child takes limits");
+}
+
+#[test]
+fn a_disk_that_fills_up_while_the_agent_runs_costs_the_device_and_no_block_in_memory() {
+    let world = World::new();
+    world.require("device lost");
+    let files = world.configure(&AgentConfig::named("node"));
+    // Without the trap the system ends a process that writes beyond its limit; with it the write fails.
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' XFSZ; exec \"$1\" --config \"$2\"", "sh"]);
+    command.arg(binary("reprise-agent")).arg(&files.config);
+    let mut agent = world.launch(&files, command).expect("there is room to start");
+    let engine = agent.engine(small());
+    let (before, after): (Vec<u64>, Vec<u64>) = ((0..20).collect(), (100..140).collect());
+    engine.save_durably(&before);
+    fill_disk(&mut agent);
+    for some in after.chunks(20) {
+        let committed = engine.save(some).expect("there is room in memory");
+        let outcome = engine.client().wait_durable(committed.ticket, PATIENCE).expect("a notice");
+        assert_eq!((outcome.durable, outcome.lost_keys.len()), (0, 20), "not announced as durable");
+    }
+    let everything = [before.clone(), after.clone()].concat();
+    assert_eq!(engine.load_all(&everything, &Loading::LOCAL), vec![Source::OwnDram; 60]);
+    assert_eq!(agent.admin().counter("devices_lost"), 1);
+    let log = read(&files.log);
+    let said: Vec<&str> =
+        log.lines().filter(|line| line.contains("ERROR") || line.contains("WARN")).collect();
+    assert!(said.len() == 1 && said[0].contains("no space") && said[0].contains("free space"), "{said:?}");
+    drop(engine);
+    agent.stop();
+    // With room on the disk, what was announced is there.
+    agent.start();
+    let engine = agent.engine(small());
+    assert_eq!(engine.load_all(&before, &Loading::LOCAL), vec![Source::OwnNvme; 20]);
+    assert_eq!(engine.matches(&after, Scope::Local), []);
+    engine.save_durably(&after);
 }

@@ -73,7 +73,7 @@ fn live_and_crash(seed: u64, met: &mut Met) {
         for _ in 0..actions {
             act(&mut world, met);
         }
-        if world.random.chance(1, 4) {
+        if world.random.chance(1, 2) {
             // Crash in the middle of an append of many pages.
             (0..world.model.stored_pages().len()).for_each(|_| world.free_one());
             world.flush();

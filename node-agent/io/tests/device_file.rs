@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use reprise_buffers::PageBuffer;
 use reprise_io::{
-    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IoErrorKind, Missing, Op, Preallocated,
-    Submission, Token, Wait, open_engine,
+    Caching, DeviceFile, EngineChoice, EngineSettings, FileAccess, IoEngine, IoError, IoErrorKind, Missing,
+    Op, Preallocated, Submission, Token, Wait, open_engine,
 };
 use tempfile::TempDir;
 
@@ -29,7 +29,7 @@ fn create(path: &Path) -> DeviceFile {
     DeviceFile::open(path, FileAccess::ReadWrite, Missing::Create).expect("a new file")
 }
 
-fn open_error(path: &Path, access: FileAccess) -> reprise_io::IoError {
+fn open_error(path: &Path, access: FileAccess) -> IoError {
     DeviceFile::open(path, access, Missing::Fail).expect_err("it must be refused")
 }
 
@@ -90,6 +90,71 @@ fn readers_share() {
     let read = || DeviceFile::open(&path, FileAccess::ReadOnly, Missing::Fail).expect("shared");
     let _both = (read(), read());
     assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
+}
+
+#[test]
+fn a_reader_beside_sees_what_the_holder_of_the_lock_writes_and_takes_no_lock() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let beside = || DeviceFile::open(&path, FileAccess::ReadBeside, Missing::Fail).expect("beside");
+    assert_eq!(
+        open_error(&path, FileAccess::ReadBeside).kind(),
+        IoErrorKind::Unavailable,
+        "it creates nothing"
+    );
+    let mut holder = create(&path);
+    holder.preallocate(MIB).expect("space");
+    let mut writer = open_engine(holder, &EngineSettings::default()).expect("an engine");
+    let reader = beside();
+    let mut page = PageBuffer::new(4096).expect("a page");
+    for byte in [3, 4] {
+        page.fill(byte);
+        let op = Op::Write { offset: 8192, from: vec![page.span()] };
+        complete(writer.as_mut(), op).expect("written");
+        page.fill(0);
+        reader.read(8192, &mut page).expect("inside");
+        assert!(page.iter().all(|read| *read == byte));
+    }
+    // Its end does not end the lock of the other.
+    drop(reader);
+    assert_eq!(open_error(&path, FileAccess::ReadWrite).kind(), IoErrorKind::InUse);
+    // And while it is open, others may lock.
+    let reader = beside();
+    drop(writer);
+    drop(create(&path));
+    drop((beside(), reader));
+}
+
+#[test]
+fn a_reader_beside_can_have_every_engine_and_write_with_none() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    let mut holder = create(&path);
+    holder.preallocate(MIB).expect("space");
+    for engine in [EngineChoice::Plain, EngineChoice::IoUring] {
+        let file = DeviceFile::open(&path, FileAccess::ReadBeside, Missing::Fail).expect("beside");
+        let mut reader =
+            open_engine(file, &EngineSettings { engine, ..EngineSettings::default() }).expect("an engine");
+        let mut page = PageBuffer::new(4096).expect("a page");
+        complete(reader.as_mut(), Op::Read { offset: 0, into: vec![page.span()] }).expect("inside");
+        page.fill(9);
+        let error = complete(reader.as_mut(), Op::Write { offset: 0, from: vec![page.span()] });
+        let error = error.expect_err("a file that was opened for reading");
+        assert_eq!(error.kind(), IoErrorKind::Invalid);
+        assert!(error.to_string().contains("read"), "{error}");
+        holder.read(0, &mut page).expect("inside");
+        assert!(page.iter().all(|byte| *byte == 0), "nothing was written");
+    }
+}
+
+/// Runs one operation to its end.
+fn complete(engine: &mut dyn IoEngine, op: Op) -> Result<(), IoError> {
+    engine.submit(Submission { token: Token(0), op }).expect("an idle engine takes an operation");
+    let mut done = Vec::new();
+    while done.is_empty() {
+        engine.reap(Wait::Until(Duration::from_secs(10)), &mut done).expect("a working engine");
+    }
+    done.remove(0).result
 }
 
 #[test]

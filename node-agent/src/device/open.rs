@@ -132,6 +132,13 @@ impl Recipe {
 }
 
 impl Open {
+    /// A device that is an engine only, for tests.
+    #[cfg(test)]
+    pub(super) fn over(engine: impl IoEngine + 'static, size: u64) -> Open {
+        let (path, engine) = (PathBuf::from("simulated"), Box::new(engine));
+        Open { path, size, usable: size, caching: Caching::Direct, engine }
+    }
+
     /// Does what was decided; a fresh device becomes a pool.
     pub(super) fn settle(&mut self, verdict: &Verdict) -> Result<Option<Recovered>, AgentError> {
         match verdict {
@@ -166,7 +173,7 @@ impl Open {
     }
 
     /// Reads what was formatted.
-    fn recover(&mut self) -> Result<Recovered, OpenError> {
+    pub(super) fn recover(&mut self) -> Result<Recovered, OpenError> {
         let (path, size) = (self.path.clone(), self.size);
         recover(&path, size, History::Formatted, |offset, pages| {
             self.execute(Op::Read { offset, into: vec![pages.span()] })
@@ -229,7 +236,7 @@ fn cannot_be_used(path: &Path, error: OpenError) -> AgentError {
 
 /// Why a device cannot be opened.
 #[derive(Debug, thiserror::Error)]
-enum OpenError {
+pub(super) enum OpenError {
     #[error(transparent)]
     Pool(#[from] PoolError),
     #[error(transparent)]

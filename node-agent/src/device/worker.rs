@@ -26,7 +26,8 @@ use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
-    Completion, IoEngine, IoError, Op, OpClass, QueueSettings, ReadFirstQueue, Submission, Token, Wait,
+    Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
+    Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -195,24 +196,30 @@ impl Worker {
     /// Runs until told to stop, then ends what is under way; queued work is dropped with the agent.
     pub(super) fn run(mut self) {
         loop {
-            if self.take_commands() == Commands::Ended {
-                return;
+            match self.turn() {
+                Ok(Commands::Open) => {}
+                Ok(Commands::Ended) => return,
+                Err(reason) => return self.lose(reason).run(),
             }
-            self.submit();
-            if let Err(error) = self.reap(self.wait()) {
-                return self.lose(error.to_string()).run();
-            }
-            let mut bytes = 0;
-            while bytes < TURN_BYTES
-                && let Some(done) = self.completed.pop_front()
-            {
-                bytes += done.bytes.max(1);
-                if let Err(reason) = self.finish(done) {
-                    return self.lose(reason).run();
-                }
-            }
-            self.say();
         }
+    }
+
+    /// One turn of the loop; `Err` when the device is lost, with the reason.
+    fn turn(&mut self) -> Result<Commands, String> {
+        if self.take_commands() == Commands::Ended {
+            return Ok(Commands::Ended);
+        }
+        self.submit();
+        self.reap(self.wait()).map_err(|error| error.to_string())?;
+        let mut bytes = 0;
+        while bytes < TURN_BYTES
+            && let Some(done) = self.completed.pop_front()
+        {
+            bytes += done.bytes.max(1);
+            self.finish(done)?;
+        }
+        self.say();
+        Ok(Commands::Open)
     }
 
     /// How long there is nothing to do but wait for the device or a command.
@@ -391,8 +398,8 @@ impl Worker {
                 self.report.done.push((token, outcome));
             }
         }
-        match error {
-            Some(DeviceError::Lost) => Err(result.err().map_or_else(String::new, |error| error.to_string())),
+        match (error, result) {
+            (Some(DeviceError::Lost), Err(error)) => Err(reason_of_loss(&error)),
             _ => Ok(()),
         }
     }
@@ -410,6 +417,14 @@ impl Worker {
     }
 }
 
+/// Why a device is lost, for the operator; with the remedy where there is another one than a new device.
+fn reason_of_loss(error: &IoError) -> String {
+    match error.kind() {
+        IoErrorKind::NoSpace => format!("{error}: free space on the file system that holds the pool"),
+        _ => error.to_string(),
+    }
+}
+
 /// What a failed operation means for the blocks that it was to read.
 pub(crate) fn read_error(error: DeviceError) -> FillError {
     match error {
@@ -419,5 +434,7 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
 }
 
 mod lost;
+#[cfg(test)]
+mod power_loss;
 #[cfg(test)]
 mod tests;

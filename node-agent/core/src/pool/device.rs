@@ -9,11 +9,9 @@ use super::operations::{Operations, Purpose, SyncGate, Waiter};
 use super::record::{BankLife, Record, RecordKind};
 use super::slots::{SlotContent, Slots, short, slot_pages};
 use super::superblock::{BankHeader, Superblock};
-use super::{
-    BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, OpToken, PageNumber, PoolEvent, StoredBlock,
-};
+use super::{BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, OpToken, PageNumber, PoolEvent};
+use reprise_policy::BlockKey;
 use reprise_policy::layout::PAGE_BYTES;
-use reprise_policy::{BlockKey, ContentId};
 
 /// Life of the first bank of a new pool, whose next generation is 1.
 const FIRST_LIFE: BankLife = BankLife { epoch: 1, begun: 1 };
@@ -142,11 +140,6 @@ impl DevicePool {
         self.superblock.device_index
     }
 
-    /// When the device was formatted, microseconds since 1970.
-    pub fn created_unix_us(&self) -> u64 {
-        self.superblock.created_unix_us
-    }
-
     /// Takes a slot for a payload of so many bytes. `None` when there is none: free some blocks first. A payload
     /// that does not fit a segment never gets one ([`DevicePool::payload_bytes_max`]).
     pub fn allocate(&mut self, payload_bytes: u64) -> Option<PageNumber> {
@@ -164,14 +157,6 @@ impl DevicePool {
     /// Bytes of the largest payload that fits a segment.
     pub fn payload_bytes_max(&self) -> u64 {
         self.superblock.geometry.segment_bytes - PAGE_BYTES
-    }
-
-    /// Gives back a slot that was allocated but is not going to be written.
-    ///
-    /// # Panics
-    /// When the slot is not one that [`DevicePool::allocate`] gave, or was written or given back meanwhile.
-    pub fn release_unwritten(&mut self, page: PageNumber) {
-        self.slots.release(page);
     }
 
     /// Ends a stored block. Its slot can be allocated again when its free record is durable: with the next batch or
@@ -222,16 +207,6 @@ impl DevicePool {
     /// Whether room for such a payload comes without anything more being freed: with what was freed already.
     pub fn room_coming(&self, payload_bytes: u64) -> bool {
         slot_pages(payload_bytes).is_some_and(|pages| self.slots.room_coming(pages))
-    }
-
-    /// Content id of the block stored at a page, as far as it is known.
-    pub fn content(&self, page: PageNumber) -> ContentId {
-        self.slots.content(page)
-    }
-
-    /// The block stored at a page; `None` when nothing durable is stored there.
-    pub fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
-        self.slots.stored(page)
     }
 
     /// Whether [`DevicePool::write_batch`] may be called: fewer than [`BATCHES_MAX`] are in flight and the device works.

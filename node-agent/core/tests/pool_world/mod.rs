@@ -156,11 +156,6 @@ impl World {
             };
             assert!(before > 0, "allocate gave a slot though none was allocatable");
             self.model.allocated(page, &layout);
-            if self.random.chance(1, 20) {
-                self.pool.release_unwritten(page);
-                self.model.released(page);
-                continue;
-            }
             let key = self.model.new_key();
             blocks.push(block_write(key, layout, page));
         }

@@ -87,11 +87,6 @@ impl Model {
         self.taken.insert(page.0, pages);
     }
 
-    /// A slot was given back unused.
-    pub(crate) fn released(&mut self, page: PageNumber) {
-        self.taken.remove(&page.0).expect("it was taken");
-    }
-
     /// A batch was handed to the pool.
     pub(crate) fn begin_batch(&mut self, blocks: &[BlockWrite]) -> BatchId {
         for block in blocks {

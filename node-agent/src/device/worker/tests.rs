@@ -89,6 +89,11 @@ impl World {
             image.write(u64::from(block) * stride(), &header(block).0);
             image.write(u64::from(block) * stride() + PAGE_BYTES, &payload(block));
         }
+        World::on(image)
+    }
+
+    /// A device that holds an image; the arena is blank.
+    fn on(image: Image) -> World {
         let device = SimulatedDevice::new(image, SimulatedSettings::default()).expect("a device");
         let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
         let arena = Arc::new(Arena::new(&config).expect("2 MiB"));
@@ -159,6 +164,14 @@ impl World {
                 (token.0, result)
             }
             _ => panic!("one operation was asked for"),
+        }
+    }
+
+    /// What the worker says next.
+    fn report(&self) -> DeviceReport {
+        match self.inputs.recv_timeout(PATIENCE).expect("news of the device") {
+            Input::Device(report) => report,
+            _ => panic!("a device reports as a device"),
         }
     }
 
@@ -275,6 +288,34 @@ fn a_sync_that_fails_loses_the_device_because_nothing_is_certain_after_it() {
 }
 
 #[test]
+fn a_device_that_is_full_is_given_up_once_with_the_remedy_until_it_is_opened_again() {
+    let world = World::new();
+    world.read(0..5);
+    assert!(world.ends(5).iter().all(|(_, end)| end.is_ok()));
+    world.device.inject(Fault::everywhere(FaultKind::Full));
+    world.op(1, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    let DeviceReport { lost, done, fills, .. } = world.report();
+    let reason = lost.expect("news");
+    assert!(
+        ["no space", "free space on the file system"].iter().all(|words| reason.contains(words)),
+        "{reason}"
+    );
+    assert!(done == [(OpToken(1), Err(DeviceError::Lost))] && fills.is_empty(), "{done:?}, {fills:?}");
+    // What is in memory is as it was. Room on the device changes nothing: of its journal nothing is certain.
+    assert!((0..5).all(|block| world.in_arena(block) == payload(block)));
+    world.device.heal();
+    world.op(2, DeviceOpKind::Sync);
+    let DeviceReport { lost, done, .. } = world.report();
+    assert_eq!((lost, done), (None, vec![(OpToken(2), Err(DeviceError::Lost))]));
+    world.read(0..2);
+    assert!(world.ends(2).iter().all(|(_, end)| *end == Err(FillError::Device)));
+    // What was durable is on it.
+    let again = World::on(world.device.image());
+    again.read(0..BLOCKS);
+    assert!(again.ends(BLOCKS as usize).iter().all(|(_, end)| end.is_ok()));
+}
+
+#[test]
 fn slots_that_a_lost_device_may_still_write_to_are_reported_as_such() {
     let world = World::new();
     let hanging = 2 * stride()..3 * stride();
@@ -284,11 +325,7 @@ fn slots_that_a_lost_device_may_still_write_to_are_reported_as_such() {
     let others = [0, 1, 3, 4];
     assert_eq!(world.ends(4), others.map(|block| (block, Ok(()))));
     world.op(1, DeviceOpKind::Sync);
-    let Input::Device(DeviceReport { lost, done, fills, .. }) =
-        world.inputs.recv_timeout(PATIENCE).expect("the end")
-    else {
-        panic!("a device reports as a device")
-    };
+    let DeviceReport { lost, done, fills, .. } = world.report();
     assert!(lost.expect("news").contains("simulated fault"));
     assert_eq!(done, [(OpToken(1), Err(DeviceError::Lost))]);
     assert!(matches!(fills[..], [(FillId(2), FillUpdate::Failed(FillError::Stranded))]), "{fills:?}");

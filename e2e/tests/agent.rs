@@ -1,0 +1,180 @@
+//! One agent and what stands around it: its ports, its socket, the layers of a load, the answers to what it does not know.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+use prost::Message;
+use reprise_client::{ClientError, LoadRequest, Scope, Source};
+use reprise_e2e::content::{first_difference, keys, layout_of, small};
+use reprise_e2e::engine::object_bytes;
+use reprise_e2e::process::binary;
+use reprise_e2e::raw::RawSession;
+use reprise_e2e::{AgentConfig, Loading, PATIENCE, World};
+use reprise_policy::ByteSize;
+use reprise_proto::local::{self, FailureKind, request, response};
+
+fn numbers(range: std::ops::Range<u64>) -> Vec<u64> {
+    range.collect()
+}
+
+fn without_pool() -> AgentConfig {
+    AgentConfig { pool: None, ..AgentConfig::named("node") }
+}
+
+#[test]
+fn the_default_configuration_is_printed_and_nothing_else() {
+    let output =
+        Command::new(binary("reprise-agent")).arg("--print-default-config").output().expect("it runs");
+    assert!(output.status.success() && output.stderr.is_empty());
+    let text = String::from_utf8(output.stdout).expect("text");
+    assert!(text.contains("[arena]") && text.contains("segment_bytes"), "{text}");
+}
+
+#[test]
+fn a_running_agent_is_healthy_and_ready_and_says_what_it_is() {
+    let world = World::new();
+    let agent = world.agent(&AgentConfig::named("node"));
+    for (path, answer) in [("/healthz", "ok\n"), ("/readyz", "ready\n")] {
+        assert_eq!(agent.admin().get(path).expect("an answer"), (200, answer.to_owned()));
+    }
+    let engine = agent.engine(small());
+    let status = agent.admin().json("/status");
+    assert_eq!(status["node"]["name"], "node");
+    assert_eq!(status["arena"]["bytes"], 16 << 20);
+    assert_eq!(status["devices"][0]["formatted"], true);
+    assert_eq!(status["sessions"][0]["client"], "e2e");
+    assert_eq!(status["sessions"][0]["pid"], std::process::id());
+    assert_eq!(status["controlplane"]["stand_alone"], true);
+    drop(engine);
+    agent.admin().wait_for("sessions", PATIENCE, |sessions| sessions == 0);
+}
+
+#[test]
+fn what_engines_do_shows_in_the_metrics() {
+    let world = World::new();
+    let agent = world.agent(&AgentConfig::named("node"));
+    let (engine, blocks) = (agent.engine(small()), numbers(0..20));
+    engine.save_durably(&blocks);
+    engine.load_all(&blocks, &Loading::LOCAL);
+    assert_eq!(engine.trim(), 20);
+    engine.load_all(&blocks, &Loading::LOCAL);
+    let (code, text) = agent.admin().get("/metrics").expect("an answer");
+    assert_eq!(code, 200);
+    for line in [
+        "reprise_agent_committed_blocks_total 20",
+        "reprise_agent_hit_blocks_own_dram_total 20",
+        "reprise_agent_hit_blocks_own_nvme_total 20",
+        "reprise_agent_nvme_blocks 20",
+        "reprise_agent_stored_blocks_total 20",
+        "reprise_agent_phase_seconds_count{phase=\"commit\"} 1",
+        "reprise_agent_phase_seconds_count{phase=\"load_first_layer\"} 2",
+        "reprise_agent_phase_seconds_count{phase=\"load_total\"} 2",
+        "reprise_agent_device_lost{device=\"0\"} 0",
+        "reprise_agent_peer_requests_total 0",
+        "reprise_agent_directory_connected 0",
+    ] {
+        assert!(text.lines().any(|found| found == line), "no line '{line}' in:\n{text}");
+    }
+}
+
+#[test]
+fn a_block_is_found_in_dram_then_on_nvme_and_a_match_ends_before_what_nobody_saved() {
+    let world = World::new();
+    let agent = world.agent(&AgentConfig::named("node"));
+    let (engine, blocks) = (agent.engine(small()), numbers(0..50));
+    engine.save_durably(&blocks);
+    assert_eq!(engine.matches(&numbers(0..51), Scope::Local), vec![Source::OwnDram; 50]);
+    assert_eq!(engine.load_all(&blocks, &Loading::LOCAL), vec![Source::OwnDram; 50]);
+    engine.trim();
+    assert_eq!(engine.matches(&blocks, Scope::Local), vec![Source::OwnNvme; 50]);
+    assert_eq!(engine.load_all(&blocks, &Loading::LOCAL), vec![Source::OwnNvme; 50]);
+    assert_eq!(agent.admin().counter("device_fills"), 50);
+}
+
+#[test]
+fn layers_arrive_in_order_and_each_is_readable_when_it_is_announced() {
+    let world = World::new();
+    let config = AgentConfig { arena: ByteSize(32 << 20), ..AgentConfig::named("node") };
+    let agent = world.agent(&config);
+    // 32 layers of 2 × 16 KiB: 1 MiB a block.
+    let layout = layout_of(32, 4);
+    let (engine, blocks) = (agent.engine(layout), numbers(0..12));
+    engine.save_durably(&blocks);
+    engine.trim();
+    let keys = keys(&blocks);
+    let request = LoadRequest { read_bytes: 32 << 10, scope: Scope::Local, ..LoadRequest::new(keys.clone()) };
+    let load = engine.client().load(&request).expect("an answer");
+    let mut object = vec![0; object_bytes(&layout)];
+    let mut announced = 0;
+    for layer in 0..layout.layers() {
+        let ready = load.wait_layer(layer, PATIENCE).expect("the layer").layers;
+        assert!(ready > layer && ready >= announced, "layers never go back");
+        announced = ready;
+        for (block, key) in keys.iter().enumerate() {
+            for index in [2 * layer, 2 * layer + 1] {
+                load.copy_object(block, index, &mut object).expect("a verified copy");
+                assert_eq!(first_difference(key, index, &object), None);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_load_whose_answer_would_not_fit_a_frame_is_told_how_many_blocks_do() {
+    let world = World::new();
+    let agent = world.agent(&without_pool());
+    // 960 objects a block.
+    let engine = agent.engine(layout_of(480, 1));
+    let load = |count| engine.client().load(&LoadRequest::new(keys(&numbers(0..count))));
+    let error = load(4252).expect_err("too large an answer");
+    assert!(matches!(&error, ClientError::BadRequest(text) if text.contains("at most 4251")), "{error}");
+    load(4251).expect("an answer: all misses");
+}
+
+#[test]
+fn a_request_of_a_later_protocol_is_refused_and_what_is_no_request_ends_the_session() {
+    let world = World::new();
+    world.allow("session closed");
+    let agent = world.agent(&without_pool());
+    let bystander = agent.engine(small());
+    let mut later = RawSession::greeted(&agent.files().socket, &small());
+    // Request 9 with field 99 as its body.
+    later.send_message(&[0x08, 0x09, 0x9a, 0x06, 0x00]);
+    let (id, kind, message) = later.refusal();
+    assert_eq!((id, kind), (9, FailureKind::BadRequest), "{message}");
+    later.send(10, request::Body::Stats(local::Stats {}));
+    let answer = later.receive();
+    assert!(matches!(answer, Some(local::Response { id: 10, body: Some(response::Body::Stats(_)) })));
+    for nothing in [vec![0xff; 64], local::Request { id: 0, body: None }.encode_to_vec()] {
+        let mut session = RawSession::greeted(&agent.files().socket, &small());
+        session.send_message(&nothing);
+        let (id, kind, message) = session.refusal();
+        assert_eq!((id, kind), (0, FailureKind::BadRequest), "{message}");
+        assert!(session.is_closed());
+    }
+    bystander.client().stats().expect("the bystander's session goes on");
+}
+
+#[test]
+fn a_user_who_is_not_listed_is_turned_away() {
+    let world = World::new();
+    world.require("session refused");
+    let agent = world.agent(&AgentConfig { session: "allow_uids = [4242]".to_owned(), ..without_pool() });
+    let mut session = RawSession::connect(&agent.files().socket);
+    let (_, kind, message) = session.refusal();
+    assert_eq!(kind, FailureKind::BadRequest);
+    assert!(message.contains("allow_uids"), "{message}");
+    assert!(session.is_closed());
+    let error = agent.connect(small()).expect_err("turned away");
+    assert!(matches!(error, ClientError::AgentLost { .. } | ClientError::BadRequest(_)), "{error}");
+    assert_eq!(agent.admin().counter("sessions"), 0);
+}
+
+#[test]
+fn the_socket_has_the_configured_mode() {
+    let world = World::new();
+    let agent = world.agent(&AgentConfig { session: "mode = \"0600\"".to_owned(), ..without_pool() });
+    let mode = fs::metadata(&agent.files().socket).expect("it exists").permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
