@@ -9,7 +9,9 @@ use super::operations::{Operations, Purpose, SyncGate, Waiter};
 use super::record::{BankLife, Record, RecordKind};
 use super::slots::{SlotContent, Slots, short, slot_pages};
 use super::superblock::{BankHeader, Superblock};
-use super::{BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, OpToken, PageNumber, PoolEvent};
+use super::{
+    BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, OpToken, PageNumber, PoolEvent, StoredBlock,
+};
 use reprise_policy::BlockKey;
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -207,6 +209,11 @@ impl DevicePool {
     /// Whether room for such a payload comes without anything more being freed: with what was freed already.
     pub fn room_coming(&self, payload_bytes: u64) -> bool {
         slot_pages(payload_bytes).is_some_and(|pages| self.slots.room_coming(pages))
+    }
+
+    /// The block stored at a page; `None` when nothing durable is stored there.
+    pub fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
+        self.slots.stored(page)
     }
 
     /// Whether [`DevicePool::write_batch`] may be called: fewer than [`BATCHES_MAX`] are in flight and the device works.

@@ -329,6 +329,12 @@ impl Slots {
         }
     }
 
+    /// The block stored at a page, if one is.
+    pub(super) fn stored(&self, page: PageNumber) -> Option<StoredBlock> {
+        let place = self.place(page)?;
+        (self.slot(place).state == SlotState::Stored).then(|| self.stored_block(place))
+    }
+
     /// Content id of the block at a page.
     fn content(&self, page: PageNumber) -> ContentId {
         self.contents.get(&page).copied().unwrap_or(ContentId::UNKNOWN)
