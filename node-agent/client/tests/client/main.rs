@@ -4,4 +4,3 @@ mod fake_agent;
 mod load;
 mod save;
 mod session;
-mod spans;

@@ -1,4 +1,11 @@
 //! What somebody who traces an engine sees of its calls.
+//!
+//! A process of its own: `tracing` remembers for the whole process whether anybody wants a span, and tests without a
+//! subscriber that reach it first would have it forget the others.
+
+#[allow(dead_code)] // these tests play a part of what it can
+#[path = "client/fake_agent.rs"]
+mod fake_agent;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -13,7 +20,7 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::{Layer, Registry};
 
-use crate::fake_agent::{Answer, FakeAgent, Grant, SHORT, key};
+use fake_agent::{Answer, FakeAgent, Grant, SHORT, key};
 
 /// A span: its name and fields as text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
