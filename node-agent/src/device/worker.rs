@@ -433,8 +433,12 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
     }
 }
 
+#[cfg(test)]
+mod desk;
 mod lost;
 #[cfg(test)]
 mod power_loss;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod write_errors;
