@@ -26,8 +26,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// Where unsafe code may live (docs/ARCHITECTURE.md, "Folders and crates").
 const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/"];
 
-/// Every dependency that one of our crates may have on another (development dependencies included for tests
-/// of the agent against its client).
+/// Every dependency that one of our crates may have on another, development dependencies included.
 const EDGES: &[(&str, &[&str])] = &[
     ("reprise-policy", &[]),
     ("reprise-proto", &[]),
@@ -45,7 +44,6 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-io",
             "reprise-transport",
             "reprise-agent-core",
-            "reprise-client",
         ],
     ),
     ("reprise-controlplane-core", &["reprise-policy"]),

@@ -32,6 +32,9 @@ use config::{Config, LogFormat, LogSettings};
 use error::{AgentError, ErrorKind};
 use runtime::Runtime;
 
+/// See setrlimit(2), "RLIMIT_FSIZE", and signal(7).
+const SIGXFSZ: SignalKind = SignalKind::from_raw(25);
+
 /// Keeps the KV cache of this node's inference engines in DRAM and on NVMe, and shares it with its peers.
 #[derive(Debug, Parser)]
 #[command(name = "reprise-agent", version, about)]
@@ -77,6 +80,8 @@ fn run(arguments: &Arguments) -> Result<(), AgentError> {
         // Registered before anything is started, so that no signal finds the agent half made.
         let mut terminate = signal(SignalKind::terminate()).map_err(failed("cannot wait for SIGTERM"))?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(failed("cannot wait for SIGINT"))?;
+        // A limit on the size of files ends a process that does not handle the signal: to the pool it is a full disk.
+        let _file_too_large = signal(SIGXFSZ).map_err(failed("cannot take SIGXFSZ"))?;
         let runtime = Runtime::start(settings)?;
         let ready = serde_json::to_string(runtime.ready()).map_err(|error| {
             AgentError::new(ErrorKind::Internal, "cannot encode the ready line").because(error)
