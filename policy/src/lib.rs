@@ -14,6 +14,7 @@ pub mod layout;
 pub mod namespace;
 pub mod prefix_hash;
 pub mod routing;
+pub mod shards;
 pub mod tier;
 pub mod time;
 pub mod units;

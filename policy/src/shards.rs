@@ -1,0 +1,286 @@
+//! Which control-plane member owns which hash slots of the directory.
+//!
+//! A map is a list of members and the epoch at which that was the list. The owner of a slot is computed, not stored:
+//! the member whose hash with the slot is highest (rendezvous hashing; Thaler and Ravishankar, "Using name-based mappings
+//! to increase hit rates", 1998). So whoever knows the same members agrees about every slot, and a member that comes
+//! or goes moves only the slots that become or were its own.
+//!
+//! Arithmetic: a map of 16 members computes 65,536 hashes of about 8 ns once, when it is made, and answers a
+//! look-up from a table of 8 KiB.
+//!
+//! Deliberately absent: weights (members are alike), where the list comes from, what a member knows of its slots.
+
+use std::fmt;
+
+use crate::Epoch;
+use crate::key::{BlockKey, HASH_SLOTS};
+
+/// Members of a map at the most; 10⁹ entries are 63 million for each of 16.
+pub const MEMBERS_MAX: usize = 1024;
+
+/// Slot without an owner: a map without members.
+const NOBODY: u16 = u16::MAX;
+
+/// A member as its name in a map; names are unique, and ordered bytewise.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MemberName(String);
+
+/// Position of a member in its map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MemberIndex(pub u16);
+
+/// The map; see the module.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ShardMap {
+    epoch: Epoch,
+    /// In order.
+    members: Vec<MemberName>,
+    /// Position of each slot's owner.
+    owners: Box<[u16]>,
+}
+
+/// Why there is no such map.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShardError {
+    /// A name is too long, too short, or not printable.
+    #[error("'{0}' is no member name: 1 to 256 printable ASCII characters without spaces")]
+    Name(String),
+    /// One name twice.
+    #[error("two members are called '{0}': give each a name of its own")]
+    Twice(MemberName),
+    /// More members than a map has.
+    #[error("{0} members: a map has at most {MEMBERS_MAX}")]
+    TooMany(usize),
+}
+
+impl MemberName {
+    /// A name, checked.
+    ///
+    /// # Errors
+    /// [`ShardError::Name`].
+    pub fn new(name: &str) -> Result<MemberName, ShardError> {
+        let fits = (1..=256).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic());
+        if fits {
+            Ok(MemberName(name.to_owned()))
+        } else {
+            Err(ShardError::Name(name.chars().take(64).collect::<String>().escape_default().to_string()))
+        }
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl ShardMap {
+    /// The map of these members, in any order, at an epoch. Without members nobody owns anything.
+    ///
+    /// # Errors
+    /// [`ShardError::Twice`], [`ShardError::TooMany`].
+    pub fn new(epoch: Epoch, members: impl IntoIterator<Item = MemberName>) -> Result<ShardMap, ShardError> {
+        let mut members: Vec<MemberName> = members.into_iter().collect();
+        members.sort_unstable();
+        if members.len() > MEMBERS_MAX {
+            return Err(ShardError::TooMany(members.len()));
+        }
+        if let Some(twice) = members.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(ShardError::Twice(twice[0].clone()));
+        }
+        let seeds: Vec<u64> = members.iter().map(seed).collect();
+        let owners = (0..HASH_SLOTS).map(|slot| owner(&seeds, slot)).collect();
+        Ok(ShardMap { epoch, members, owners })
+    }
+
+    /// The epoch at which these were the members.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// The members, in order of their names.
+    pub fn members(&self) -> &[MemberName] {
+        &self.members
+    }
+
+    /// The position of a member.
+    pub fn position(&self, name: &MemberName) -> Option<MemberIndex> {
+        self.members.binary_search(name).ok().map(|at| MemberIndex(at as u16))
+    }
+
+    /// The owner of a hash slot, `0..HASH_SLOTS`; `None` without members.
+    ///
+    /// # Panics
+    /// There is no such slot.
+    pub fn owner(&self, slot: u16) -> Option<MemberIndex> {
+        let owner = self.owners[usize::from(slot)];
+        (owner != NOBODY).then_some(MemberIndex(owner))
+    }
+
+    /// The owner of a key's slot.
+    pub fn owner_of(&self, key: &BlockKey) -> Option<MemberIndex> {
+        self.owner(key.hash_slot())
+    }
+
+    /// The slots of a member, in order.
+    pub fn slots_of(&self, member: MemberIndex) -> impl Iterator<Item = u16> {
+        (0..HASH_SLOTS).filter(move |slot| self.owner(*slot) == Some(member))
+    }
+
+    /// The slots that a member of this map owns and did not own in an earlier one, in order.
+    pub fn gained_since(&self, earlier: &ShardMap, name: &MemberName) -> Vec<u16> {
+        let Some(now) = self.position(name) else { return Vec::new() };
+        let before = earlier.position(name);
+        let had = |slot: u16| before.is_some() && earlier.owner(slot) == before;
+        self.slots_of(now).filter(|slot| !had(*slot)).collect()
+    }
+}
+
+/// The member whose hash with the slot is highest; of equal ones the first by name.
+fn owner(seeds: &[u64], slot: u16) -> u16 {
+    let weight = |(at, seed): (usize, &u64)| (mix(seed ^ mix(u64::from(slot))), std::cmp::Reverse(at));
+    let best = seeds.iter().enumerate().map(weight).max();
+    best.map_or(NOBODY, |(_, std::cmp::Reverse(at))| at as u16)
+}
+
+/// 64 bits of a name: FNV-1a, mixed so that names that differ in their last letter differ everywhere.
+fn seed(name: &MemberName) -> u64 {
+    let fnv = name.0.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    mix(fnv)
+}
+
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+fn mix(mut value: u64) -> u64 {
+    value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+impl fmt::Display for MemberName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for ShardMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ShardMap")
+            .field("epoch", &self.epoch)
+            .field("members", &self.members)
+            .finish_non_exhaustive()
+    }
+}
+
+const _: () = assert!(MEMBERS_MAX < NOBODY as usize, "positions are 16 bits");
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn name(text: &str) -> MemberName {
+        MemberName::new(text).expect("a name")
+    }
+
+    fn map(epoch: u64, names: &[&str]) -> ShardMap {
+        ShardMap::new(Epoch(epoch), names.iter().map(|text| name(text))).expect("a map")
+    }
+
+    /// Name of each slot's owner.
+    fn owners(map: &ShardMap) -> Vec<Option<&MemberName>> {
+        (0..HASH_SLOTS).map(|slot| map.owner(slot).map(|at| &map.members()[usize::from(at.0)])).collect()
+    }
+
+    #[test]
+    fn owners_are_those_of_every_other_version_of_this_function() {
+        // Members and agents of different versions compute the same owners: these never change.
+        let map = map(7, &["member-0", "member-1", "member-2"]);
+        let golden: Vec<u16> =
+            [0, 1, 2, 3, 4, 5, 6, 7, 1000, 4095].map(|slot| map.owner(slot).expect("owned").0).to_vec();
+        assert_eq!(golden, [1, 1, 0, 2, 0, 1, 0, 0, 1, 2]);
+        assert_eq!([0, 1, 2].map(|member| map.slots_of(MemberIndex(member)).count()), [1342, 1388, 1366]);
+    }
+
+    #[test]
+    fn without_members_nobody_owns_anything_and_one_owns_all() {
+        assert!(owners(&map(0, &[])).iter().all(Option::is_none));
+        let alone = map(1, &["a"]);
+        assert_eq!(alone.slots_of(MemberIndex(0)).count(), usize::from(HASH_SLOTS));
+        assert_eq!(alone.owner_of(&BlockKey([0xff; 16])), Some(MemberIndex(0)));
+    }
+
+    #[test]
+    fn what_a_member_gains_is_what_it_has_now_and_had_not() {
+        let (before, after) = (map(1, &["a", "b", "c"]), map(2, &["a", "c", "d"]));
+        let (then, now) = (owners(&before), owners(&after));
+        for text in ["a", "b", "c", "d"] {
+            let member = name(text);
+            let expected: Vec<u16> = (0..HASH_SLOTS)
+                .filter(|slot| {
+                    let at = usize::from(*slot);
+                    now[at] == Some(&member) && then[at] != Some(&member)
+                })
+                .collect();
+            assert_eq!(after.gained_since(&before, &member), expected, "{text}");
+        }
+        assert!(after.gained_since(&before, &name("b")).is_empty());
+    }
+
+    #[test]
+    fn names_that_cannot_be_told_apart_or_printed_are_refused_with_words() {
+        for text in ["", "a b", "ä", "\n", &"x".repeat(257)] {
+            let refused = MemberName::new(text).expect_err(text);
+            assert!(refused.to_string().contains("printable"), "{refused}");
+        }
+        let twice = ShardMap::new(Epoch(1), ["a", "b", "a"].map(name)).expect_err("one name twice");
+        assert_eq!(twice, ShardError::Twice(name("a")));
+        let many = (0..=MEMBERS_MAX).map(|at| name(&format!("m{at}")));
+        assert_eq!(ShardMap::new(Epoch(1), many), Err(ShardError::TooMany(MEMBERS_MAX + 1)));
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_in_which_members_are_listed_does_not_matter(
+            names in prop::collection::btree_set("[a-z0-9.-]{1,12}", 1..12),
+            seed in any::<u64>(),
+        ) {
+            let members: Vec<MemberName> = names.iter().map(|text| name(text)).collect();
+            let mut shuffled = members.clone();
+            shuffled.sort_by_key(|member| mix(seed ^ super::seed(member)));
+            let one = ShardMap::new(Epoch(1), members).expect("a map");
+            prop_assert_eq!(ShardMap::new(Epoch(1), shuffled), Ok(one));
+        }
+
+        #[test]
+        fn a_member_that_goes_moves_only_its_own_slots(
+            names in prop::collection::btree_set("[a-z0-9.-]{1,12}", 2..12),
+            gone in any::<prop::sample::Index>(),
+        ) {
+            let members: Vec<MemberName> = names.iter().map(|text| name(text)).collect();
+            let gone = &members[gone.index(members.len())];
+            let before = ShardMap::new(Epoch(1), members.clone()).expect("a map");
+            let left = members.iter().filter(|member| *member != gone).cloned();
+            let after = ShardMap::new(Epoch(2), left).expect("a map");
+            for (then, now) in owners(&before).into_iter().zip(owners(&after)) {
+                prop_assert!(then == Some(gone) || then == now);
+            }
+        }
+
+        #[test]
+        fn members_own_about_as_many_slots_each(
+            names in prop::collection::btree_set("[a-z0-9.-]{1,12}", 2..16),
+        ) {
+            let map = ShardMap::new(Epoch(1), names.iter().map(|text| name(text))).expect("a map");
+            let share = f64::from(HASH_SLOTS) / names.len() as f64;
+            // Binomial: six standard deviations.
+            let spread = 6.0 * share.sqrt();
+            for member in 0..names.len() {
+                let slots = map.slots_of(MemberIndex(member as u16)).count() as f64;
+                prop_assert!((slots - share).abs() < spread, "{slots} of about {share}");
+            }
+        }
+    }
+}
