@@ -93,10 +93,10 @@ impl<D: Durable> Local<D> {
 
     fn commit(&self, transaction: &Transaction) -> Result<Outcome, StoreError> {
         let mut durable = self.lock()?;
-        self.expire(&mut durable)?;
+        let now = self.expire(&mut durable)?;
         let (plan, current) = {
             let state = self.read();
-            (state.plan(transaction, self.now())?, state.revision)
+            (state.plan(transaction, now)?, state.revision)
         };
         match plan {
             Plan::Conflict => Ok(Outcome::Conflict),
@@ -113,16 +113,10 @@ impl<D: Durable> Local<D> {
         Ok(lease)
     }
 
-    /// Not made durable: after a restart every lease has its whole time anyway.
-    fn keep_alive(&self, lease: LeaseId) -> Result<(), StoreError> {
-        let now = self.now();
-        self.write().leases.renew(lease, now).then_some(()).ok_or(StoreError::LeaseGone)
-    }
-
     fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
         let mut durable = self.lock()?;
-        self.expire(&mut durable)?;
-        let change = self.read().plan_revoke(lease, self.now())?;
+        let now = self.expire(&mut durable)?;
+        let change = self.read().plan_revoke(lease, now)?;
         self.make(&mut durable, change)?;
         Ok(())
     }
@@ -136,11 +130,11 @@ impl<D: Durable> Local<D> {
         Ok(())
     }
 
-    /// Ends the leases that have expired, in the order of their expiry.
-    fn expire(&self, durable: &mut D) -> Result<(), StoreError> {
+    /// Ends the leases that have expired, in the order of their expiry; at which instant that was.
+    fn expire(&self, durable: &mut D) -> Result<Tick, StoreError> {
         let now = self.now();
         loop {
-            let Some(change) = self.read().plan_expiry(now) else { return Ok(()) };
+            let Some(change) = self.read().plan_expiry(now) else { return Ok(now) };
             self.make(durable, change)?;
         }
     }
@@ -176,7 +170,7 @@ impl<D: Durable> Local<D> {
         if self.read().leases.expired(self.now()).is_none() {
             return Ok(());
         }
-        self.run(|local| local.expire(&mut *local.lock()?)).await
+        self.run(|local| local.expire(&mut *local.lock()?).map(drop)).await
     }
 
     fn watch(self: &Arc<Self>, prefix: &[u8], from: Revision) -> Result<Watch, StoreError> {
@@ -243,7 +237,17 @@ impl<S: LocalStore> Store for S {
     }
 
     fn keep_alive(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
-        Box::pin(ready(self.local().keep_alive(lease)))
+        let local = self.local();
+        Box::pin(async move {
+            let now = local.now();
+            // Not made durable: after a restart every lease has its whole time anyway.
+            if local.write().leases.renew(lease, now) {
+                return Ok(());
+            }
+            // What is said to be gone is gone, also after a restart.
+            local.settle().await?;
+            Err(StoreError::LeaseGone)
+        })
     }
 
     fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()> {

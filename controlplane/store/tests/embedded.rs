@@ -111,6 +111,29 @@ async fn leases_come_back_with_their_whole_time_and_end_for_good() {
     assert!(store.range(b"", 10).await.expect("a range").entries.is_empty());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_was_said_to_be_gone_does_not_come_back() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("store");
+    for by_transaction in [false, true] {
+        {
+            let store = EmbeddedStore::open(&path).expect("a store");
+            let lease = store.grant(seconds(10)).await.expect("granted").id;
+            put_under(&store, "a", lease).await;
+            tokio::time::advance(Duration::from_secs(10)).await;
+            let write = Write::Put { key: b"b".to_vec(), value: Vec::new(), lease: Some(lease) };
+            let transaction = Transaction { conditions: Vec::new(), writes: vec![write] };
+            let refused = match by_transaction {
+                true => store.transact(transaction).await.map(drop),
+                false => store.keep_alive(lease).await,
+            };
+            assert!(matches!(refused, Err(StoreError::LeaseGone)), "{refused:?}");
+        }
+        let store = EmbeddedStore::open(&path).expect("the store");
+        assert!(store.range(b"", 10).await.expect("a range").entries.is_empty());
+    }
+}
+
 /// The file as a crash would leave it: copied while the store is open and between writes that were answered.
 #[tokio::test]
 async fn what_was_answered_as_committed_survives_a_crash() {
