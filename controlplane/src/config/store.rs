@@ -114,3 +114,40 @@ impl Default for StoreConfig {
         StoreConfig::Embedded { path: PathBuf::from("reprise-controlplane.store") }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::*;
+
+    #[test]
+    fn everything_said_of_etcd_reaches_the_store() {
+        let text = "[store]
+            kind = 'etcd'
+            endpoints = ['https://etcd-0:2379', 'https://etcd-1:2379']
+            prefix = '/other/'
+            user = { name = 'reprise', password_file = 'p' }
+            tls = { ca_file = 'ca', cert_file = 'cert', key_file = 'key', server_name = 'etcd' }";
+        let StoreConfig::Etcd(etcd) = Config::parse(text).expect("valid").store else { panic!("{text}") };
+        let identity = EtcdIdentity { cert_file: "cert".into(), key_file: "key".into() };
+        let expected = EtcdSettings {
+            endpoints: vec!["https://etcd-0:2379".to_owned(), "https://etcd-1:2379".to_owned()],
+            prefix: "/other/".to_owned(),
+            user: Some(EtcdUser { name: "reprise".to_owned(), password_file: "p".into() }),
+            tls: Some(EtcdTls {
+                ca_file: "ca".into(),
+                identity: Some(identity),
+                server_name: Some("etcd".to_owned()),
+            }),
+        };
+        assert_eq!(etcd.settings().expect("valid"), expected);
+    }
+
+    #[test]
+    fn what_is_not_said_of_etcd_has_its_default() {
+        let text = "[store]\nkind = 'etcd'\nendpoints = ['http://etcd-0:2379']";
+        let StoreConfig::Etcd(etcd) = Config::parse(text).expect("valid").store else { panic!("{text}") };
+        let settings = etcd.settings().expect("valid");
+        assert_eq!((settings.prefix.as_str(), settings.user, settings.tls), ("/reprise/", None, None));
+    }
+}

@@ -57,8 +57,8 @@ pub enum Loss {
     /// The store said so: it has expired there, or somebody has revoked it.
     #[error("the store says that the lease is gone")]
     Gone,
-    /// The store did not confirm it in time. Its entries vanish, or have, or come back to life for some time if the store
-    /// was away.
+    /// The store did not confirm it in time. Its entries go by themselves; when the store was away, they have their whole
+    /// time once more after its return.
     #[error("the lease was not kept alive in time: {last}")]
     Unconfirmed {
         /// The last answer, if any.
