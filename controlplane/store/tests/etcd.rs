@@ -9,7 +9,7 @@ use etcd_client::Client;
 use etcd_server::Server;
 use reprise_controlplane_store::{
     Condition, EtcdSettings, EtcdStore, Event, HeldLease, Loss, Outcome, Revision, Store, StoreError,
-    TimeToLive, Transaction, Write,
+    TimeToLive, Transaction, VALUE_BYTES_MAX, Write,
 };
 
 fn put(key: &str, value: &str) -> Transaction {
@@ -221,4 +221,32 @@ async fn members_that_connect_first_at_once_agree_on_the_schema() {
     for task in tasks {
         task.await.expect("no panic").expect("connected");
     }
+}
+
+/// More than a gRPC client takes in one message by default (4 MiB), which it would report as history out of range.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranges_and_watches_of_the_largest_values_come_whole() {
+    const WRITES: usize = 20;
+    const TRANSACTIONS: usize = 5;
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    let from = Revision(store.revision().await.expect("a revision").0 + 1);
+    for transaction in 0..TRANSACTIONS {
+        let write = |number| Write::Put {
+            key: format!("{transaction}/{number:02}").into_bytes(),
+            value: vec![b'v'; VALUE_BYTES_MAX],
+            lease: None,
+        };
+        let writes = (0..WRITES).map(write).collect();
+        store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("committed");
+    }
+    let range = store.range(b"", 1000).await.expect("a range");
+    assert_eq!((range.entries.len(), range.more), (WRITES * TRANSACTIONS, false));
+    let mut watch = store.watch(b"", from).await.expect("a watch");
+    let mut events = 0;
+    while events < WRITES * TRANSACTIONS {
+        events += watch.next().await.expect("changes").events.len();
+    }
+    assert_eq!(events, WRITES * TRANSACTIONS);
 }
