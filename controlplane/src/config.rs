@@ -1,11 +1,14 @@
 //! The control plane's configuration: a TOML file, parsed once into types with units; unknown fields are errors.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use reprise_policy::Interval;
 use serde::Deserialize;
+
+mod store;
+
+pub use store::{EtcdConfig, EtcdTlsConfig, EtcdUserConfig, StoreConfig};
 
 /// What `--print-default-config` prints. A test holds it equal to [`Config::default`].
 pub const DEFAULT_CONFIG: &str = include_str!("default.toml");
@@ -37,44 +40,6 @@ pub struct Config {
     pub limits: LimitsConfig,
     /// The log on standard error.
     pub log: LogConfig,
-}
-
-/// `[store]`: where node numbers and epochs are kept, by `kind`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
-pub enum StoreConfig {
-    /// One file; survives restarts.
-    Embedded {
-        /// The file.
-        path: PathBuf,
-    },
-    /// An etcd cluster; survives the loss of this machine.
-    Etcd {
-        /// `http://host:port` of its members.
-        endpoints: Vec<String>,
-        /// What every key of this installation begins with.
-        #[serde(default = "etcd_prefix")]
-        prefix: String,
-        /// Who to be there, where etcd asks for it; the password is in a file.
-        user: Option<EtcdUser>,
-    },
-    /// Forgotten with the process: node numbers start over.
-    Memory {},
-}
-
-/// `[store.user]`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct EtcdUser {
-    /// Name.
-    pub name: String,
-    /// A file whose content is the password; the end of its line is not part of it.
-    pub password_file: PathBuf,
-}
-
-/// Several installations may share a cluster by other prefixes.
-fn etcd_prefix() -> String {
-    "/reprise/".to_owned()
 }
 
 /// `[membership]`.
@@ -168,17 +133,7 @@ impl Config {
         if forget_after.0 < dead_after.0 {
             return refuse("membership.forget_after", format!("at least dead_after ({dead_after})"));
         }
-        if let StoreConfig::Etcd { endpoints, prefix, .. } = &self.store {
-            if endpoints.is_empty() {
-                return refuse("store.endpoints", "name at least one member, as http://host:port".to_owned());
-            }
-            if !prefix.ends_with('/') {
-                return refuse(
-                    "store.prefix",
-                    "end it with '/', so that no other prefix begins with it".to_owned(),
-                );
-            }
-        }
+        self.store.check()?;
         if !(1..=CALLS_AT_ONCE_MAX).contains(&self.limits.calls_at_once) {
             return refuse("limits.calls_at_once", format!("1 to {CALLS_AT_ONCE_MAX}"));
         }
@@ -199,12 +154,6 @@ impl Default for Config {
             limits: LimitsConfig::default(),
             log: LogConfig::default(),
         }
-    }
-}
-
-impl Default for StoreConfig {
-    fn default() -> StoreConfig {
-        StoreConfig::Embedded { path: PathBuf::from("reprise-controlplane.store") }
     }
 }
 
@@ -252,6 +201,23 @@ mod tests {
             ("[store]\nkind = 'etcd'", "endpoints"),
             ("[store]\nkind = 'etcd'\nendpoints = []", "store.endpoints"),
             ("[store]\nkind = 'etcd'\nendpoints = ['http://a:1']\nprefix = 'x'", "store.prefix"),
+            ("[store]\nkind = 'etcd'\nendpoints = ['a:1']", "write it as http://host:port"),
+            ("[store]\nkind = 'etcd'\nendpoints = ['https://a:1']", "add [store.tls] with ca_file"),
+            (
+                "[store]\nkind = 'etcd'\nendpoints = ['http://a:1']\n[store.tls]\nca_file = 'x'",
+                "write it as https://host:port",
+            ),
+            ("[store]\nkind = 'etcd'\nendpoints = ['https://a:1']\n[store.tls]", "ca_file"),
+            ("[store]\nkind = 'etcd'\nendpoints = ['a']\n[store.user]\nname = 'x'", "password_file"),
+            ("[store]\nkind = 'etcd'\nendpoints = ['a']\n[store.user]\npassword = 'x'", "password"),
+            (
+                "[store]\nkind = 'etcd'\nendpoints = ['https://a:1']\n[store.tls]\nca_file = 'x'\nkey_file = 'y'",
+                "store.tls.cert_file",
+            ),
+            (
+                "[store]\nkind = 'etcd'\nendpoints = ['https://a:1']\n[store.tls]\nca_file = 'x'\ncert_file = 'y'",
+                "store.tls.key_file",
+            ),
             ("[membership]\nheartbeat_every = '250'", "50ms"),
             ("[membership]\nheartbeat_every = '1ms'", "membership.heartbeat_every"),
             ("[membership]\ndead_after = '300ms'", "membership.dead_after"),

@@ -105,7 +105,7 @@ impl Registry {
         let known = read(entry)?;
         let record = NodeRecord { epoch: Epoch(known.epoch.0 + 1), details: details.clone(), ..known };
         let conditions = vec![Condition::Modified { key: key.to_vec(), revision: entry.modified }];
-        let writes = vec![Write::Put { key: key.to_vec(), value: written(&record) }];
+        let writes = vec![Write::Put { key: key.to_vec(), value: written(&record), lease: None }];
         Ok((record, Transaction { conditions, writes }))
     }
 
@@ -126,8 +126,8 @@ impl Registry {
         let record = NodeRecord { node, name: name.to_owned(), epoch: Epoch(1), details: details.clone() };
         let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
         let writes = vec![
-            Write::Put { key: key.to_vec(), value: written(&record) },
-            Write::Put { key: NEXT_NODE.to_vec(), value: (next + 1).to_string().into_bytes() },
+            Write::Put { key: key.to_vec(), value: written(&record), lease: None },
+            Write::Put { key: NEXT_NODE.to_vec(), value: (next + 1).to_string().into_bytes(), lease: None },
         ];
         Ok((record, Transaction { conditions, writes }))
     }
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     async fn put(store: &MemoryStore, key: &[u8], value: &[u8]) {
-        let write = Write::Put { key: key.to_vec(), value: value.to_vec() };
+        let write = Write::Put { key: key.to_vec(), value: value.to_vec(), lease: None };
         store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use reprise_controlplane_core::MemberSettings;
-use reprise_controlplane_store::{EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store};
+use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store};
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
 use tokio::net::TcpListener;
@@ -18,7 +18,7 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::admin::{self, Admin};
 use crate::cluster::Cluster;
-use crate::config::{Config, EtcdUser, StoreConfig};
+use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
@@ -199,18 +199,8 @@ async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
             let opened = tokio::task::spawn_blocking(move || EmbeddedStore::open(&path)).await?;
             Ok(Arc::new(opened.context("cannot open the store")?))
         }
-        StoreConfig::Etcd { endpoints, prefix, user } => {
-            let user = match user {
-                None => None,
-                Some(EtcdUser { name, password_file }) => {
-                    let password = tokio::fs::read_to_string(&password_file).await;
-                    let password =
-                        password.with_context(|| format!("cannot read {}", password_file.display()))?;
-                    Some((name, password.trim_end_matches(['\n', '\r']).to_owned()))
-                }
-            };
-            let settings = EtcdSettings { endpoints, prefix, user };
-            Ok(Arc::new(EtcdStore::connect(&settings).await.context("cannot reach the store")?))
+        StoreConfig::Etcd(etcd) => {
+            Ok(Arc::new(EtcdStore::connect(&etcd.settings()?).await.context("cannot open the store")?))
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The process: its ready line, its exit, its configuration, its store after `kill -9`.
 
+#[path = "../store/tests/authority/mod.rs"]
+mod authority;
 #[path = "../store/tests/etcd_server/mod.rs"]
 mod etcd_server;
 
@@ -261,4 +263,46 @@ fn node_numbers_are_kept_in_etcd() {
     let (refused, told) = output(command(&config));
     assert!(!refused.status.success());
     assert!(told.contains("store.endpoints"), "{told}");
+}
+
+/// What the configuration says of TLS is what happens: with it nodes are registered, and a wrong file ends the start.
+#[test]
+fn etcd_is_reached_through_tls_with_the_files_of_the_configuration() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let ours = authority::Authority::new("ours");
+    let file = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).expect("written");
+        path
+    };
+    let ca = file("ca.pem", &ours.certificate());
+    file("other-ca.pem", &authority::Authority::new("a stranger").certificate());
+    let (certificate, key) = ours.issue(&["127.0.0.1"]);
+    let tls = etcd_server::ServerTls {
+        certificate: file("server.pem", &certificate),
+        key: file("server-key.pem", &key),
+        client_authority: ca,
+    };
+    let (certificate, key) = ours.issue(&["client"]);
+    file("client.pem", &certificate);
+    file("client-key.pem", &key);
+    let setup = etcd_server::Setup { tls: Some(tls), ..Default::default() };
+    let server = etcd_server::Server::start_with(directory.path(), &setup);
+    let endpoint = &server.settings("").endpoints[0];
+    let config = |ca: &str| {
+        let path = |name: &str| directory.path().join(name).display().to_string();
+        let (ca, certificate, key) = (path(ca), path("client.pem"), path("client-key.pem"));
+        let tls = format!("ca_file = '{ca}'\ncert_file = '{certificate}'\nkey_file = '{key}'");
+        let store = format!("kind = 'etcd'\nendpoints = ['{endpoint}']\n[store.tls]\n{tls}");
+        write_config(directory.path(), &store)
+    };
+    let process = Process::start(&config("ca.pem"));
+    let runtime = Runtime::new().expect("a runtime");
+    let mut client = runtime.block_on(process.client());
+    let granted = runtime.block_on(client.register(registration("a"))).expect("granted").into_inner();
+    assert_eq!((granted.node, granted.epoch), (1, 1));
+    drop(process);
+    let (refused, told) = output(command(&config("other-ca.pem")));
+    assert!(!refused.status.success());
+    assert!(told.contains("store.tls.ca_file"), "{told}");
 }

@@ -5,6 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 
 use crate::error::StoreError;
+use crate::lease::{Lease, LeaseId, TimeToLive};
 
 /// Counts the transactions that changed something, from 1. 0: nothing was ever written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,6 +24,8 @@ pub struct KeyValue {
     pub modified: Revision,
     /// Changes since it was created, from 1.
     pub version: u64,
+    /// The lease with which it goes, if any.
+    pub lease: Option<LeaseId>,
 }
 
 /// All conditions, checked at one revision; all writes, at the next one.
@@ -60,6 +63,8 @@ pub enum Write {
         key: Vec<u8>,
         /// The value, at most [`VALUE_BYTES_MAX`](crate::VALUE_BYTES_MAX) bytes.
         value: Vec<u8>,
+        /// The lease with which the entry goes from now on; `None` detaches it from one that it had.
+        lease: Option<LeaseId>,
     },
     /// Removes it; nothing happens when it is not there.
     Delete {
@@ -115,6 +120,19 @@ pub struct WatchBatch {
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
 /// A store of small facts; see the crate.
+///
+/// # Leases
+/// A lease lives for its time to live after its grant and after each keep-alive. When it expires or is revoked, all
+/// entries that belong to it are deleted in one revision, in the order of their keys, and watches report that like any
+/// other deletion. (A lease without entries makes no revision.) An entry belongs to the lease of its last put, or to none.
+///
+/// * From its expiry on a lease is gone for good: keep-alives and puts are refused with [`StoreError::LeaseGone`], and
+///   ids are not given out again. The local stores show none of its entries from that instant; etcd may show them
+///   for some moments (it looks twice a second), so that their absence is the sign and not their age.
+/// * When a store is away and comes back (the embedded store is opened again, etcd elects another leader), its leases
+///   have their whole time to live again: no holder loses a lease because the store was away. The memory store
+///   forgets them with everything else.
+/// * A store may grant more time than was asked for (etcd: at least 1.5 of its election timeouts).
 pub trait Store: Send + Sync + fmt::Debug {
     /// One entry.
     fn get(&self, key: &[u8]) -> StoreFuture<'_, Option<KeyValue>>;
@@ -123,7 +141,8 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn range(&self, prefix: &[u8], limit: usize) -> StoreFuture<'_, Range>;
 
     /// Commits all writes if all conditions hold. When it answers `Committed`, the writes survive power loss (as far
-    /// as the store survives anything).
+    /// as the store survives anything). When the conditions hold and a lease is gone, it answers
+    /// [`StoreError::LeaseGone`] and has changed nothing.
     fn transact(&self, transaction: Transaction) -> StoreFuture<'_, Outcome>;
 
     /// Follows the changes under a prefix, beginning with revision `from` (which may lie ahead). A reader that
@@ -135,6 +154,16 @@ pub trait Store: Send + Sync + fmt::Debug {
 
     /// The current revision.
     fn revision(&self) -> StoreFuture<'_, Revision>;
+
+    /// Grants a lease, with at least this time to live. Whoever does not get the answer leaves a lease that expires by
+    /// itself.
+    fn grant(&self, time_to_live: TimeToLive) -> StoreFuture<'_, Lease>;
+
+    /// Gives a lease its whole time to live again; [`StoreError::LeaseGone`] when it has expired or was revoked.
+    fn keep_alive(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
+
+    /// Ends a lease, and the entries with it; [`StoreError::LeaseGone`] when it has ended already.
+    fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
 }
 
 /// Changes as they come. Dropping it ends the watch.

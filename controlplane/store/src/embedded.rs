@@ -1,57 +1,62 @@
 //! A store in one file (redb): every committed transaction survives `kill -9` and power loss.
 //!
-//! Tables, schema version 1:
+//! Tables, schema version 2:
 //!
 //! | table     | key                         | value                                        |
 //! |-----------|-----------------------------|----------------------------------------------|
-//! | `meta`    | `schema`, `revision`, `compacted` | u64                                    |
-//! | `entries` | key                         | created, modified, version, value            |
-//! | `history` | revision, index             | put?, created, version, key, value           |
+//! | `meta`    | `schema`, `revision`, `compacted`, `last_lease` | u64                      |
+//! | `entries` | key                         | created, modified, version, lease, value     |
+//! | `history` | revision, index             | put?, created, version, lease, key, value    |
+//! | `leases`  | number                      | time to live in seconds                      |
+//!
+//! A lease of 0 is none. When a lease expires is not in the file: each lives its whole time from the opening on.
 //!
 //! The file is created under another name and linked into place when it is complete, so that a crash meanwhile leaves
 //! no half store behind. redb locks the file; a second opener is refused. Writes run on the runtime's blocking threads, one
 //! after the other, to their end even when the caller has gone.
 
 use std::fs;
-use std::future::ready;
 use std::io::ErrorKind;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use redb::{
     Database, DatabaseError, ReadableDatabase, ReadableTable, StorageError, TableDefinition, TableError,
 };
+use reprise_policy::Tick;
 
-use crate::contract::{Event, KeyValue, Outcome, Range, Revision, Store, StoreFuture, Transaction, Watch};
+use crate::contract::{Event, KeyValue, Revision};
 use crate::error::StoreError;
-use crate::shared::Shared;
-use crate::state::{Plan, State};
+use crate::lease::{Lease, LeaseId, TimeToLive};
+use crate::local::{Durable, Local, LocalStore, Next};
+use crate::state::{LeaseChange, State};
 
 /// Version of the tables above. Another one is refused: see [`StoreError::Schema`].
-const SCHEMA: u64 = 1;
+const SCHEMA: u64 = 2;
 /// redb's page cache. The content is in memory anyway; this is for the pages of a write.
 const CACHE_BYTES: usize = 4 << 20;
 
 const META: TableDefinition<'static, &str, u64> = TableDefinition::new("meta");
-const ENTRIES: TableDefinition<'static, &[u8], (u64, u64, u64, &[u8])> = TableDefinition::new("entries");
+const ENTRIES: TableDefinition<'static, &[u8], EntryRow> = TableDefinition::new("entries");
 const HISTORY: TableDefinition<'static, (u64, u32), HistoryRow> = TableDefinition::new("history");
+const LEASES: TableDefinition<'static, u64, u64> = TableDefinition::new("leases");
 
-/// Put or deleted, created, version, key, value.
-type HistoryRow = (bool, u64, u64, &'static [u8], &'static [u8]);
+/// Created, modified, version, lease, value.
+type EntryRow = (u64, u64, u64, u64, &'static [u8]);
+/// Put or deleted, created, version, lease, key, value.
+type HistoryRow = (bool, u64, u64, u64, &'static [u8], &'static [u8]);
 
 /// See the module. Clones are the same store.
 #[derive(Clone, Debug)]
 pub struct EmbeddedStore {
-    inner: Arc<Inner>,
+    local: Arc<Local<File>>,
 }
 
 #[derive(Debug)]
-struct Inner {
+pub(crate) struct File {
     path: PathBuf,
-    shared: Arc<Shared>,
-    /// Held from plan to apply: transactions come one after the other, while readers go on.
-    database: Mutex<Database>,
+    database: Database,
 }
 
 impl EmbeddedStore {
@@ -75,128 +80,65 @@ impl EmbeddedStore {
                 reason: "its pages contradict each other".to_owned(),
             })
         })?;
-        let inner =
-            Inner { path: path.to_owned(), shared: Shared::new(state), database: Mutex::new(database) };
-        Ok(EmbeddedStore { inner: Arc::new(inner) })
-    }
-
-    /// Runs a write on a blocking thread, to its end.
-    fn write<T: Send + 'static>(
-        &self,
-        action: &'static str,
-        write: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
-    ) -> StoreFuture<'_, T> {
-        let inner = self.inner.clone();
-        Box::pin(async move {
-            let path = inner.path.clone();
-            let done = tokio::task::spawn_blocking(move || write(&inner)).await;
-            done.unwrap_or_else(|error| Err(io(&path, action, &error)))
-        })
+        let file = File { path: path.to_owned(), database };
+        Ok(EmbeddedStore { local: Local::new(path.to_owned(), file, state) })
     }
 }
 
-impl Store for EmbeddedStore {
-    fn get(&self, key: &[u8]) -> StoreFuture<'_, Option<KeyValue>> {
-        Box::pin(ready(Ok(self.inner.shared.read().entries.get(key).cloned())))
-    }
+impl LocalStore for EmbeddedStore {
+    type Durable = File;
 
-    fn range(&self, prefix: &[u8], limit: usize) -> StoreFuture<'_, Range> {
-        Box::pin(ready(Ok(self.inner.shared.read().range(prefix, limit))))
-    }
-
-    fn transact(&self, transaction: Transaction) -> StoreFuture<'_, Outcome> {
-        self.write("write", move |inner| inner.commit(&transaction))
-    }
-
-    fn watch(&self, prefix: &[u8], from: Revision) -> StoreFuture<'_, Watch> {
-        Box::pin(ready(self.inner.shared.watch(prefix, from)))
-    }
-
-    fn compact(&self, oldest: Revision) -> StoreFuture<'_, ()> {
-        self.write("compact", move |inner| inner.compact(oldest.0.saturating_sub(1)))
-    }
-
-    fn revision(&self) -> StoreFuture<'_, Revision> {
-        Box::pin(ready(Ok(Revision(self.inner.shared.read().revision))))
+    fn local(&self) -> &Arc<Local<File>> {
+        &self.local
     }
 }
 
-impl Inner {
-    fn lock(&self) -> Result<MutexGuard<'_, Database>, StoreError> {
-        self.database
-            .lock()
-            .map_err(|_| io(&self.path, "write", &"an earlier write panicked: restart the control plane"))
-    }
+impl Durable for File {
+    const WAITS: bool = true;
 
-    fn commit(&self, transaction: &Transaction) -> Result<Outcome, StoreError> {
-        let database = self.lock()?;
-        let (plan, current, compacted) = {
-            let state = self.shared.read();
-            (state.plan(transaction)?, state.revision, state.compacted)
-        };
-        match plan {
-            Plan::Conflict => Ok(Outcome::Conflict),
-            Plan::Nothing => Ok(Outcome::Committed(Revision(current))),
-            Plan::Commit { events, compact_to } => {
-                let delta = Delta { revision: current + 1, events: &events, compacted, compact_to };
-                save(&database, &delta).map_err(|error| io(&self.path, "write", &error))?;
-                self.shared.write().apply(events, compact_to);
-                self.shared.moved(current + 1);
-                Ok(Outcome::Committed(Revision(current + 1)))
-            }
-        }
+    fn save(&mut self, next: &Next<'_>) -> Result<(), StoreError> {
+        save(&self.database, next).map_err(|error| io(&self.path, "write", &error))
     }
-
-    fn compact(&self, to: u64) -> Result<(), StoreError> {
-        let database = self.lock()?;
-        let (revision, compacted) = {
-            let state = self.shared.read();
-            (state.revision, state.compacted)
-        };
-        let compact_to = to.min(revision);
-        if compact_to > compacted {
-            let delta = Delta { revision, events: &[], compacted, compact_to };
-            save(&database, &delta).map_err(|error| io(&self.path, "compact", &error))?;
-            self.shared.write().compact(compact_to);
-        }
-        Ok(())
-    }
-}
-
-/// What one write changes in the file.
-struct Delta<'a> {
-    revision: u64,
-    events: &'a [Event],
-    /// History that is gone already.
-    compacted: u64,
-    /// History that goes with this write.
-    compact_to: u64,
 }
 
 /// One durable write.
-fn save(database: &Database, delta: &Delta<'_>) -> Result<(), redb::Error> {
+fn save(database: &Database, next: &Next<'_>) -> Result<(), redb::Error> {
+    let Next { change, revision, compacted } = *next;
     let write = database.begin_write()?;
     {
         let mut meta = write.open_table(META)?;
-        meta.insert("revision", delta.revision)?;
-        meta.insert("compacted", delta.compact_to)?;
+        meta.insert("revision", revision)?;
+        meta.insert("compacted", change.compact_to)?;
+        let mut leases = write.open_table(LEASES)?;
+        match &change.lease {
+            None => {}
+            Some(LeaseChange::Granted(lease)) => {
+                meta.insert("last_lease", lease.id.number())?;
+                leases.insert(lease.id.number(), lease.time_to_live.seconds())?;
+            }
+            Some(LeaseChange::Gone(lease)) => {
+                leases.remove(lease.number())?;
+            }
+        }
         let mut entries = write.open_table(ENTRIES)?;
         let mut history = write.open_table(HISTORY)?;
-        for (index, event) in (0..).zip(delta.events) {
-            let place = (delta.revision, index);
+        for (index, event) in (0..).zip(&change.events) {
+            let place = (revision, index);
             match event {
-                Event::Put(KeyValue { key, value, created, modified, version }) => {
-                    entries.insert(key.as_slice(), (created.0, modified.0, *version, value.as_slice()))?;
-                    history.insert(place, (true, created.0, *version, key.as_slice(), value.as_slice()))?;
+                Event::Put(KeyValue { key, value, created, modified, version, lease }) => {
+                    let (key, value) = (key.as_slice(), value.as_slice());
+                    let lease = lease.map_or(0, LeaseId::number);
+                    entries.insert(key, (created.0, modified.0, *version, lease, value))?;
+                    history.insert(place, (true, created.0, *version, lease, key, value))?;
                 }
                 Event::Deleted { key, .. } => {
                     entries.remove(key.as_slice())?;
-                    history.insert(place, (false, 0, 0, key.as_slice(), [].as_slice()))?;
+                    history.insert(place, (false, 0, 0, 0, key.as_slice(), [].as_slice()))?;
                 }
             }
         }
-        if delta.compact_to > delta.compacted {
-            history.retain_in(..(delta.compact_to + 1, 0), |_, _| false)?;
+        if change.compact_to > compacted {
+            history.retain_in(..(change.compact_to + 1, 0), |_, _| false)?;
         }
     }
     write.commit()?;
@@ -218,37 +160,49 @@ fn load(path: &Path, database: &Database) -> Result<State, StoreError> {
     };
     let found = number("schema")?;
     if found != SCHEMA {
-        return Err(StoreError::Schema { path: path.to_owned(), found, supported: SCHEMA });
+        return Err(StoreError::Schema { place: path.display().to_string(), found, supported: SCHEMA });
     }
-    let mut state =
-        State { revision: number("revision")?, compacted: number("compacted")?, ..State::default() };
+    let mut state = State {
+        revision: number("revision")?,
+        compacted: number("compacted")?,
+        last_lease: number("last_lease")?,
+        ..State::default()
+    };
     read_entries(&read, &mut state).map_err(corrupt)?;
     Ok(state)
 }
 
 fn read_entries(read: &redb::ReadTransaction, state: &mut State) -> Result<(), redb::Error> {
+    for lease in read.open_table(LEASES)?.iter()? {
+        let (number, seconds) = lease?;
+        let Some(id) = LeaseId::new(number.value()) else { continue };
+        state.leases.insert(Lease { id, time_to_live: TimeToLive::of_seconds(seconds.value()) }, Tick(0));
+    }
     for entry in read.open_table(ENTRIES)?.iter()? {
-        let (key, value) = entry?;
-        let (created, modified, version, value) = value.value();
-        let (created, modified) = (Revision(created), Revision(modified));
-        let entry = KeyValue { key: key.value().to_vec(), value: value.to_vec(), created, modified, version };
-        state.entries.insert(entry.key.clone(), entry);
+        let (key, row) = entry?;
+        let (key, (created, modified, version, lease, value)) = (key.value().to_vec(), row.value());
+        let (created, modified, lease) = (Revision(created), Revision(modified), LeaseId::new(lease));
+        if let Some(lease) = lease {
+            state.leases.attach(lease, key.clone());
+        }
+        let entry = KeyValue { key: key.clone(), value: value.to_vec(), created, modified, version, lease };
+        state.entries.insert(key, entry);
     }
     for event in read.open_table(HISTORY)?.iter()? {
-        let (place, event) = event?;
+        let (place, row) = event?;
         let revision = Revision(place.value().0);
-        let (put, created, version, key, value) = event.value();
-        state.history.push_back(if put {
-            let created = Revision(created);
-            Event::Put(KeyValue {
-                key: key.to_vec(),
+        let (put, created, version, lease, key, value) = row.value();
+        let key = key.to_vec();
+        state.history.push_back(match put {
+            true => Event::Put(KeyValue {
+                key,
                 value: value.to_vec(),
-                created,
+                created: Revision(created),
                 modified: revision,
                 version,
-            })
-        } else {
-            Event::Deleted { key: key.to_vec(), revision }
+                lease: LeaseId::new(lease),
+            }),
+            false => Event::Deleted { key, revision },
         });
     }
     Ok(())
@@ -283,11 +237,12 @@ fn initialise(database: &Database) -> Result<(), redb::Error> {
     let write = database.begin_write()?;
     {
         let mut meta = write.open_table(META)?;
-        for (name, value) in [("schema", SCHEMA), ("revision", 0), ("compacted", 0)] {
+        for (name, value) in [("schema", SCHEMA), ("revision", 0), ("compacted", 0), ("last_lease", 0)] {
             meta.insert(name, value)?;
         }
         write.open_table(ENTRIES)?;
         write.open_table(HISTORY)?;
+        write.open_table(LEASES)?;
     }
     write.commit()?;
     Ok(())

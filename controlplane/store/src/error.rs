@@ -4,18 +4,36 @@ use std::path::PathBuf;
 
 use crate::contract::Revision;
 
+/// A setting that cannot work.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field}: {reason}")]
+pub struct InvalidSetting {
+    /// Its name in the configuration.
+    pub field: &'static str,
+    /// What is wrong, and what to write instead.
+    pub reason: String,
+}
+
 /// An error of a store. Each text says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The call is wrong.
     #[error("invalid store request: {0}")]
     Invalid(String),
+    /// The store cannot be opened with these settings.
+    #[error(transparent)]
+    Setting(#[from] InvalidSetting),
     /// The history a watch asks for is gone: read the range again and watch from its revision.
     #[error("history before revision {oldest} is compacted away: read the range again and watch from there")]
     Compacted {
         /// The oldest revision that can still be watched.
         oldest: Revision,
     },
+    /// The lease has expired or was revoked; its entries went with it.
+    #[error(
+        "the lease is gone (expired or revoked), and its entries with it: have another granted and put them again"
+    )]
+    LeaseGone,
     /// Another process (or another part of this one) has the file open.
     #[error(
         "store file {path} is in use by another process: stop the other control plane, or give this one a store.path of its own"
@@ -34,13 +52,13 @@ pub enum StoreError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The file was written by another version.
+    /// The store was written by another version.
     #[error(
-        "store file {path} has schema version {found}, this program reads and writes {supported}: run the version that wrote it, or start with a new store.path (agents will register again)"
+        "the store at {place} has schema version {found}, this program reads and writes {supported}: run the version that wrote it, or start with a new store.path or store.prefix (agents will register again)"
     )]
     Schema {
-        /// The file.
-        path: PathBuf,
+        /// The file, or the key in etcd that says so.
+        place: String,
         /// Its version.
         found: u64,
         /// Ours.
@@ -62,6 +80,22 @@ pub enum StoreError {
     )]
     Unavailable {
         /// What happened.
+        reason: String,
+    },
+    /// etcd refuses our user: trying again does not help before somebody has changed something.
+    #[error(
+        "etcd refuses this control plane's user ({reason}): check store.user (name and password_file), and that the user has a role that may read and write store.prefix"
+    )]
+    Denied {
+        /// etcd's words.
+        reason: String,
+    },
+    /// One of us does not trust the other's certificate: trying again does not help before somebody has changed something.
+    #[error(
+        "etcd and this control plane do not trust each other ({reason}): store.tls.ca_file must hold the CA of etcd's certificate, store.tls.server_name (or the host in store.endpoints) must be named in it, and store.tls.cert_file must be signed by the CA that etcd asks for (--trusted-ca-file)"
+    )]
+    Untrusted {
+        /// What the handshake ended with.
         reason: String,
     },
     /// The file system failed. The store takes no more writes until it is opened again.

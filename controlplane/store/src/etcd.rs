@@ -1,6 +1,11 @@
 //! A store in etcd (3.5 or later): every fact under one prefix, so that several installations may share a cluster.
 //!
-//! etcd's model is this crate's: revisions, conditional transactions, ranges and watches by prefix. What differs:
+//! | key                     | value                                        |
+//! |-------------------------|----------------------------------------------|
+//! | `<prefix>schema`        | version of this table, decimal; written first |
+//! | `<prefix>entries/<key>` | the entry's value                            |
+//!
+//! etcd's model is this crate's: revisions, conditional transactions, ranges and watches by prefix, leases. What differs:
 //!
 //! * A revision counts the changes of the whole cluster, of others too; it begins at 1 and not at 0.
 //! * The answer to a transaction may be lost on its way: [`StoreError::Unavailable`] then says nothing about the
@@ -11,54 +16,48 @@
 //!
 //! Every call has a deadline. Reads are linearizable.
 //!
-//! Deliberately absent: a cache of entries (facts are few, and a stale one is worse than a slow one).
+//! Deliberately absent: a cache of entries (facts are few, and a stale one is worse than a slow one); the system's
+//! certificate authorities (whoever runs etcd has one of their own).
 
 use std::fmt;
-use std::time::Duration;
 
 use etcd_client::{
-    Client, CompactionOptions, Compare, CompareOp, ConnectOptions, DeleteOptions, Error as EtcdError,
-    EventType, GetOptions, KvClient, Txn, TxnOp, WatchClient, WatchOptions, WatchResponse, WatchStream,
+    Client, CompactionOptions, Compare, CompareOp, ConnectOptions, DeleteOptions, GetOptions, KvClient,
+    PutOptions, Txn, TxnOp,
 };
-use tokio::time::{sleep, timeout};
 
+use self::calls::{header_revision, revision, unavailable, wire, within};
+use self::watch::Source;
 use crate::contract::{
-    Condition, Event, KeyValue, Outcome, Range, Revision, Store, StoreFuture, Transaction, Watch, WatchBatch,
-    WatchSource, Write,
+    Condition, KeyValue, Outcome, Range, Revision, Store, StoreFuture, Transaction, Watch, Write,
 };
 use crate::error::StoreError;
+use crate::lease::{Lease, LeaseId, TimeToLive};
 use crate::state::check;
 
-/// Bytes of the prefix at the most: what is left of etcd's request limit (1.5 MiB) is not its concern.
-const PREFIX_BYTES_MAX: usize = 256;
-/// One call: an election of etcd takes about a second.
-const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Finding out that an endpoint is silent.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A connection whose other end is gone without a word is noticed within the sum.
-const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(5);
-const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(2);
-/// Pauses between attempts to open a watch again: doubling up to the last.
-const REOPEN_PAUSE_MIN: Duration = Duration::from_millis(50);
-const REOPEN_PAUSE_MAX: Duration = Duration::from_secs(2);
-/// gRPC's code for a revision that is compacted away, or not there yet.
-const OUT_OF_RANGE: i32 = 11;
+mod calls;
+mod settings;
+mod tls;
+mod watch;
 
-/// Where etcd is and what is ours in it.
-#[derive(Clone)]
-pub struct EtcdSettings {
-    /// `http://host:port` of members, at least one.
-    pub endpoints: Vec<String>,
-    /// What every key begins with, for example `/reprise/`.
-    pub prefix: String,
-    /// Name and password, where etcd asks for them.
-    pub user: Option<(String, String)>,
-}
+pub use settings::{EtcdIdentity, EtcdSettings, EtcdTls, EtcdUser};
+
+/// Version of the keys above. Another one is refused: see [`StoreError::Schema`].
+const SCHEMA: u64 = 1;
+const SCHEMA_KEY: &[u8] = b"schema";
+const ENTRIES_PREFIX: &[u8] = b"entries/";
+/// Entries of one answer to a range: 512 × (64 KiB and a key) stay below the next.
+const PAGE_ENTRIES: usize = 512;
+/// Bytes of one answer at the most. A watch that begins long ago gets up to 1,000 revisions in one.
+const MESSAGE_BYTES_MAX: usize = 128 << 20;
+/// Ranges begun anew because their revision was compacted away between two pages.
+const RANGE_ATTEMPTS_MAX: usize = 3;
 
 /// See the module. Clones are the same store.
 #[derive(Clone)]
 pub struct EtcdStore {
     client: Client,
+    /// What all entries' keys begin with.
     prefix: Vec<u8>,
 }
 
@@ -66,34 +65,53 @@ impl EtcdStore {
     /// Connects.
     ///
     /// # Errors
-    /// `Invalid` (no endpoint, or a bad one), `Unavailable` (no member answers, or it refuses the user).
+    /// `Setting` (one that cannot work, or a file of it), `Unavailable` (no member answers), `Denied` (our user is
+    /// refused), `Untrusted` (the TLS handshake fails), `Schema` (another version's keys).
     pub async fn connect(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
-        if settings.endpoints.is_empty() {
-            return Err(StoreError::Invalid("name at least one endpoint of etcd".to_owned()));
+        let loaded = settings.clone();
+        let loaded = tokio::task::spawn_blocking(move || loaded.load());
+        let (options, tls) = loaded.await.map_err(|error| unavailable(&error.to_string()))??;
+        // The client's future is large.
+        let opened = Box::pin(EtcdStore::open(settings, options)).await;
+        if let (Err(StoreError::Unavailable { .. }), Some(tls)) = (&opened, tls)
+            && let Some(reason) = tls.diagnose(&settings.endpoints).await
+        {
+            return Err(StoreError::Untrusted { reason });
         }
-        if settings.prefix.len() > PREFIX_BYTES_MAX {
-            return Err(StoreError::Invalid(format!(
-                "a prefix of {} bytes: at most {PREFIX_BYTES_MAX}",
-                settings.prefix.len()
-            )));
-        }
-        let mut options = ConnectOptions::new()
-            .with_connect_timeout(CONNECT_TIMEOUT)
-            .with_keep_alive(KEEP_ALIVE_EVERY, KEEP_ALIVE_ANSWER)
-            .with_keep_alive_while_idle(true)
-            .with_require_leader(true);
-        if let Some((name, password)) = &settings.user {
-            options = options.with_user(name, password).with_auto_token_refresh(true);
-        }
+        opened
+    }
+
+    async fn open(settings: &EtcdSettings, options: ConnectOptions) -> Result<EtcdStore, StoreError> {
         let client = within(Client::connect(&settings.endpoints, Some(options))).await?;
-        let store = EtcdStore { client, prefix: settings.prefix.clone().into_bytes() };
+        let prefix = settings.prefix.as_bytes();
+        let store = EtcdStore { client, prefix: [prefix, ENTRIES_PREFIX].concat() };
         // Connections are made when they are needed: without a call nobody knows whether somebody is there.
-        store.revision().await?;
+        store.check_schema([prefix, SCHEMA_KEY].concat()).await?;
         Ok(store)
     }
 
+    /// Says which version our keys are of where nobody has, and refuses any other.
+    async fn check_schema(&self, key: Vec<u8>) -> Result<(), StoreError> {
+        let version = SCHEMA.to_string();
+        let first = Txn::new()
+            .when([Compare::version(key.clone(), CompareOp::Equal, 0)])
+            .and_then([TxnOp::put(key.clone(), version.clone(), None)]);
+        within(self.kv().txn(first)).await?;
+        let found = within(self.kv().get(key.clone(), None)).await?;
+        let found = found.kvs().first().map_or("", |entry| entry.value_str().unwrap_or("no text"));
+        let place = || format!("key {} of etcd", String::from_utf8_lossy(&key));
+        match found.parse() {
+            Ok(SCHEMA) => Ok(()),
+            Ok(found) => Err(StoreError::Schema { place: place(), found, supported: SCHEMA }),
+            Err(_) => Err(StoreError::Invalid(format!(
+                "{} holds '{found}' and no version: another program's keys seem to be there, give this one a store.prefix of its own",
+                place()
+            ))),
+        }
+    }
+
     fn kv(&self) -> KvClient {
-        self.client.kv_client()
+        self.client.kv_client().max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
     fn full(&self, key: &[u8]) -> Vec<u8> {
@@ -106,16 +124,65 @@ impl EtcdStore {
             // The revision of what is not there is 0 to etcd, which somebody might have asked for.
             Condition::Modified { key, revision } => vec![
                 Compare::version(self.full(key), CompareOp::Greater, 0),
-                Compare::mod_revision(self.full(key), CompareOp::Equal, wire(*revision)),
+                Compare::mod_revision(self.full(key), CompareOp::Equal, wire(revision.0)),
             ],
         }
     }
 
     fn operation(&self, write: &Write) -> TxnOp {
         match write {
-            Write::Put { key, value } => TxnOp::put(self.full(key), value.as_slice(), None),
+            Write::Put { key, value, lease } => {
+                let options = lease.map(|lease| PutOptions::new().with_lease(wire(lease.number())));
+                TxnOp::put(self.full(key), value.as_slice(), options)
+            }
             Write::Delete { key } => TxnOp::delete(self.full(key), None::<DeleteOptions>),
         }
+    }
+
+    /// A range of one revision, page by page.
+    async fn pages(&self, prefix: &[u8], limit: usize) -> Result<Range, StoreError> {
+        let mut range = Range { entries: Vec::new(), more: true, revision: Revision(0) };
+        let mut start = prefix.to_vec();
+        while range.more {
+            let page = limit.saturating_sub(range.entries.len()).min(PAGE_ENTRIES);
+            // 0 would mean no limit: where nothing is wanted, one entry tells whether there are more.
+            let options = GetOptions::new()
+                .with_range(end_of(prefix))
+                .with_limit(wire(page.max(1) as u64))
+                .with_revision(wire(range.revision.0));
+            let answer = within(self.kv().get(start, Some(options))).await?;
+            if range.revision == Revision(0) {
+                range.revision = header_revision(answer.header())?;
+            }
+            if page == 0 {
+                range.more = !answer.kvs().is_empty();
+                break;
+            }
+            for entry in answer.kvs() {
+                range.entries.push(self.entry(entry)?);
+            }
+            range.more = answer.more();
+            start = answer.kvs().last().map_or_else(Vec::new, |entry| [entry.key(), b"\0"].concat());
+            if range.entries.len() >= limit {
+                break;
+            }
+        }
+        Ok(range)
+    }
+
+    fn key<'a>(&self, full: &'a [u8]) -> Result<&'a [u8], StoreError> {
+        full.strip_prefix(self.prefix.as_slice()).ok_or_else(|| unavailable("a key outside of the prefix"))
+    }
+
+    fn entry(&self, entry: &etcd_client::KeyValue) -> Result<KeyValue, StoreError> {
+        Ok(KeyValue {
+            key: self.key(entry.key())?.to_vec(),
+            value: entry.value().to_vec(),
+            created: revision(entry.create_revision()),
+            modified: revision(entry.mod_revision()),
+            version: u64::try_from(entry.version()).unwrap_or(0),
+            lease: lease_id(entry.lease()),
+        })
     }
 }
 
@@ -131,18 +198,13 @@ impl Store for EtcdStore {
     fn range(&self, prefix: &[u8], limit: usize) -> StoreFuture<'_, Range> {
         let prefix = self.full(prefix);
         Box::pin(async move {
-            // 0 would mean no limit.
-            let limit = i64::try_from(limit.max(1)).unwrap_or(i64::MAX);
-            let options = match prefix.is_empty() {
-                true => GetOptions::new().with_all_keys(),
-                false => GetOptions::new().with_prefix(),
-            };
-            let mut answer = within(self.kv().get(prefix, Some(options.with_limit(limit)))).await?;
-            let revision = header_revision(answer.header())?;
-            let more = answer.more();
-            let entries =
-                answer.take_kvs().iter().map(|entry| self.entry(entry)).collect::<Result<_, _>>()?;
-            Ok(Range { entries, more, revision })
+            for _ in 0..RANGE_ATTEMPTS_MAX {
+                match self.pages(&prefix, limit).await {
+                    Err(StoreError::Compacted { .. }) => {}
+                    range => return range,
+                }
+            }
+            Err(unavailable("a range's revision is compacted away while it is read"))
         })
     }
 
@@ -163,15 +225,7 @@ impl Store for EtcdStore {
     fn watch(&self, prefix: &[u8], from: Revision) -> StoreFuture<'_, Watch> {
         let prefix = prefix.to_vec();
         Box::pin(async move {
-            let mut source = Source {
-                store: self.clone(),
-                prefix,
-                // 0 would mean from now on.
-                next: from.0.max(1),
-                stream: None,
-                pause: REOPEN_PAUSE_MIN,
-            };
-            source.open().await?;
+            let source = Source::start(self.clone(), prefix, from).await?;
             Ok(Watch::new(Box::new(source)))
         })
     }
@@ -184,7 +238,7 @@ impl Store for EtcdStore {
             }
             let mut kv = self.kv();
             let options = CompactionOptions::new().with_physical();
-            match within(kv.compact(wire(Revision(to)), Some(options))).await {
+            match within(kv.compact(wire(to), Some(options))).await {
                 // Somebody has compacted further.
                 Err(StoreError::Compacted { .. }) | Ok(_) => Ok(()),
                 Err(error) => Err(error),
@@ -200,157 +254,54 @@ impl Store for EtcdStore {
             header_revision(answer.header())
         })
     }
-}
 
-impl EtcdStore {
-    fn key<'a>(&self, full: &'a [u8]) -> Result<&'a [u8], StoreError> {
-        full.strip_prefix(self.prefix.as_slice()).ok_or_else(|| unavailable("a key outside of the prefix"))
-    }
-
-    fn entry(&self, entry: &etcd_client::KeyValue) -> Result<KeyValue, StoreError> {
-        Ok(KeyValue {
-            key: self.key(entry.key())?.to_vec(),
-            value: entry.value().to_vec(),
-            created: revision(entry.create_revision()),
-            modified: revision(entry.mod_revision()),
-            version: u64::try_from(entry.version()).unwrap_or(0),
-        })
-    }
-}
-
-/// A watch that outlives its connection.
-struct Source {
-    store: EtcdStore,
-    prefix: Vec<u8>,
-    /// The first revision not yet reported.
-    next: u64,
-    stream: Option<WatchStream>,
-    pause: Duration,
-}
-
-impl Source {
-    async fn open(&mut self) -> Result<(), StoreError> {
-        let mut client: WatchClient = self.store.client.watch_client();
-        let prefix = self.store.full(&self.prefix);
-        let options = match prefix.is_empty() {
-            true => WatchOptions::new().with_all_keys(),
-            false => WatchOptions::new().with_prefix(),
-        };
-        let options = options.with_start_revision(wire(Revision(self.next)));
-        self.stream = Some(within(client.watch(prefix, Some(options))).await?);
-        Ok(())
-    }
-
-    /// What an answer says; `None` when it says nothing new.
-    fn batch(&mut self, answer: &WatchResponse) -> Result<Option<WatchBatch>, StoreError> {
-        if answer.compact_revision() > 0 {
-            let oldest = Revision(revision(answer.compact_revision()).0 + 1);
-            return Err(StoreError::Compacted { oldest });
-        }
-        if answer.canceled() {
-            return Err(unavailable(answer.cancel_reason()));
-        }
-        let mut events = Vec::with_capacity(answer.events().len());
-        for event in answer.events() {
-            let Some(entry) = event.kv() else { continue };
-            events.push(match event.event_type() {
-                EventType::Put => Event::Put(self.store.entry(entry)?),
-                EventType::Delete => Event::Deleted {
-                    key: self.store.key(entry.key())?.to_vec(),
-                    revision: revision(entry.mod_revision()),
-                },
-            });
-        }
-        let Some(last) = events.last().map(Event::revision) else { return Ok(None) };
-        self.next = last.0 + 1;
-        Ok(Some(WatchBatch { revision: last, events }))
-    }
-}
-
-impl WatchSource for Source {
-    fn next(&mut self) -> StoreFuture<'_, WatchBatch> {
+    fn grant(&self, time_to_live: TimeToLive) -> StoreFuture<'_, Lease> {
         Box::pin(async move {
-            loop {
-                let answer = match &mut self.stream {
-                    Some(stream) => stream.message().await,
-                    None => {
-                        sleep(self.pause).await;
-                        self.pause = (self.pause * 2).min(REOPEN_PAUSE_MAX);
-                        match self.open().await {
-                            Ok(()) | Err(StoreError::Unavailable { .. }) => continue,
-                            Err(error) => return Err(error),
-                        }
-                    }
-                };
-                match answer {
-                    Ok(Some(answer)) => match self.batch(&answer) {
-                        Ok(Some(batch)) => {
-                            self.pause = REOPEN_PAUSE_MIN;
-                            return Ok(batch);
-                        }
-                        Ok(None) => {}
-                        Err(error @ StoreError::Compacted { .. }) => return Err(error),
-                        Err(_) => self.stream = None,
-                    },
-                    Ok(None) | Err(_) => self.stream = None,
-                }
-            }
+            let mut leases = self.client.lease_client();
+            let answer = within(leases.grant(wire(time_to_live.seconds()), None)).await?;
+            let id = lease_id(answer.id()).ok_or_else(|| unavailable("a lease without an id"))?;
+            let granted = TimeToLive::of_seconds(u64::try_from(answer.ttl()).unwrap_or(0));
+            Ok(Lease { id, time_to_live: granted })
+        })
+    }
+
+    fn keep_alive(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            // The client has asked and been answered when it returns; the stream it offers for more is dropped.
+            let mut leases = self.client.lease_client();
+            within(leases.keep_alive(wire(lease.number()))).await.map(drop)
+        })
+    }
+
+    fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            let mut leases = self.client.lease_client();
+            within(leases.revoke(wire(lease.number()))).await.map(drop)
         })
     }
 }
 
-/// A call with its deadline.
-async fn within<T>(call: impl Future<Output = Result<T, EtcdError>>) -> Result<T, StoreError> {
-    match timeout(CALL_TIMEOUT, call).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => Err(translate(&error)),
-        Err(_) => Err(unavailable(&format!("no answer within {CALL_TIMEOUT:?}"))),
-    }
+/// 0 is no lease to etcd, too; it gives out positive numbers.
+fn lease_id(number: i64) -> Option<LeaseId> {
+    u64::try_from(number).ok().and_then(LeaseId::new)
 }
 
-fn translate(error: &EtcdError) -> StoreError {
-    match error {
-        EtcdError::InvalidArgs(_) | EtcdError::InvalidUri(_) => StoreError::Invalid(error.to_string()),
-        EtcdError::GRpcStatus(status) if status.code() as i32 == OUT_OF_RANGE => {
-            // Which revision is the oldest is not said; whoever reads the range again learns a later one.
-            StoreError::Compacted { oldest: Revision(0) }
+/// The first key behind all that begin with `prefix`, which contains a byte that is not the last one.
+fn end_of(prefix: &[u8]) -> Vec<u8> {
+    let mut end = prefix.to_vec();
+    while let Some(last) = end.pop() {
+        if last < u8::MAX {
+            end.push(last + 1);
+            break;
         }
-        other => unavailable(&other.to_string()),
     }
-}
-
-fn unavailable(reason: &str) -> StoreError {
-    StoreError::Unavailable { reason: reason.to_owned() }
-}
-
-fn header_revision(header: Option<&etcd_client::ResponseHeader>) -> Result<Revision, StoreError> {
-    header.map(|header| revision(header.revision())).ok_or_else(|| unavailable("an answer without a header"))
-}
-
-fn revision(number: i64) -> Revision {
-    Revision(u64::try_from(number).unwrap_or(0))
-}
-
-fn wire(revision: Revision) -> i64 {
-    i64::try_from(revision.0).unwrap_or(i64::MAX)
+    end
 }
 
 impl fmt::Debug for EtcdStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EtcdStore")
             .field("prefix", &String::from_utf8_lossy(&self.prefix))
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for EtcdSettings {
-    /// Without the password.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let user = self.user.as_ref().map(|(name, _)| name);
-        f.debug_struct("EtcdSettings")
-            .field("endpoints", &self.endpoints)
-            .field("prefix", &self.prefix)
-            .field("user", &user)
             .finish_non_exhaustive()
     }
 }

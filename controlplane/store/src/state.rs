@@ -5,8 +5,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use reprise_policy::Tick;
+
 use crate::contract::{Condition, Event, KeyValue, Range, Revision, Transaction, WatchBatch, Write};
 use crate::error::StoreError;
+use crate::lease::{Lease, LeaseId, TimeToLive};
+
+mod leases;
+
+pub(crate) use leases::Leases;
 
 /// Bytes of a key at the most; none is empty.
 pub const KEY_BYTES_MAX: usize = 1024;
@@ -17,7 +24,9 @@ pub const OPERATIONS_MAX: usize = 128;
 /// Revisions of history kept for watches. 10,000 × (≈ 300 bytes of a node's record) = 3 MB; older ones are
 /// compacted away as new ones come.
 pub const HISTORY_REVISIONS_MAX: u64 = 10_000;
-/// Events of one batch of a watch, exceeded only by a single revision's own (at most [`OPERATIONS_MAX`]).
+/// Leases alive at once in a local store: 65,536 × (≈ 200 bytes and their keys) = 13 MB. A member holds a few.
+pub const LEASES_MAX: usize = 1 << 16;
+/// Events of one batch of a watch, exceeded only by a single revision's own.
 const BATCH_EVENTS_MAX: usize = 1024;
 
 /// See the module.
@@ -29,6 +38,10 @@ pub(crate) struct State {
     pub(crate) entries: BTreeMap<Vec<u8>, KeyValue>,
     /// Events after `compacted`, in order.
     pub(crate) history: VecDeque<Event>,
+    /// What lives for a time only.
+    pub(crate) leases: Leases,
+    /// The number of the last lease granted.
+    pub(crate) last_lease: u64,
 }
 
 /// What a transaction is going to do.
@@ -38,37 +51,120 @@ pub(crate) enum Plan {
     Conflict,
     /// Nothing changes.
     Nothing,
-    /// These events, all of revision `state.revision + 1`, and the history up to `compact_to` goes.
-    Commit { events: Vec<Event>, compact_to: u64 },
+    /// This.
+    Commit(Change),
+}
+
+/// What becomes durable and is applied as a whole.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Change {
+    /// All of revision `state.revision + 1`; none leaves the revision as it is.
+    pub(crate) events: Vec<Event>,
+    /// What happens to a lease, if anything.
+    pub(crate) lease: Option<LeaseChange>,
+    /// History up to this revision goes.
+    pub(crate) compact_to: u64,
+}
+
+/// The beginning or end of a lease.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum LeaseChange {
+    /// It lives from the instant of the change on.
+    Granted(Lease),
+    /// It has expired or was revoked; the events of the change delete what belongs to it.
+    Gone(LeaseId),
+}
+
+impl Change {
+    /// The revision after this change.
+    pub(crate) fn revision(&self, state: &State) -> u64 {
+        state.revision + u64::from(!self.events.is_empty())
+    }
 }
 
 impl State {
-    pub(crate) fn plan(&self, transaction: &Transaction) -> Result<Plan, StoreError> {
+    pub(crate) fn plan(&self, transaction: &Transaction, now: Tick) -> Result<Plan, StoreError> {
         check(transaction)?;
         if !transaction.conditions.iter().all(|condition| self.holds(condition)) {
             return Ok(Plan::Conflict);
         }
-        let revision = self.revision + 1;
-        let events: Vec<Event> =
-            transaction.writes.iter().filter_map(|write| self.event(write, Revision(revision))).collect();
-        if events.is_empty() {
-            return Ok(Plan::Nothing);
+        let is_alive = |write: &Write| match write {
+            Write::Put { lease: Some(lease), .. } => self.leases.is_alive(*lease, now),
+            Write::Put { lease: None, .. } | Write::Delete { .. } => true,
+        };
+        if !transaction.writes.iter().all(is_alive) {
+            return Err(StoreError::LeaseGone);
         }
-        let compact_to = revision.saturating_sub(HISTORY_REVISIONS_MAX).max(self.compacted);
-        Ok(Plan::Commit { events, compact_to })
+        let revision = Revision(self.revision + 1);
+        let events: Vec<Event> =
+            transaction.writes.iter().filter_map(|write| self.event(write, revision)).collect();
+        match events.is_empty() {
+            true => Ok(Plan::Nothing),
+            false => Ok(Plan::Commit(self.change(events, None))),
+        }
     }
 
-    /// Applies the events of the next revision.
-    pub(crate) fn apply(&mut self, events: Vec<Event>, compact_to: u64) {
-        self.revision += 1;
-        for event in &events {
-            match event {
+    pub(crate) fn plan_grant(&self, time_to_live: TimeToLive) -> Result<(Lease, Change), StoreError> {
+        if self.leases.count() >= LEASES_MAX {
+            return Err(StoreError::Invalid(format!(
+                "{LEASES_MAX} leases are alive: revoke what nobody needs, or wait until it expires"
+            )));
+        }
+        let id = LeaseId::new(self.last_lease + 1).expect("one more than a number is not 0");
+        let lease = Lease { id, time_to_live };
+        Ok((lease, self.change(Vec::new(), Some(LeaseChange::Granted(lease)))))
+    }
+
+    pub(crate) fn plan_revoke(&self, lease: LeaseId, now: Tick) -> Result<Change, StoreError> {
+        match self.leases.is_alive(lease, now) {
+            true => Ok(self.end(lease)),
+            false => Err(StoreError::LeaseGone),
+        }
+    }
+
+    /// The end of the lease that expired first, if any has.
+    pub(crate) fn plan_expiry(&self, now: Tick) -> Option<Change> {
+        self.leases.expired(now).map(|lease| self.end(lease))
+    }
+
+    fn end(&self, lease: LeaseId) -> Change {
+        let revision = Revision(self.revision + 1);
+        let events =
+            self.leases.keys(lease).map(|key| Event::Deleted { key: key.clone(), revision }).collect();
+        self.change(events, Some(LeaseChange::Gone(lease)))
+    }
+
+    fn change(&self, events: Vec<Event>, lease: Option<LeaseChange>) -> Change {
+        let revision = self.revision + u64::from(!events.is_empty());
+        let compact_to = revision.saturating_sub(HISTORY_REVISIONS_MAX).max(self.compacted);
+        Change { events, lease, compact_to }
+    }
+
+    /// Applies what was planned against this state.
+    pub(crate) fn apply(&mut self, change: Change, now: Tick) {
+        self.revision = change.revision(self);
+        for event in &change.events {
+            let replaced = match event {
                 Event::Put(entry) => self.entries.insert(entry.key.clone(), entry.clone()),
                 Event::Deleted { key, .. } => self.entries.remove(key),
             };
+            if let Some(lease) = replaced.and_then(|entry| entry.lease) {
+                self.leases.detach(lease, event.key());
+            }
+            if let Event::Put(KeyValue { key, lease: Some(lease), .. }) = event {
+                self.leases.attach(*lease, key.clone());
+            }
         }
-        self.history.extend(events);
-        self.compact(compact_to);
+        match change.lease {
+            None => {}
+            Some(LeaseChange::Granted(lease)) => {
+                self.last_lease = lease.id.number();
+                self.leases.insert(lease, now);
+            }
+            Some(LeaseChange::Gone(lease)) => self.leases.remove(lease),
+        }
+        self.history.extend(change.events);
+        self.compact(change.compact_to);
     }
 
     /// Forgets the history up to and including `revision`.
@@ -123,7 +219,7 @@ impl State {
     /// What a write does, if anything.
     fn event(&self, write: &Write, revision: Revision) -> Option<Event> {
         match write {
-            Write::Put { key, value } => {
+            Write::Put { key, value, lease } => {
                 let known = self.entries.get(key);
                 Some(Event::Put(KeyValue {
                     key: key.clone(),
@@ -131,6 +227,7 @@ impl State {
                     created: known.map_or(revision, |entry| entry.created),
                     modified: revision,
                     version: known.map_or(0, |entry| entry.version) + 1,
+                    lease: *lease,
                 }))
             }
             Write::Delete { key } => {
@@ -152,7 +249,7 @@ pub(crate) fn check(transaction: &Transaction) -> Result<(), StoreError> {
     let mut written = BTreeSet::new();
     for write in &transaction.writes {
         let (key, value_bytes) = match write {
-            Write::Put { key, value } => (key, value.len()),
+            Write::Put { key, value, .. } => (key, value.len()),
             Write::Delete { key } => (key, 0),
         };
         if value_bytes > VALUE_BYTES_MAX {
@@ -181,13 +278,13 @@ mod tests {
     use super::*;
 
     fn put(key: &str) -> Transaction {
-        let write = Write::Put { key: key.into(), value: Vec::new() };
+        let write = Write::Put { key: key.into(), value: Vec::new(), lease: None };
         Transaction { conditions: Vec::new(), writes: vec![write] }
     }
 
     fn commit(state: &mut State, transaction: &Transaction) {
-        match state.plan(transaction).expect("valid") {
-            Plan::Commit { events, compact_to } => state.apply(events, compact_to),
+        match state.plan(transaction, Tick(0)).expect("valid") {
+            Plan::Commit(change) => state.apply(change, Tick(0)),
             other => panic!("not committed: {other:?}"),
         }
     }
@@ -207,7 +304,9 @@ mod tests {
     #[test]
     fn a_batch_of_changes_ends_between_revisions() {
         let mut state = State::default();
-        let writes = (0..100u8).map(|number| Write::Put { key: vec![number], value: Vec::new() }).collect();
+        let writes = (0..100u8)
+            .map(|number| Write::Put { key: vec![number], value: Vec::new(), lease: None })
+            .collect();
         let transaction = Transaction { conditions: Vec::new(), writes };
         for _ in 0..30 {
             commit(&mut state, &transaction);
@@ -224,5 +323,32 @@ mod tests {
         }
         assert_eq!(from, 31);
         assert!(state.changes(b"", from).expect("kept").0.events.is_empty());
+    }
+
+    #[test]
+    fn leases_are_refused_beyond_their_limit_with_words() {
+        let mut state = State::default();
+        let time_to_live = TimeToLive::of_seconds(1);
+        for _ in 0..LEASES_MAX {
+            let (_, change) = state.plan_grant(time_to_live).expect("below the limit");
+            state.apply(change, Tick(0));
+        }
+        let refused = state.plan_grant(time_to_live).expect_err("beyond the limit");
+        assert!(refused.to_string().contains("revoke"), "{refused}");
+        let change = state.plan_expiry(Tick(2_000_000)).expect("one that has expired");
+        state.apply(change, Tick(2_000_000));
+        assert!(state.plan_grant(time_to_live).is_ok());
+    }
+
+    #[test]
+    fn a_lease_that_has_expired_takes_nothing_even_before_its_end_is_applied() {
+        let mut state = State::default();
+        let (lease, change) = state.plan_grant(TimeToLive::of_seconds(1)).expect("granted");
+        state.apply(change, Tick(0));
+        let write = Write::Put { key: b"a".to_vec(), value: Vec::new(), lease: Some(lease.id) };
+        let transaction = Transaction { conditions: Vec::new(), writes: vec![write] };
+        assert!(matches!(state.plan(&transaction, Tick(999_999)), Ok(Plan::Commit(_))));
+        assert!(matches!(state.plan(&transaction, Tick(1_000_000)), Err(StoreError::LeaseGone)));
+        assert!(matches!(state.plan_revoke(lease.id, Tick(1_000_000)), Err(StoreError::LeaseGone)));
     }
 }

@@ -15,7 +15,7 @@ use reprise_controlplane_store::{
 };
 
 fn put(key: &str, value: &str) -> Write {
-    Write::Put { key: key.into(), value: value.into() }
+    Write::Put { key: key.into(), value: value.into(), lease: None }
 }
 
 fn delete(key: &str) -> Write {
@@ -143,6 +143,70 @@ async fn a_range_is_ordered_bounded_and_of_one_revision(store: Arc<dyn Store>) {
     assert_eq!((some.entries.len(), some.more), (2, true));
     assert_eq!(store.range(b"", 10).await.expect("a range").entries.len(), 5);
     assert!(store.range(b"x", 10).await.expect("a range").entries.is_empty());
+    let none = store.range(b"n/", 0).await.expect("a range");
+    assert_eq!((none.entries.len(), none.more, none.revision), (0, true, after(base, 1)));
+    assert!(!store.range(b"x", 0).await.expect("a range").more);
+}
+
+async fn a_long_range_comes_whole(store: Arc<dyn Store>) {
+    let name = |number: usize| format!("n/{number:04}");
+    for batch in 0..11 {
+        let writes = (batch * 100..(batch + 1) * 100).map(|number| put(&name(number), "x")).collect();
+        commit(&*store, write(writes)).await;
+    }
+    let base = commit(&*store, write(vec![put("o", "")])).await;
+    for limit in [511, 512, 513, 1024, 1025, 1099, 1100, 2000] {
+        let range = store.range(b"n/", limit).await.expect("a range");
+        let keys: Vec<_> = range.entries.iter().map(|entry| entry.key.clone()).collect();
+        let expected: Vec<_> = (0..limit.min(1100)).map(|number| name(number).into_bytes()).collect();
+        assert_eq!(keys, expected, "limit {limit}");
+        assert_eq!((range.more, range.revision), (limit < 1100, base), "limit {limit}");
+    }
+}
+
+/// How everybody reads: the range, then what has changed since.
+async fn a_range_and_the_watch_behind_it_show_each_change_once(store: Arc<dyn Store>) {
+    const CHANGES: usize = 60;
+    let writer = {
+        let store = store.clone();
+        tokio::spawn(async move {
+            for number in 0..CHANGES {
+                commit(&*store, write(vec![put(&format!("n/{number}"), "")])).await;
+            }
+        })
+    };
+    let mut starts = Vec::new();
+    while starts.len() < 5 {
+        let range = store.range(b"n/", 100).await.expect("a range");
+        let watch = store.watch(b"n/", after(range.revision, 1)).await.expect("a watch");
+        starts.push((range, watch));
+    }
+    writer.await.expect("no panic");
+    for (range, mut watch) in starts {
+        let mut keys: Vec<_> = range.entries.iter().map(|entry| entry.key.clone()).collect();
+        keys.extend(gather(&mut watch, CHANGES - keys.len()).await.iter().map(|event| event.key().to_vec()));
+        keys.sort();
+        keys.dedup();
+        assert_eq!(keys.len(), CHANGES, "from revision {}", range.revision);
+    }
+}
+
+async fn whoever_lost_history_reads_the_range_and_goes_on(store: Arc<dyn Store>) {
+    let base = store.revision().await.expect("a read");
+    for value in ["1", "2", "3"] {
+        commit(&*store, write(vec![put("a", value)])).await;
+    }
+    store.compact(after(base, 3)).await.expect("compacted");
+    let lost = match store.watch(b"", after(base, 1)).await {
+        Err(lost) => lost,
+        Ok(mut watch) => watch.next().await.expect_err("gone"),
+    };
+    assert!(lost.to_string().contains("read the range again"), "{lost}");
+    let range = store.range(b"", 10).await.expect("a range");
+    assert_eq!(range.entries[0].value, b"3");
+    let mut watch = store.watch(b"", after(range.revision, 1)).await.expect("a watch");
+    commit(&*store, write(vec![put("a", "4")])).await;
+    assert_eq!(names(&gather(&mut watch, 1).await, base), ["+a@4"]);
 }
 
 async fn a_watch_reports_past_and_future_changes_under_its_prefix_in_order(store: Arc<dyn Store>) {
@@ -252,6 +316,9 @@ macro_rules! conformance {
                 a_transaction_that_changes_nothing_makes_no_revision,
                 wrong_requests_are_refused_with_words_and_change_nothing,
                 a_range_is_ordered_bounded_and_of_one_revision,
+                a_long_range_comes_whole,
+                a_range_and_the_watch_behind_it_show_each_change_once,
+                whoever_lost_history_reads_the_range_and_goes_on,
                 a_watch_reports_past_and_future_changes_under_its_prefix_in_order,
                 a_dropped_wait_loses_no_change,
                 a_watch_may_begin_in_the_future,

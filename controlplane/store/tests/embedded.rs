@@ -1,14 +1,19 @@
 //! What only a store in a file must do: come back, and refuse files that it must not touch.
 
 use std::path::Path;
+use std::time::Duration;
 
 use redb::{Database, TableDefinition};
 use reprise_controlplane_store::{
-    EmbeddedStore, Event, Outcome, Revision, Store, StoreError, Transaction, Write,
+    EmbeddedStore, Event, LeaseId, Outcome, Revision, Store, StoreError, TimeToLive, Transaction, Write,
 };
 
 fn transaction(number: u64) -> Transaction {
-    let put = |key: String| Write::Put { key: key.into_bytes(), value: number.to_string().into_bytes() };
+    let put = |key: String| Write::Put {
+        key: key.into_bytes(),
+        value: number.to_string().into_bytes(),
+        lease: None,
+    };
     Transaction { conditions: Vec::new(), writes: vec![put("latest".to_owned()), put(format!("n/{number}"))] }
 }
 
@@ -59,6 +64,76 @@ async fn entries_history_and_revision_come_back() {
     assert_eq!(batch.events[2], Event::Deleted { key: b"n/2".to_vec(), revision: Revision(6) });
 }
 
+async fn put_under(store: &EmbeddedStore, key: &str, lease: LeaseId) {
+    let write = Write::Put { key: key.into(), value: Vec::new(), lease: Some(lease) };
+    store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("committed");
+}
+
+fn seconds(number: u64) -> TimeToLive {
+    TimeToLive::new(Duration::from_secs(number)).expect("within the limits")
+}
+
+#[tokio::test(start_paused = true)]
+async fn leases_come_back_with_their_whole_time_and_end_for_good() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("store");
+    let (long, short, revoked) = {
+        let store = EmbeddedStore::open(&path).expect("a new store");
+        let long = store.grant(seconds(100)).await.expect("granted").id;
+        let short = store.grant(seconds(10)).await.expect("granted").id;
+        let revoked = store.grant(seconds(10)).await.expect("granted").id;
+        put_under(&store, "long", long).await;
+        put_under(&store, "short", short).await;
+        put_under(&store, "revoked", revoked).await;
+        store.revoke(revoked).await.expect("revoked");
+        tokio::time::advance(Duration::from_secs(9)).await;
+        (long, short, revoked)
+    };
+    {
+        let store = EmbeddedStore::open(&path).expect("the store");
+        tokio::time::advance(Duration::from_secs(9)).await;
+        let entry = store.get(b"short").await.expect("a read").expect("nine of ten seconds have passed");
+        assert_eq!(entry.lease, Some(short));
+        assert!(matches!(store.keep_alive(revoked).await, Err(StoreError::LeaseGone)));
+        store.keep_alive(long).await.expect("alive");
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(store.get(b"short").await.expect("a read"), None);
+        let fourth = store.grant(seconds(10)).await.expect("granted").id;
+        assert!(![long, short, revoked].contains(&fourth), "no id is given out again");
+    }
+    let store = EmbeddedStore::open(&path).expect("the store");
+    let keys: Vec<_> = store.range(b"", 10).await.expect("a range").entries;
+    assert_eq!(keys.iter().map(|entry| entry.key.as_slice()).collect::<Vec<_>>(), [b"long".as_slice()]);
+    let mut watch = store.watch(b"short", Revision(1)).await.expect("a watch");
+    let events = watch.next().await.expect("changes").events;
+    assert!(matches!(events.as_slice(), [Event::Put(_), Event::Deleted { .. }]), "{events:?}");
+    tokio::time::advance(Duration::from_secs(100)).await;
+    assert!(store.range(b"", 10).await.expect("a range").entries.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_was_said_to_be_gone_does_not_come_back() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("store");
+    for by_transaction in [false, true] {
+        {
+            let store = EmbeddedStore::open(&path).expect("a store");
+            let lease = store.grant(seconds(10)).await.expect("granted").id;
+            put_under(&store, "a", lease).await;
+            tokio::time::advance(Duration::from_secs(10)).await;
+            let write = Write::Put { key: b"b".to_vec(), value: Vec::new(), lease: Some(lease) };
+            let transaction = Transaction { conditions: Vec::new(), writes: vec![write] };
+            let refused = match by_transaction {
+                true => store.transact(transaction).await.map(drop),
+                false => store.keep_alive(lease).await,
+            };
+            assert!(matches!(refused, Err(StoreError::LeaseGone)), "{refused:?}");
+        }
+        let store = EmbeddedStore::open(&path).expect("the store");
+        assert!(store.range(b"", 10).await.expect("a range").entries.is_empty());
+    }
+}
+
 /// The file as a crash would leave it: copied while the store is open and between writes that were answered.
 #[tokio::test]
 async fn what_was_answered_as_committed_survives_a_crash() {
@@ -97,16 +172,16 @@ fn a_store_of_another_schema_is_refused_with_words_and_left_alone() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("store");
     drop(EmbeddedStore::open(&path).expect("a new store"));
-    for version in [0, 2, 99] {
+    for version in [0, 1, 3, 99] {
         set_meta(&path, "schema", version);
         let refused = refused(&path);
         assert!(
-            matches!(refused, StoreError::Schema { found, supported: 1, .. } if found == version),
+            matches!(refused, StoreError::Schema { found, supported: 2, .. } if found == version),
             "{refused}"
         );
         assert!(refused.to_string().contains("run the version that wrote it"), "{refused}");
     }
-    set_meta(&path, "schema", 1);
+    set_meta(&path, "schema", 2);
     EmbeddedStore::open(&path).expect("nothing else was changed");
 }
 

@@ -2,15 +2,18 @@
 
 mod etcd_server;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use etcd_client::Client;
 use etcd_server::Server;
 use reprise_controlplane_store::{
-    Condition, EtcdSettings, EtcdStore, Event, Outcome, Store, StoreError, Transaction, Write,
+    Condition, EtcdSettings, EtcdStore, Event, HeldLease, Loss, Outcome, Revision, Store, StoreError,
+    TimeToLive, Transaction, VALUE_BYTES_MAX, Write,
 };
 
 fn put(key: &str, value: &str) -> Transaction {
-    let write = Write::Put { key: key.into(), value: value.into() };
+    let write = Write::Put { key: key.into(), value: value.into(), lease: None };
     Transaction { conditions: Vec::new(), writes: vec![write] }
 }
 
@@ -48,7 +51,7 @@ async fn without_etcd_every_call_ends_within_its_bound_and_with_words() {
     assert!(refused.to_string().contains("store.endpoints"), "{refused}");
     assert!(started.elapsed() < Duration::from_secs(12), "two calls of five seconds");
     let nowhere = EtcdSettings { endpoints: Vec::new(), ..server.settings("/a/") };
-    assert!(matches!(EtcdStore::connect(&nowhere).await, Err(StoreError::Invalid(_))));
+    assert!(matches!(EtcdStore::connect(&nowhere).await, Err(StoreError::Setting(_))));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -78,4 +81,172 @@ async fn a_watch_outlives_etcd_and_loses_nothing() {
     let expected: Vec<Vec<u8>> =
         (0..3).flat_map(|round| (0..4).map(move |number| format!("{round}/{number}").into_bytes())).collect();
     assert_eq!(seen, expected);
+}
+
+/// A server that keeps its connections and answers nothing is worse than none: nothing but a deadline ends a call.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_etcd_stands_still_every_call_ends_within_its_bound() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
+    let lease = store.grant(time_to_live).await.expect("granted").id;
+    server.pause();
+    let started = Instant::now();
+    let settings = server.settings("/a/");
+    let (get, range, transact, watch, compact, grant, keep_alive, revoke, connect) = tokio::join!(
+        store.get(b"x"),
+        store.range(b"", 10),
+        store.transact(put("x", "")),
+        store.watch(b"", Revision(1)),
+        store.compact(Revision(2)),
+        store.grant(time_to_live),
+        store.keep_alive(lease),
+        store.revoke(lease),
+        EtcdStore::connect(&settings),
+    );
+    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+    let answers = [
+        get.err(),
+        range.err(),
+        transact.err(),
+        watch.err(),
+        compact.err(),
+        grant.err(),
+        keep_alive.err(),
+        revoke.err(),
+        connect.err(),
+    ];
+    for (call, refused) in answers.into_iter().enumerate() {
+        assert!(matches!(refused, Some(StoreError::Unavailable { .. })), "call {call}: {refused:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_held_lease_is_lost_by_its_deadline_when_etcd_stands_still() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    let held = HeldLease::grant(Arc::new(store), TimeToLive::new(Duration::from_secs(2)).expect("valid"));
+    let held = held.await.expect("granted");
+    server.pause();
+    let started = Instant::now();
+    let loss = tokio::time::timeout(Duration::from_secs(20), held.lost()).await.expect("it is told");
+    assert!(matches!(loss, Loss::Unconfirmed { .. }), "{loss}");
+    let bound = held.time_to_live().duration() + Duration::from_secs(1);
+    assert!(started.elapsed() < bound, "{:?} for {}", started.elapsed(), held.time_to_live());
+    assert!(!held.is_held());
+    held.release().await.expect("nothing is left to release");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_held_lease_outlives_a_restart_of_etcd() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    let time_to_live = TimeToLive::new(Duration::from_secs(60)).expect("valid");
+    let held = HeldLease::grant(Arc::new(store.clone()), time_to_live).await.expect("granted");
+    let write = Write::Put { key: b"member".to_vec(), value: Vec::new(), lease: Some(held.id()) };
+    store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("committed");
+    server.kill();
+    server.restart();
+    let give_up = Instant::now() + Duration::from_secs(20);
+    while let Err(error) = store.keep_alive(held.id()).await {
+        assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
+        assert!(Instant::now() < give_up, "etcd is back and the store does not find it");
+    }
+    assert!(held.is_held());
+    assert_eq!(store.range(b"", 10).await.expect("a range").entries.len(), 1);
+    held.release().await.expect("released");
+    assert!(store.range(b"", 10).await.expect("a range").entries.is_empty());
+}
+
+/// The watch is cut off while nobody asks it, and opens itself again behind what it has reported, which is gone by then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_was_cut_off_learns_that_its_history_is_gone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    let from = Revision(store.revision().await.expect("a revision").0 + 1);
+    let mut watch = store.watch(b"", from).await.expect("a watch");
+    store.transact(put("a", "1")).await.expect("committed");
+    assert_eq!(watch.next().await.expect("changes").events.len(), 1);
+    server.kill();
+    server.restart();
+    let other = connect(&server, "/a/").await;
+    for value in ["2", "3", "4"] {
+        other.transact(put("a", value)).await.expect("committed");
+    }
+    let now = other.revision().await.expect("a revision");
+    other.compact(now).await.expect("compacted");
+    let told = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it is told");
+    assert!(matches!(told, Err(StoreError::Compacted { oldest }) if oldest == now), "{told:?}");
+    let range = other.range(b"", 10).await.expect("a range");
+    assert_eq!(range.entries[0].value, b"4", "the range says what the history does not");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_of_another_schema_are_refused_with_words_and_left_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let settings = server.settings("/a/");
+    let store = connect(&server, "/a/").await;
+    store.transact(put("x", "1")).await.expect("committed");
+    let mut raw = Client::connect(&settings.endpoints, None).await.expect("etcd answers");
+    let all = raw.get("/a/", Some(etcd_client::GetOptions::new().with_prefix())).await.expect("a range");
+    let keys: Vec<_> = all.kvs().iter().map(|entry| entry.key_str().expect("text").to_owned()).collect();
+    assert_eq!(keys, ["/a/entries/x", "/a/schema"]);
+    raw.put("/a/schema", "2", None).await.expect("put");
+    let refused = EtcdStore::connect(&settings).await.expect_err("another version");
+    assert!(matches!(refused, StoreError::Schema { found: 2, supported: 1, .. }), "{refused}");
+    assert!(refused.to_string().contains("/a/schema"), "{refused}");
+    raw.put("/a/schema", "hello", None).await.expect("put");
+    let refused = EtcdStore::connect(&settings).await.expect_err("no version");
+    assert!(refused.to_string().contains("store.prefix"), "{refused}");
+    raw.put("/a/schema", "1", None).await.expect("put");
+    let store = connect(&server, "/a/").await;
+    assert_eq!(store.get(b"x").await.expect("a read").expect("an entry").value, b"1");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn members_that_connect_first_at_once_agree_on_the_schema() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let tasks: Vec<_> = (0..4)
+        .map(|_| {
+            let settings = server.settings("/a/");
+            tokio::spawn(async move { EtcdStore::connect(&settings).await.map(drop) })
+        })
+        .collect();
+    for task in tasks {
+        task.await.expect("no panic").expect("connected");
+    }
+}
+
+/// More than a gRPC client takes in one message by default (4 MiB), which it would report as history out of range.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranges_and_watches_of_the_largest_values_come_whole() {
+    const WRITES: usize = 20;
+    const TRANSACTIONS: usize = 5;
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    let from = Revision(store.revision().await.expect("a revision").0 + 1);
+    for transaction in 0..TRANSACTIONS {
+        let write = |number| Write::Put {
+            key: format!("{transaction}/{number:02}").into_bytes(),
+            value: vec![b'v'; VALUE_BYTES_MAX],
+            lease: None,
+        };
+        let writes = (0..WRITES).map(write).collect();
+        store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("committed");
+    }
+    let range = store.range(b"", 1000).await.expect("a range");
+    assert_eq!((range.entries.len(), range.more), (WRITES * TRANSACTIONS, false));
+    let mut watch = store.watch(b"", from).await.expect("a watch");
+    let mut events = 0;
+    while events < WRITES * TRANSACTIONS {
+        events += watch.next().await.expect("changes").events.len();
+    }
+    assert_eq!(events, WRITES * TRANSACTIONS);
 }

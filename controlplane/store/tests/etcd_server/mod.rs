@@ -20,9 +20,41 @@ const ATTEMPTS_MAX: usize = 5;
 /// A running server.
 pub(crate) struct Server {
     child: Child,
+    ports: Ports,
+    folder: PathBuf,
+    setup: Setup,
+}
+
+/// How a server is started.
+#[derive(Clone, Default)]
+pub(crate) struct Setup {
+    /// Its certificate and key, and the authority of the client certificates that it asks for.
+    pub(crate) tls: Option<ServerTls>,
+    /// More arguments.
+    pub(crate) arguments: Vec<String>,
+}
+
+/// Files in PEM.
+#[derive(Clone)]
+pub(crate) struct ServerTls {
+    pub(crate) certificate: PathBuf,
+    pub(crate) key: PathBuf,
+    pub(crate) client_authority: PathBuf,
+}
+
+impl Setup {
+    fn client_url(&self, ports: Ports) -> String {
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        format!("{scheme}://127.0.0.1:{}", ports.client)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Ports {
     client: u16,
     peer: u16,
-    folder: PathBuf,
+    /// Health, without TLS.
+    metrics: u16,
 }
 
 /// The binary, built when it is not there yet.
@@ -39,21 +71,27 @@ fn binary() -> &'static Path {
     })
 }
 
-/// Two ports that nobody has just now.
-fn free_ports() -> (u16, u16) {
+/// Ports that nobody has just now.
+fn free_ports() -> Ports {
     let bind = || TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = |listener: &TcpListener| listener.local_addr().expect("bound").port();
-    let both = (bind(), bind());
-    (port(&both.0), port(&both.1))
+    let all = (bind(), bind(), bind());
+    Ports { client: port(&all.0), peer: port(&all.1), metrics: port(&all.2) }
 }
 
 impl Server {
     /// Starts one with its data in `folder`.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn start(folder: &Path) -> Server {
+        Server::start_with(folder, &Setup::default())
+    }
+
+    /// Starts one that is set up in another way.
+    pub(crate) fn start_with(folder: &Path, setup: &Setup) -> Server {
         for _ in 0..ATTEMPTS_MAX {
-            let (client, peer) = free_ports();
-            let child = spawn(folder, client, peer);
-            let mut server = Server { child, client, peer, folder: folder.to_owned() };
+            let ports = free_ports();
+            let child = spawn(folder, ports, setup);
+            let mut server = Server { child, ports, folder: folder.to_owned(), setup: setup.clone() };
             if server.is_ready() {
                 return server;
             }
@@ -67,9 +105,10 @@ impl Server {
     /// How to reach it.
     pub(crate) fn settings(&self, prefix: &str) -> EtcdSettings {
         EtcdSettings {
-            endpoints: vec![format!("http://127.0.0.1:{}", self.client)],
+            endpoints: vec![self.setup.client_url(self.ports)],
             prefix: prefix.to_owned(),
             user: None,
+            tls: None,
         }
     }
 
@@ -80,10 +119,27 @@ impl Server {
         self.child.wait().expect("it ends");
     }
 
+    /// SIGSTOP: it keeps its connections and answers nothing. Killing it still works.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
+    pub(crate) fn pause(&self) {
+        self.signal("STOP");
+    }
+
+    /// SIGCONT.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
+    pub(crate) fn resume(&self) {
+        self.signal("CONT");
+    }
+
+    fn signal(&self, name: &str) {
+        let sent = Command::new("kill").args([format!("-{name}"), self.child.id().to_string()]).status();
+        assert!(sent.expect("kill is there").success(), "SIG{name} reaches one's own child");
+    }
+
     /// Starts it again with its data and under its addresses.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn restart(&mut self) {
-        self.child = spawn(&self.folder, self.client, self.peer);
+        self.child = spawn(&self.folder, self.ports, &self.setup);
         assert!(self.is_ready(), "etcd starts again");
     }
 
@@ -103,7 +159,7 @@ impl Server {
     }
 
     fn is_healthy(&self) -> bool {
-        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.client)) else { return false };
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.ports.metrics)) else { return false };
         let mut answer = String::new();
         stream.write_all(b"GET /health HTTP/1.0\r\n\r\n").is_ok()
             && stream.read_to_string(&mut answer).is_ok()
@@ -111,8 +167,10 @@ impl Server {
     }
 }
 
-fn spawn(folder: &Path, client: u16, peer: u16) -> Child {
-    let (client, peer) = (format!("http://127.0.0.1:{client}"), format!("http://127.0.0.1:{peer}"));
+fn spawn(folder: &Path, ports: Ports, setup: &Setup) -> Child {
+    let client = setup.client_url(ports);
+    let peer = format!("http://127.0.0.1:{}", ports.peer);
+    let metrics = format!("http://127.0.0.1:{}", ports.metrics);
     let log = std::fs::File::create(folder.join("etcd.log")).expect("a log");
     let mut command = Command::new(binary());
     command
@@ -121,9 +179,15 @@ fn spawn(folder: &Path, client: u16, peer: u16) -> Child {
         .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
         .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
         .args(["--initial-cluster", &format!("test={peer}"), "--log-level", "warn"])
+        .args(["--listen-metrics-urls", &metrics])
+        .args(&setup.arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(log);
+    if let Some(tls) = &setup.tls {
+        command.arg("--cert-file").arg(&tls.certificate).arg("--key-file").arg(&tls.key);
+        command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(&tls.client_authority);
+    }
     command.spawn().expect("etcd can be run")
 }
 

@@ -1,0 +1,108 @@
+//! One call to etcd: its deadline, and what its errors mean.
+
+use std::error::Error;
+use std::time::Duration;
+
+use etcd_client::{Error as EtcdError, ResponseHeader};
+use tokio::time::timeout;
+
+use crate::contract::Revision;
+use crate::error::StoreError;
+
+/// One call: an election of etcd takes about a second.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Links of a chain of errors that are worth telling.
+const CHAIN_MAX: usize = 8;
+
+/// gRPC's codes, as etcd uses them.
+const INVALID_ARGUMENT: i32 = 3;
+const NOT_FOUND: i32 = 5;
+const PERMISSION_DENIED: i32 = 7;
+const FAILED_PRECONDITION: i32 = 9;
+const OUT_OF_RANGE: i32 = 11;
+const UNAUTHENTICATED: i32 = 16;
+
+/// What the client says of a keep-alive that etcd answers with no time to live.
+const LEASE_NOT_FOUND: &str = "lease not found";
+
+/// A call with its deadline.
+pub(super) async fn within<T>(call: impl Future<Output = Result<T, EtcdError>>) -> Result<T, StoreError> {
+    match timeout(CALL_TIMEOUT, call).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(error)) => Err(translate(&error)),
+        Err(_) => Err(unavailable(&format!("no answer within {CALL_TIMEOUT:?}"))),
+    }
+}
+
+fn translate(error: &EtcdError) -> StoreError {
+    match error {
+        EtcdError::InvalidArgs(_) | EtcdError::InvalidUri(_) => StoreError::Invalid(error.to_string()),
+        EtcdError::LeaseKeepAliveError(reason) if reason == LEASE_NOT_FOUND => StoreError::LeaseGone,
+        EtcdError::GRpcStatus(status) => {
+            let text = status.message();
+            match status.code() as i32 {
+                // Which revision is the oldest is not said; whoever reads the range again learns a later one.
+                OUT_OF_RANGE if text.contains("compacted") => StoreError::Compacted { oldest: Revision(0) },
+                NOT_FOUND if text.contains("lease not found") => StoreError::LeaseGone,
+                code if is_denial(code, text) => denied(text),
+                _ => transport(&chain(text, status.source())),
+            }
+        }
+        EtcdError::TransportError(error) => transport(&chain(&error.to_string(), error.source())),
+        other => unavailable(&other.to_string()),
+    }
+}
+
+/// Whether etcd answered that it will not have our user.
+fn is_denial(code: i32, text: &str) -> bool {
+    match code {
+        PERMISSION_DENIED | UNAUTHENTICATED => true,
+        // A wrong password, a call without a user, a user where etcd has none.
+        INVALID_ARGUMENT => text.contains("authentication failed") || text.contains("user name is empty"),
+        FAILED_PRECONDITION => text.contains("authentication is not enabled"),
+        _ => false,
+    }
+}
+
+/// A call that did not come to an answer: nobody is there, or one does not trust the other.
+fn transport(reason: &str) -> StoreError {
+    match ["peer certificate", "fatal alert"].iter().any(|words| reason.contains(words)) {
+        true => StoreError::Untrusted { reason: reason.to_owned() },
+        false => unavailable(reason),
+    }
+}
+
+/// What an error and its sources say, each once.
+fn chain(text: &str, mut source: Option<&(dyn Error + 'static)>) -> String {
+    let mut told = text.to_owned();
+    for _ in 0..CHAIN_MAX {
+        let Some(error) = source else { break };
+        let text = error.to_string();
+        if !told.contains(&text) {
+            told = format!("{told}: {text}");
+        }
+        source = error.source();
+    }
+    told
+}
+
+pub(super) fn denied(reason: &str) -> StoreError {
+    StoreError::Denied { reason: reason.to_owned() }
+}
+
+pub(super) fn unavailable(reason: &str) -> StoreError {
+    StoreError::Unavailable { reason: reason.to_owned() }
+}
+
+pub(super) fn header_revision(header: Option<&ResponseHeader>) -> Result<Revision, StoreError> {
+    header.map(|header| revision(header.revision())).ok_or_else(|| unavailable("an answer without a header"))
+}
+
+pub(super) fn revision(number: i64) -> Revision {
+    Revision(u64::try_from(number).unwrap_or(0))
+}
+
+/// As etcd counts: a number beyond its range is as far as can be.
+pub(super) fn wire(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
