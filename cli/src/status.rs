@@ -4,9 +4,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
+use reprise_policy::Epoch;
+use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
-use reprise_proto::controlplane::{DescribeReply, DescribeRequest, ListNodesRequest, NodeInfo};
+use reprise_proto::controlplane::{
+    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo,
+};
 use serde::Serialize;
 
 use crate::cluster::ClusterFile;
@@ -32,10 +36,33 @@ pub(crate) struct StatusArgs {
 #[derive(Debug, Serialize)]
 struct Status {
     controlplane: String,
+    /// The registration of the member that was asked is certain.
+    registered: bool,
+    members_epoch: u64,
+    members: Vec<MemberStatus>,
     directory_keys: u64,
     directory_replicas: u64,
     directory_bytes: u64,
     nodes: Vec<NodeStatus>,
+}
+
+/// A member of the control plane.
+#[derive(Debug, Serialize)]
+struct MemberStatus {
+    name: String,
+    address: String,
+    incarnation: u64,
+    /// Hash slots of the directory that are its own by the map.
+    slots: usize,
+    /// It is the one that was asked.
+    asked: bool,
+}
+
+/// What a member answers.
+struct Answers {
+    members: MemberList,
+    nodes: Vec<NodeInfo>,
+    directory: DescribeReply,
 }
 
 #[derive(Debug, Serialize)]
@@ -64,13 +91,16 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (nodes, directory) = runtime.block_on(async {
+    let Answers { members, nodes, directory } = runtime.block_on(async {
         tokio::time::timeout(ANSWERED_WITHIN, ask(&address)).await.with_context(|| {
             format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
         })?
     })?;
     let status = Status {
         controlplane: address,
+        registered: members.registered,
+        members_epoch: members.epoch,
+        members: member_statuses(&members)?,
         directory_keys: directory.keys,
         directory_replicas: directory.replicas,
         directory_bytes: directory.bytes,
@@ -81,15 +111,31 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
     Ok(())
 }
 
-async fn ask(address: &str) -> anyhow::Result<(Vec<NodeInfo>, DescribeReply)> {
+async fn ask(address: &str) -> anyhow::Result<Answers> {
     let endpoint = format!("http://{address}");
     let unreachable = || format!("cannot reach the control plane at {address}");
     let mut membership = MembershipClient::connect(endpoint.clone()).await.with_context(unreachable)?;
     let mut directory = DirectoryClient::connect(endpoint).await.with_context(unreachable)?;
+    let members =
+        membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
-    let described =
+    let directory =
         directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner();
-    Ok((nodes, described))
+    Ok(Answers { members, nodes, directory })
+}
+
+fn member_statuses(list: &MemberList) -> anyhow::Result<Vec<MemberStatus>> {
+    let names =
+        list.members.iter().map(|member| MemberName::new(&member.name)).collect::<Result<Vec<_>, _>>()?;
+    let map = ShardMap::new(Epoch(list.epoch), names.iter().cloned())?;
+    let status = |(member, name): (&reprise_proto::controlplane::MemberInfo, &MemberName)| MemberStatus {
+        name: member.name.clone(),
+        address: member.address.clone(),
+        incarnation: member.incarnation,
+        slots: map.position(name).map_or(0, |at| map.slots_of(at).count()),
+        asked: member.name == list.answering,
+    };
+    Ok(list.members.iter().zip(&names).map(status).collect())
 }
 
 fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
@@ -130,12 +176,23 @@ fn text(status: &Status) -> String {
             },
         ]);
     }
+    let mut members = Table::new(&["member", "address", "slots", "incarnation"]);
+    for member in &status.members {
+        members.row(vec![
+            if member.asked { format!("{} (asked)", member.name) } else { member.name.clone() },
+            member.address.clone(),
+            member.slots.to_string(),
+            member.incarnation.to_string(),
+        ]);
+    }
+    let registered = if status.registered { "" } else { " (NOT REGISTERED among the members)" };
     format!(
-        "control plane {}: {} keys, {} replicas in {}\n\n{}",
+        "control plane {}{registered}: {} keys, {} replicas in {}\n\n{}\n{}",
         status.controlplane,
         status.directory_keys,
         status.directory_replicas,
         bytes_text(status.directory_bytes),
+        members.render(),
         table.render()
     )
 }

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::cluster::Cluster;
 use crate::metrics;
+use crate::shards::Shards;
 
 /// OpenMetrics text, as Prometheus asks for it.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -22,6 +23,7 @@ const JSON_TYPE: &str = "application/json";
 #[derive(Debug)]
 pub struct Admin {
     cluster: Arc<Cluster>,
+    shards: Arc<Shards>,
     registry: Registry,
     /// The services are up, and not on their way down.
     ready: AtomicBool,
@@ -63,8 +65,8 @@ struct NodeReplicasView {
 
 impl Admin {
     /// Not ready yet.
-    pub fn new(cluster: Arc<Cluster>, registry: Registry) -> Arc<Admin> {
-        Arc::new(Admin { cluster, registry, ready: AtomicBool::new(false) })
+    pub fn new(cluster: Arc<Cluster>, shards: Arc<Shards>, registry: Registry) -> Arc<Admin> {
+        Arc::new(Admin { cluster, shards, registry, ready: AtomicBool::new(false) })
     }
 
     /// The services answer from now on.
@@ -91,6 +93,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
 
 async fn serve_metrics(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     admin.cluster.refresh_metrics();
+    admin.cluster.metrics.set_members(&admin.shards);
     ([(header::CONTENT_TYPE, METRICS_TYPE)], metrics::text(&admin.registry))
 }
 

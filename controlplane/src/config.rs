@@ -3,7 +3,9 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use reprise_controlplane_store::TimeToLive;
 use reprise_policy::Interval;
+use reprise_policy::shards::MemberName;
 use serde::Deserialize;
 
 mod store;
@@ -34,12 +36,26 @@ pub struct Config {
     pub admin: SocketAddr,
     /// Where node numbers and epochs are kept.
     pub store: StoreConfig,
+    /// This process among the members that share the store.
+    pub member: MemberConfig,
     /// When silent nodes die.
     pub membership: MembershipConfig,
     /// Bounds.
     pub limits: LimitsConfig,
     /// The log on standard error.
     pub log: LogConfig,
+}
+
+/// `[member]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MemberConfig {
+    /// Its name, unique among the members; without one, its address.
+    pub name: Option<String>,
+    /// `host:port` at which others reach its gRPC services; without one, where it listens.
+    pub advertise: Option<String>,
+    /// Silence after which the others count it as gone.
+    pub time_to_live: Interval,
 }
 
 /// `[membership]`.
@@ -134,6 +150,7 @@ impl Config {
             return refuse("membership.forget_after", format!("at least dead_after ({dead_after})"));
         }
         self.store.check()?;
+        self.member.check(self.listen, &self.store)?;
         if !(1..=CALLS_AT_ONCE_MAX).contains(&self.limits.calls_at_once) {
             return refuse("limits.calls_at_once", format!("1 to {CALLS_AT_ONCE_MAX}"));
         }
@@ -150,10 +167,46 @@ impl Default for Config {
             listen: SocketAddr::from(([127, 0, 0, 1], 7400)),
             admin: SocketAddr::from(([127, 0, 0, 1], 7401)),
             store: StoreConfig::default(),
+            member: MemberConfig::default(),
             membership: MembershipConfig::default(),
             limits: LimitsConfig::default(),
             log: LogConfig::default(),
         }
+    }
+}
+
+impl MemberConfig {
+    fn check(&self, listen: SocketAddr, store: &StoreConfig) -> Result<(), ConfigError> {
+        let refuse = |field, reason: String| Err(ConfigError::Value { field, reason });
+        if let Some(Err(error)) = self.name.as_deref().map(MemberName::new) {
+            return refuse("member.name", error.to_string());
+        }
+        let has_port = |text: &str| {
+            text.rsplit_once(':').is_some_and(|(host, port)| {
+                !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0)
+            })
+        };
+        match &self.advertise {
+            Some(address) if !has_port(address) || MemberName::new(address).is_err() => {
+                return refuse("member.advertise", "write host:port, as agents reach this member".to_owned());
+            }
+            None if listen.ip().is_unspecified() && matches!(store, StoreConfig::Etcd(_)) => {
+                let reason = "say how agents and other members reach this one, as host:port".to_owned();
+                return refuse("member.advertise", reason);
+            }
+            _ => {}
+        }
+        match TimeToLive::new(self.time_to_live.0) {
+            Ok(_) => Ok(()),
+            Err(error) => refuse("member.time_to_live", error.to_string()),
+        }
+    }
+}
+
+impl Default for MemberConfig {
+    /// Two seconds are what etcd grants at the least with its default election timeout (1.5 of it, in whole seconds).
+    fn default() -> MemberConfig {
+        MemberConfig { name: None, advertise: None, time_to_live: Interval(Duration::from_secs(2)) }
     }
 }
 
@@ -223,6 +276,10 @@ mod tests {
             ("[membership]\ndead_after = '300ms'", "membership.dead_after"),
             ("[membership]\nforget_after = '1s'", "membership.forget_after"),
             ("[membership]\nheartbeat_every = '500000000000years'", "membership.heartbeat_every"),
+            ("[member]\nname = 'a b'", "member.name"),
+            ("[member]\nadvertise = 'host'", "member.advertise"),
+            ("[member]\ntime_to_live = '500ms'", "member.time_to_live"),
+            ("listen = '0.0.0.0:1'\n[store]\nkind = 'etcd'\nendpoints = ['http://a:1']", "member.advertise"),
             ("[limits]\ncalls_at_once = 0", "limits.calls_at_once"),
             ("[limits]\nwatchers = 0", "limits.watchers"),
             ("listen = 'localhost'", "listen"),

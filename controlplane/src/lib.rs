@@ -16,7 +16,9 @@
 //!
 //! This is a library only so that the binary and its tests share it; no other crate depends on it.
 //!
-//! Deliberately absent: sharding and more than one member (they come later), authentication (listen on loopback
+//! Members register in the store and publish the map of hash slots ([`shards`]); agents do not follow it yet.
+//!
+//! Deliberately absent: a directory that is shared by members (docs/adr/0002), authentication (listen on loopback
 //! or inside a trusted network), the choice among replicas.
 
 pub mod admin;
@@ -29,4 +31,5 @@ pub mod membership;
 pub mod metrics;
 pub mod registry;
 pub mod server;
+pub mod shards;
 pub mod turns;

@@ -9,12 +9,12 @@ use reprise_controlplane_store::StoreError;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_server::Membership;
 use reprise_proto::controlplane::{
-    HeartbeatReply, HeartbeatRequest, ListNodesReply, ListNodesRequest, NodeChange, RegisterReply,
-    RegisterRequest, WatchNodesRequest,
+    HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply, ListNodesRequest, MemberInfo,
+    MemberList, NodeChange, RegisterReply, RegisterRequest, WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::sync::watch;
-use tokio_stream::wrappers::BroadcastStream;
 use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
+use tokio_stream::wrappers::{BroadcastStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
@@ -22,6 +22,7 @@ use crate::cluster::{Cluster, News};
 use crate::config::MembershipConfig;
 use crate::metrics::{Call, WatchLabels, WatchOf};
 use crate::registry::{Registry, RegistryError};
+use crate::shards::{Member, MemberNews, MemberView, Shards};
 
 /// Bytes of a node's name at the most: a Kubernetes node name fits twice.
 pub(crate) const NAME_BYTES_MAX: usize = 512;
@@ -33,6 +34,7 @@ const TEXT_BYTES_MAX: usize = 512;
 pub struct MembershipService {
     cluster: Arc<Cluster>,
     registry: Registry,
+    shards: Arc<Shards>,
     config: MembershipConfig,
     /// Told why the store takes no more writes, once.
     store_lost: watch::Sender<Option<String>>,
@@ -41,15 +43,19 @@ pub struct MembershipService {
 /// The stream of node changes.
 pub type NodeChanges = Pin<Box<dyn Stream<Item = Result<NodeChange, Status>> + Send>>;
 
+/// The stream of lists of members.
+pub type MemberLists = Pin<Box<dyn Stream<Item = Result<MemberList, Status>> + Send>>;
+
 impl MembershipService {
     /// A service over the shared state.
     pub fn new(
         cluster: Arc<Cluster>,
         registry: Registry,
+        shards: Arc<Shards>,
         config: &MembershipConfig,
         store_lost: watch::Sender<Option<String>>,
     ) -> MembershipService {
-        MembershipService { cluster, registry, config: config.clone(), store_lost }
+        MembershipService { cluster, registry, shards, config: config.clone(), store_lost }
     }
 
     fn refuse(&self, error: &RegistryError) -> Status {
@@ -118,7 +124,7 @@ impl Membership for MembershipService {
             let _open = &seat;
             match news {
                 Ok(News::Change(change)) => Ok(change),
-                Ok(News::Closing) => Err(Status::unavailable("the control plane is shutting down")),
+                Ok(News::Closing) => Err(shutting_down()),
                 Err(BroadcastStreamRecvError::Lagged(missed)) => {
                     metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
                     Err(Status::data_loss(format!("{missed} node changes were missed: open the watch again")))
@@ -126,6 +132,46 @@ impl Membership for MembershipService {
             }
         });
         Ok(Response::new(Box::pin(now.chain(changes))))
+    }
+
+    async fn list_members(&self, _: Request<ListMembersRequest>) -> Result<Response<MemberList>, Status> {
+        match self.shards.view() {
+            Some(view) => Ok(Response::new(member_list(&self.shards, &view))),
+            None => Err(shutting_down()),
+        }
+    }
+
+    type WatchMembersStream = MemberLists;
+
+    async fn watch_members(&self, _: Request<WatchMembersRequest>) -> Result<Response<MemberLists>, Status> {
+        let seat = self.cluster.take_seat(WatchOf::members)?;
+        let shards = self.shards.clone();
+        let lists = WatchStream::new(shards.watch()).map(move |news| {
+            let _open = &seat;
+            match news {
+                MemberNews::Members(view) => Ok(member_list(&shards, &view)),
+                MemberNews::Closing => Err(shutting_down()),
+            }
+        });
+        Ok(Response::new(Box::pin(lists)))
+    }
+}
+
+fn shutting_down() -> Status {
+    Status::unavailable("the control plane is shutting down")
+}
+
+fn member_list(shards: &Shards, view: &MemberView) -> MemberList {
+    let info = |member: &Member| MemberInfo {
+        name: member.name.to_string(),
+        address: member.address.clone(),
+        incarnation: member.incarnation,
+    };
+    MemberList {
+        epoch: view.map.epoch().0,
+        members: view.members.iter().map(info).collect(),
+        answering: shards.name().to_string(),
+        registered: shards.is_registered(),
     }
 }
 

@@ -12,6 +12,8 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 use reprise_controlplane_core::{DirectorySize, MemberState};
 
+use crate::shards::Shards;
+
 /// Prefix of every name.
 const PREFIX: &str = "reprise_controlplane";
 /// First bucket of the latency histograms; 16 doublings reach 0.65 s.
@@ -45,6 +47,9 @@ pub struct Metrics {
     pub watch_missed: Family<WatchLabels, Counter>,
     /// Time of calls.
     call: Family<CallLabels, Histogram, fn() -> Histogram>,
+    members: Gauge,
+    member_registered: Gauge,
+    slots_owned: Gauge,
     directory_keys: Gauge,
     directory_replicas: Gauge,
     directory_stale: Gauge,
@@ -120,6 +125,8 @@ pub enum WatchOf {
     nodes,
     /// The directory.
     directory,
+    /// The members of the control plane.
+    members,
 }
 
 /// A timed call.
@@ -156,6 +163,9 @@ impl Metrics {
             watchers: Family::default(),
             watch_missed: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
+            members: Gauge::default(),
+            member_registered: Gauge::default(),
+            slots_owned: Gauge::default(),
             directory_keys: Gauge::default(),
             directory_replicas: Gauge::default(),
             directory_stale: Gauge::default(),
@@ -177,7 +187,7 @@ impl Metrics {
         {
             drop(self.updates.get_or_create(&UpdateLabels { result }));
         }
-        for of in [WatchOf::nodes, WatchOf::directory] {
+        for of in [WatchOf::nodes, WatchOf::directory, WatchOf::members] {
             drop(self.watchers.get_or_create(&WatchLabels { of }));
             drop(self.watch_missed.get_or_create(&WatchLabels { of }));
         }
@@ -193,6 +203,21 @@ impl Metrics {
         registry.register("heartbeats", "Heartbeats by outcome", self.heartbeats.clone());
         registry.register("deaths", "Nodes declared dead after their silence", self.deaths.clone());
         registry.register("nodes", "Nodes by state", self.nodes.clone());
+        registry.register(
+            "members",
+            "Members of the control plane, as this one sees them",
+            self.members.clone(),
+        );
+        registry.register(
+            "member_registered",
+            "1 while the registration of this member is certain",
+            self.member_registered.clone(),
+        );
+        registry.register(
+            "slots_owned",
+            "Hash slots of the directory that are this member's by the map",
+            self.slots_owned.clone(),
+        );
         registry.register("watchers", "Open watch streams", self.watchers.clone());
         registry.register(
             "watch_missed",
@@ -245,6 +270,16 @@ impl Metrics {
     /// An update batch ended so.
     pub fn updated(&self, result: UpdateResult) {
         self.updates.get_or_create(&UpdateLabels { result }).inc();
+    }
+
+    /// Sets what this member knows of the members, when somebody asks.
+    pub fn set_members(&self, shards: &Shards) {
+        self.member_registered.set(i64::from(shards.is_registered()));
+        let Some(view) = shards.view() else { return };
+        let count = |items: usize| i64::try_from(items).unwrap_or(i64::MAX);
+        self.members.set(count(view.members.len()));
+        let owned = view.map.position(shards.name()).map_or(0, |at| view.map.slots_of(at).count());
+        self.slots_owned.set(count(owned));
     }
 
     /// Sets what is counted only when somebody asks.
@@ -301,6 +336,6 @@ mod tests {
         assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
         let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
         let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
-        assert_eq!((helps, types), (17, 17));
+        assert_eq!((helps, types), (20, 20));
     }
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use reprise_controlplane_core::MemberSettings;
-use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store};
+use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store, TimeToLive};
+use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
 use tokio::net::TcpListener;
@@ -23,6 +24,7 @@ use crate::directory::DirectoryService;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
+use crate::shards::Shards;
 use crate::turns::Turns;
 
 /// A message at the most: 8,192 keys with operations are 136 KiB.
@@ -54,7 +56,10 @@ pub struct ControlPlane {
     stop: watch::Sender<bool>,
     grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
     admin_task: JoinHandle<std::io::Result<()>>,
-    background: [JoinHandle<()>; 2],
+    shards: Arc<Shards>,
+    background: [JoinHandle<()>; 3],
+    /// Gives the registration back when told to stop.
+    registration: JoinHandle<()>,
     /// Why the store takes no more writes.
     store_lost: watch::Receiver<Option<String>>,
 }
@@ -64,7 +69,7 @@ impl ControlPlane {
     pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
         config.check()?;
         let store = open_store(config.store.clone()).await?;
-        let registry = Registry::new(store);
+        let registry = Registry::new(store.clone());
         let known = registry.nodes().await.context("cannot read the node records")?;
         let (metrics, metric_registry) = Metrics::new();
         let settings = MemberSettings {
@@ -77,14 +82,21 @@ impl ControlPlane {
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
-        let admin_state = Admin::new(cluster.clone(), metric_registry);
+        let shards = Arc::new(shards(&config, store, grpc)?);
+        let admin_state = Admin::new(cluster.clone(), shards.clone(), metric_registry);
         let stop = watch::Sender::new(false);
         let workers = tokio::runtime::Handle::current().metrics().num_workers();
         let turns = Turns::new(workers, config.limits.calls_at_once);
         let store_lost = watch::Sender::new(None);
         let lost = store_lost.subscribe();
         let services = Services {
-            membership: MembershipService::new(cluster.clone(), registry, &config.membership, store_lost),
+            membership: MembershipService::new(
+                cluster.clone(),
+                registry,
+                shards.clone(),
+                &config.membership,
+                store_lost,
+            ),
             directory: DirectoryService::new(cluster.clone(), turns),
         };
         let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
@@ -97,7 +109,9 @@ impl ControlPlane {
         let background = [
             tokio::spawn(expire_for_ever(cluster.clone(), settings.dead_after)),
             tokio::spawn(sweep_for_ever(cluster.clone())),
+            tokio::spawn(follow_for_ever(shards.clone())),
         ];
+        let registration = tokio::spawn(hold(shards.clone(), stop.subscribe()));
         admin_state.set_ready();
         Ok(ControlPlane {
             grpc,
@@ -107,7 +121,9 @@ impl ControlPlane {
             stop,
             grpc_task,
             admin_task,
+            shards,
             background,
+            registration,
             store_lost: lost,
         })
     }
@@ -116,12 +132,16 @@ impl ControlPlane {
     pub async fn shutdown(self) {
         self.admin_state.set_closing();
         self.cluster.close();
+        self.shards.close();
         self.stop.send_replace(true);
         for task in &self.background {
             task.abort();
         }
         let (mut grpc_task, mut admin_task) = (self.grpc_task, self.admin_task);
-        let both = async {
+        let mut registration = self.registration;
+        let all = async {
+            // It has said what went wrong.
+            let _ = (&mut registration).await;
             let served = (&mut grpc_task).await;
             if let Ok(Err(error)) = served {
                 tracing::error!(%error, "the gRPC server ended with an error");
@@ -131,10 +151,11 @@ impl ControlPlane {
                 tracing::error!(%error, "the admin server ended with an error");
             }
         };
-        if timeout(SHUTDOWN_WAIT, both).await.is_err() {
+        if timeout(SHUTDOWN_WAIT, all).await.is_err() {
             tracing::warn!("connections were still open at shutdown and are cut");
             grpc_task.abort();
             admin_task.abort();
+            registration.abort();
         }
     }
 
@@ -203,6 +224,22 @@ async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
             Ok(Arc::new(EtcdStore::connect(&etcd.settings()?).await.context("cannot open the store")?))
         }
     }
+}
+
+/// This member as the configuration names it; `grpc` is where it listens.
+fn shards(config: &Config, store: Arc<dyn Store>, grpc: SocketAddr) -> anyhow::Result<Shards> {
+    let address = config.member.advertise.clone().unwrap_or_else(|| grpc.to_string());
+    let name = MemberName::new(config.member.name.as_ref().unwrap_or(&address)).context("member.name")?;
+    let time_to_live = TimeToLive::new(config.member.time_to_live.0).context("member.time_to_live")?;
+    Ok(Shards::new(store, name, address, time_to_live))
+}
+
+async fn follow_for_ever(shards: Arc<Shards>) {
+    shards.follow().await;
+}
+
+async fn hold(shards: Arc<Shards>, stop: watch::Receiver<bool>) {
+    shards.hold(stop).await;
 }
 
 /// Finds dead nodes at the instant they die.

@@ -4,73 +4,17 @@
 mod authority;
 #[path = "../store/tests/etcd_server/mod.rs"]
 mod etcd_server;
+mod process;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output, Stdio};
 
-use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{ListNodesRequest, RegisterReply, RegisterRequest};
 use tokio::runtime::Runtime;
-use tonic::transport::Channel;
 
-/// Longest wait for anything that must happen.
-const PATIENCE: Duration = Duration::from_secs(10);
-
-/// A running process; killed when dropped.
-struct Process {
-    child: Child,
-    grpc: String,
-}
-
-impl Process {
-    /// Starts it and waits for the ready line.
-    fn start(config: &Path) -> Process {
-        Process::start_command(command(config))
-    }
-
-    fn start_command(mut command: Command) -> Process {
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-        let ready: serde_json::Value = serde_json::from_str(&line).expect("the ready line is JSON");
-        assert_eq!(ready["ready"], true, "{line}");
-        assert!(ready["admin"].as_str().is_some_and(|address| address.starts_with("127.0.0.1:")), "{line}");
-        let grpc = ready["grpc"].as_str().expect("an address").to_owned();
-        Process { child, grpc }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.child.id().to_string();
-        let status = Command::new("kill").args([format!("-{name}"), pid]).status().expect("kill runs");
-        assert!(status.success());
-    }
-
-    /// Waits until it ends by itself.
-    fn end(&mut self) -> ExitStatus {
-        let give_up = Instant::now() + PATIENCE;
-        loop {
-            if let Some(status) = self.child.try_wait().expect("one's own child") {
-                return status;
-            }
-            assert!(Instant::now() < give_up, "the process goes on");
-            std::thread::yield_now();
-        }
-    }
-
-    async fn client(&self) -> MembershipClient<Channel> {
-        MembershipClient::connect(format!("http://{}", self.grpc)).await.expect("connected")
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+use process::{PATIENCE, Process, command, write_config};
 
 fn registration(name: &str) -> RegisterRequest {
     RegisterRequest {
@@ -78,19 +22,6 @@ fn registration(name: &str) -> RegisterRequest {
         peer_address: "127.0.0.1:1".to_owned(),
         ..RegisterRequest::default()
     }
-}
-
-fn command(config: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_reprise-controlplane"));
-    command.arg("--config").arg(config);
-    command
-}
-
-fn write_config(directory: &Path, store: &str) -> std::path::PathBuf {
-    let path = directory.join("config.toml");
-    let text = format!("listen = '127.0.0.1:0'\nadmin = '127.0.0.1:0'\n[store]\n{store}\n");
-    std::fs::write(&path, text).expect("written");
-    path
 }
 
 fn embedded(directory: &Path) -> std::path::PathBuf {

@@ -189,6 +189,20 @@ fn membership_rows() -> Vec<String> {
             &cluster::ListNodesReply { nodes: vec![node] },
         ),
         row(
+            "`MemberList`",
+            "epoch 3, member \"n\" at \"p:1\", incarnation 2; \"n\" answers, registered",
+            &cluster::MemberList {
+                epoch: 3,
+                members: vec![cluster::MemberInfo {
+                    name: "n".to_owned(),
+                    address: "p:1".to_owned(),
+                    incarnation: 2,
+                }],
+                answering: "n".to_owned(),
+                registered: true,
+            },
+        ),
+        row(
             "`NodeChange`",
             "node 7, removed",
             &cluster::NodeChange {

@@ -8,9 +8,10 @@ use reprise_policy::BlockKey;
 use reprise_proto::controlplane::directory_server::{Directory, DirectoryServer};
 use reprise_proto::controlplane::membership_server::{Membership, MembershipServer};
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListNodesReply, ListNodesRequest,
-    LookupReply, LookupRequest, NodeChange, NodeInfo, RegisterReply, RegisterRequest, UpdateReply,
-    UpdateRequest, WatchNodesRequest, WatchReply, WatchRequest,
+    DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
+    ListNodesRequest, LookupReply, LookupRequest, MemberList, NodeChange, NodeInfo, RegisterReply,
+    RegisterRequest, UpdateReply, UpdateRequest, WatchMembersRequest, WatchNodesRequest, WatchReply,
+    WatchRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;
@@ -195,6 +196,19 @@ impl Membership for Shared {
             Ok(NodeChange { node: Some(node), removed: false })
         });
         Ok(Response::new(Box::pin(changes)))
+    }
+
+    async fn list_members(&self, _: Request<ListMembersRequest>) -> Result<Response<MemberList>, Status> {
+        Err(Status::unimplemented("agents do not ask for members"))
+    }
+
+    type WatchMembersStream = Pin<Box<dyn Stream<Item = Result<MemberList, Status>> + Send>>;
+
+    async fn watch_members(
+        &self,
+        _: Request<WatchMembersRequest>,
+    ) -> Result<Response<Self::WatchMembersStream>, Status> {
+        Err(Status::unimplemented("agents do not ask for members"))
     }
 }
 

@@ -1,0 +1,319 @@
+//! The members of the control plane: this one's place among them, and the map of hash slots that follows from all.
+//!
+//! | key              | value                                                     |
+//! |------------------|-----------------------------------------------------------|
+//! | `members/<name>` | JSON: address; goes with the lease of the process that put it |
+//!
+//! ```text
+//!   joining ──the name is free──► registered ──the lease is lost──► joining
+//!      ▲ │
+//!      └─┘ the name is taken: by this member's former process, for as long as its lease lives, or by another
+//! ```
+//!
+//! The map is a function of what is under `members/` ([`ShardMap`]); every member computes it for itself. Its epoch is a
+//! revision at which this was the list, so a higher epoch is a later list. A member's incarnation is the revision that
+//! created its entry: higher with every registration under a name.
+//!
+//! Deliberately absent: what a member does with its slots. Agents still send everything to the one member that they are
+//! configured with (docs/adr/0002).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use reprise_controlplane_store::{
+    Condition, Event, HeldLease, Holding, KeyValue, Loss, Outcome, Revision, Store, StoreError, TimeToLive,
+    Transaction, Write,
+};
+use reprise_policy::Epoch;
+use reprise_policy::shards::{MEMBERS_MAX, MemberName, ShardMap};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+
+const MEMBERS_PREFIX: &str = "members/";
+/// Pause after the store failed.
+const RETRY_AFTER: Duration = Duration::from_millis(250);
+/// Lives of a lease that a former process of this name may still have: one, and the store may be late to notice.
+const FORMER_LIVES: u32 = 2;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Shards {
+    store: Arc<dyn Store>,
+    name: MemberName,
+    address: String,
+    time_to_live: TimeToLive,
+    news: watch::Sender<MemberNews>,
+    /// Of the lease under which this member is registered.
+    holding: RwLock<Option<watch::Receiver<Holding>>>,
+}
+
+/// What watchers get.
+#[derive(Clone, Debug)]
+pub enum MemberNews {
+    /// The members now.
+    Members(Arc<MemberView>),
+    /// This member is going away.
+    Closing,
+}
+
+/// The members at an epoch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberView {
+    /// Who owns what.
+    pub map: ShardMap,
+    /// In the order of the map.
+    pub members: Vec<Member>,
+}
+
+/// A registered member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its name.
+    pub name: MemberName,
+    /// `host:port` of its gRPC services.
+    pub address: String,
+    /// Higher with every registration under the name.
+    pub incarnation: u64,
+}
+
+/// The stored form of a member.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    address: String,
+}
+
+/// Whether a registration was made.
+enum Joined {
+    Yes,
+    NameTaken,
+}
+
+impl Shards {
+    /// A member that is not registered yet. Run [`Shards::follow`] and [`Shards::hold`].
+    pub fn new(store: Arc<dyn Store>, name: MemberName, address: String, time_to_live: TimeToLive) -> Shards {
+        let nobody = MemberView::of(Revision(0), &BTreeMap::new());
+        let news = watch::Sender::new(MemberNews::Members(Arc::new(nobody)));
+        Shards { store, name, address, time_to_live, news, holding: RwLock::new(None) }
+    }
+
+    /// This member's name.
+    pub fn name(&self) -> &MemberName {
+        &self.name
+    }
+
+    /// Whether this member's registration is certain at this instant.
+    pub fn is_registered(&self) -> bool {
+        let holding = self.holding.read().unwrap_or_else(PoisonError::into_inner);
+        let until = holding.as_ref().map(|holding| holding.borrow().clone());
+        matches!(until, Some(Holding::Held { until }) if Instant::now() < until)
+    }
+
+    /// The members as last seen; nobody before the store has answered.
+    pub fn view(&self) -> Option<Arc<MemberView>> {
+        match &*self.news.borrow() {
+            MemberNews::Members(view) => Some(view.clone()),
+            MemberNews::Closing => None,
+        }
+    }
+
+    /// The members now and whenever they change.
+    pub fn watch(&self) -> watch::Receiver<MemberNews> {
+        self.news.subscribe()
+    }
+
+    /// Ends all watches.
+    pub fn close(&self) {
+        self.news.send_replace(MemberNews::Closing);
+    }
+
+    /// Follows the members in the store; never returns.
+    pub async fn follow(&self) {
+        loop {
+            match self.follow_on().await {
+                // Read the range again, at once.
+                StoreError::Compacted { .. } => {}
+                error => {
+                    tracing::warn!(%error, "the members of the control plane cannot be followed; trying again");
+                    sleep(RETRY_AFTER).await;
+                }
+            }
+        }
+    }
+
+    /// Registers this member and registers it again whenever its lease is lost, until `stop`; then gives it back.
+    pub async fn hold(&self, mut stop: watch::Receiver<bool>) {
+        loop {
+            let joined = tokio::select! {
+                _ = stop.wait_for(|stop| *stop) => return,
+                joined = self.join() => joined,
+            };
+            match joined {
+                Ok(lease) => {
+                    if self.keep(lease, &mut stop).await == Loss::Released {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "this member cannot be registered now; trying again");
+                    sleep(RETRY_AFTER).await;
+                }
+            }
+        }
+    }
+
+    /// Waits until the lease is lost, or gives it back.
+    async fn keep(&self, lease: HeldLease, stop: &mut watch::Receiver<bool>) -> Loss {
+        self.set_holding(Some(lease.holding()));
+        tracing::info!(name = %self.name, address = self.address, "member registered");
+        let loss = tokio::select! {
+            loss = lease.lost() => loss,
+            _ = stop.wait_for(|stop| *stop) => Loss::Released,
+        };
+        self.set_holding(None);
+        if loss == Loss::Released {
+            if let Err(error) = lease.release().await {
+                tracing::warn!(%error, "the registration could not be given back; it expires");
+            }
+        } else {
+            tracing::warn!(name = %self.name, %loss, "the registration of this member is lost; registering again");
+        }
+        loss
+    }
+
+    /// Puts this member's entry under a new lease, as soon as its name is free.
+    async fn join(&self) -> Result<HeldLease, StoreError> {
+        loop {
+            let lease = HeldLease::grant(self.store.clone(), self.time_to_live).await?;
+            let former = lease.time_to_live().duration() * FORMER_LIVES;
+            match self.put_under(&lease).await? {
+                Joined::Yes => return Ok(lease),
+                Joined::NameTaken => drop(lease),
+            }
+            let mut news = self.watch();
+            let is_free = |news: &MemberNews| match news {
+                MemberNews::Members(view) => view.map.position(&self.name).is_none(),
+                MemberNews::Closing => true,
+            };
+            if timeout(former, news.wait_for(is_free)).await.is_err() {
+                let address = self.view().and_then(|view| Some(view.find(&self.name)?.address.clone()));
+                tracing::error!(
+                    name = %self.name,
+                    address,
+                    "another member is registered under this name: give each a member.name of its own"
+                );
+            }
+        }
+    }
+
+    async fn put_under(&self, lease: &HeldLease) -> Result<Joined, StoreError> {
+        let key = format!("{MEMBERS_PREFIX}{}", self.name).into_bytes();
+        let stored = Stored { address: self.address.clone() };
+        let value = serde_json::to_vec(&stored).expect("a record of a string is always JSON");
+        let transaction = Transaction {
+            conditions: vec![Condition::Absent { key: key.clone() }],
+            writes: vec![Write::Put { key, value, lease: Some(lease.id()) }],
+        };
+        Ok(match self.store.transact(transaction).await? {
+            Outcome::Committed(_) => Joined::Yes,
+            Outcome::Conflict => Joined::NameTaken,
+        })
+    }
+
+    /// Follows until the store fails.
+    async fn follow_on(&self) -> StoreError {
+        let follow = async {
+            let range = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
+            let mut members: BTreeMap<MemberName, Member> =
+                range.entries.iter().filter_map(read).map(|member| (member.name.clone(), member)).collect();
+            self.publish(range.revision, &members);
+            let from = Revision(range.revision.0 + 1);
+            let mut watch = self.store.watch(MEMBERS_PREFIX.as_bytes(), from).await?;
+            loop {
+                let batch = watch.next().await?;
+                for event in &batch.events {
+                    apply(&mut members, event);
+                }
+                self.publish(batch.revision, &members);
+            }
+        };
+        let ended: Result<std::convert::Infallible, StoreError> = follow.await;
+        let Err(error) = ended;
+        error
+    }
+
+    /// Makes a list of members known, if it is another than the last.
+    fn publish(&self, revision: Revision, members: &BTreeMap<MemberName, Member>) {
+        self.news.send_if_modified(|news| {
+            let MemberNews::Members(known) = news else { return false };
+            if known.members.iter().eq(members.values()) {
+                return false;
+            }
+            let view = MemberView::of(revision, members);
+            tracing::info!(
+                epoch = view.map.epoch().0,
+                members = view.members.len(),
+                "members of the control plane"
+            );
+            *known = Arc::new(view);
+            true
+        });
+    }
+
+    fn set_holding(&self, holding: Option<watch::Receiver<Holding>>) {
+        *self.holding.write().unwrap_or_else(PoisonError::into_inner) = holding;
+    }
+}
+
+impl MemberView {
+    fn of(revision: Revision, members: &BTreeMap<MemberName, Member>) -> MemberView {
+        let names = members.keys().take(MEMBERS_MAX).cloned();
+        let map =
+            ShardMap::new(Epoch(revision.0), names).expect("names in a map are unique, and not too many");
+        MemberView { map, members: members.values().take(MEMBERS_MAX).cloned().collect() }
+    }
+
+    /// The member of this name.
+    pub fn find(&self, name: &MemberName) -> Option<&Member> {
+        self.map.position(name).map(|at| &self.members[usize::from(at.0)])
+    }
+}
+
+fn apply(members: &mut BTreeMap<MemberName, Member>, event: &Event) {
+    match event {
+        Event::Put(entry) => {
+            if let Some(member) = read(entry) {
+                members.insert(member.name.clone(), member);
+            }
+        }
+        Event::Deleted { key, .. } => {
+            if let Some(name) = name_of(key) {
+                members.remove(&name);
+            }
+        }
+    }
+}
+
+/// A record that is none of ours is no member; its key is in the log.
+fn read(entry: &KeyValue) -> Option<Member> {
+    let stored = serde_json::from_slice::<Stored>(&entry.value).ok();
+    match (name_of(&entry.key), stored) {
+        (Some(name), Some(Stored { address })) => {
+            Some(Member { name, address, incarnation: entry.created.0 })
+        }
+        _ => {
+            let key = String::from_utf8_lossy(&entry.key);
+            tracing::error!(%key, "a member's record in the store cannot be read: remove it");
+            None
+        }
+    }
+}
+
+fn name_of(key: &[u8]) -> Option<MemberName> {
+    let name = std::str::from_utf8(key).ok()?.strip_prefix(MEMBERS_PREFIX)?;
+    MemberName::new(name).ok()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,149 @@
+//! Members over a store in memory, in paused time.
+
+use reprise_controlplane_store::MemoryStore;
+
+use super::*;
+
+const LIFE: Duration = Duration::from_secs(2);
+
+/// A member that runs until it is stopped, or dies without a word when this is dropped.
+struct Running {
+    shards: Arc<Shards>,
+    stop: watch::Sender<bool>,
+    hold: tokio::task::JoinHandle<()>,
+    follow: tokio::task::JoinHandle<()>,
+}
+
+impl Running {
+    fn start(store: &Arc<MemoryStore>, text: &str) -> Running {
+        let life = TimeToLive::new(LIFE).expect("within the limits");
+        let shards = Arc::new(Shards::new(store.clone(), name(text), format!("{text}:1"), life));
+        let stop = watch::Sender::new(false);
+        let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
+        let hold = tokio::spawn(async move { holding.hold(stopped).await });
+        let follow = tokio::spawn(async move { following.follow().await });
+        Running { shards, stop, hold, follow }
+    }
+
+    /// Waits until it knows of exactly these members.
+    async fn sees(&self, names: &[&str]) -> Arc<MemberView> {
+        let expected: Vec<MemberName> = names.iter().map(|text| name(text)).collect();
+        let mut news = self.shards.watch();
+        let seen = news.wait_for(|news| match news {
+            MemberNews::Members(view) => view.map.members() == expected,
+            MemberNews::Closing => false,
+        });
+        drop(
+            timeout(LIFE * 10, seen)
+                .await
+                .unwrap_or_else(|_| panic!("{:?}, not {names:?}", self.shards.view())),
+        );
+        self.shards.view().expect("it is not closing")
+    }
+
+    async fn stop(self) {
+        self.stop.send_replace(true);
+        timeout(LIFE, self.hold).await.expect("in time").expect("no panic");
+        self.follow.abort();
+    }
+}
+
+fn name(text: &str) -> MemberName {
+    MemberName::new(text).expect("a name")
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_agree_about_every_slot_at_an_epoch() {
+    let store = Arc::new(MemoryStore::new());
+    let (a, b) = (Running::start(&store, "a"), Running::start(&store, "b"));
+    let (of_a, of_b) = (a.sees(&["a", "b"]).await, b.sees(&["a", "b"]).await);
+    assert_eq!(of_a, of_b);
+    assert_eq!(of_a.find(&name("b")).expect("a member").address, "b:1");
+    assert!(a.shards.is_registered() && b.shards.is_registered());
+    let c = Running::start(&store, "c");
+    let three = a.sees(&["a", "b", "c"]).await;
+    assert!(three.map.epoch() > of_a.map.epoch());
+    assert_eq!(c.sees(&["a", "b", "c"]).await, three);
+    for running in [a, b, c] {
+        running.stop().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_that_stops_is_gone_at_once() {
+    let store = Arc::new(MemoryStore::new());
+    let (a, b) = (Running::start(&store, "a"), Running::start(&store, "b"));
+    a.sees(&["a", "b"]).await;
+    let began = Instant::now();
+    b.stop().await;
+    a.sees(&["a"]).await;
+    assert!(began.elapsed() < LIFE / 2, "{:?}", began.elapsed());
+    a.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_whose_lease_is_gone_is_no_member_until_it_registers_again_as_another_incarnation() {
+    let store = Arc::new(MemoryStore::new());
+    let (a, b) = (Running::start(&store, "a"), Running::start(&store, "b"));
+    let before = a.sees(&["a", "b"]).await.find(&name("b")).expect("a member").incarnation;
+    let entry = store.get(b"members/b").await.expect("readable").expect("there");
+    let mut news = a.shards.watch();
+    news.borrow_and_update();
+    store.revoke(entry.lease.expect("under a lease")).await.expect("it lived");
+    news.changed().await.expect("a change");
+    let after = a.sees(&["a", "b"]).await.find(&name("b")).expect("a member").incarnation;
+    assert!(after > before, "{after} after {before}");
+    assert!(b.shards.is_registered());
+    a.stop().await;
+    b.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_name_that_is_taken_is_waited_for_and_had_when_it_is_free() {
+    let store = Arc::new(MemoryStore::new());
+    let first = Running::start(&store, "a");
+    first.sees(&["a"]).await;
+    let second = Running::start(&store, "a");
+    sleep(LIFE * 5).await;
+    assert!(first.shards.is_registered() && !second.shards.is_registered(), "nobody is driven out");
+    first.stop().await;
+    timeout(LIFE * 5, async {
+        while !second.shards.is_registered() {
+            sleep(LIFE / 20).await;
+        }
+    })
+    .await
+    .expect("the name is free");
+    second.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_that_dies_is_gone_within_its_time_to_live() {
+    let store = Arc::new(MemoryStore::new());
+    let a = Running::start(&store, "a");
+    // What a process that was killed leaves behind.
+    let lease = store.grant(TimeToLive::new(LIFE).expect("within the limits")).await.expect("granted");
+    let put = Write::Put {
+        key: b"members/b".to_vec(),
+        value: br#"{"address":"b:1"}"#.to_vec(),
+        lease: Some(lease.id),
+    };
+    store.transact(Transaction { conditions: Vec::new(), writes: vec![put] }).await.expect("valid");
+    a.sees(&["a", "b"]).await;
+    let died = Instant::now();
+    a.sees(&["a"]).await;
+    assert!(died.elapsed() <= LIFE, "{:?}", died.elapsed());
+    a.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_no_record_of_a_member_is_none() {
+    let store = Arc::new(MemoryStore::new());
+    for (key, value) in [(&b"members/x"[..], &b"{"[..]), (b"members/a b", br#"{"address":"c:1"}"#)] {
+        let write = Write::Put { key: key.to_vec(), value: value.to_vec(), lease: None };
+        store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+    }
+    let a = Running::start(&store, "a");
+    a.sees(&["a"]).await;
+    a.stop().await;
+}

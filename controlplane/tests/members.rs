@@ -1,0 +1,134 @@
+//! Several members over one etcd, as processes: who they are, and what happens when one dies or pauses.
+
+#[path = "../store/tests/etcd_server/mod.rs"]
+mod etcd_server;
+mod process;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use reprise_policy::Epoch;
+use reprise_policy::shards::{MemberName, ShardMap};
+use reprise_proto::controlplane::{ListMembersRequest, MemberList, WatchMembersRequest};
+use tonic::Code;
+
+use process::{PATIENCE, Process, write_config};
+
+/// Of a lease: what etcd grants at the least.
+const TIME_TO_LIVE: Duration = Duration::from_secs(2);
+
+/// etcd looks for expired leases twice a second, and both processes share the machine with other tests.
+const NOTICE_WITHIN: Duration = Duration::from_secs(2);
+
+fn config(directory: &Path, endpoint: &str, name: &str) -> PathBuf {
+    let directory = directory.join(name);
+    std::fs::create_dir_all(&directory).expect("a directory");
+    let store = format!("kind = 'etcd'\nendpoints = ['{endpoint}']\n[member]\nname = '{name}'");
+    write_config(&directory, &store)
+}
+
+async fn members(process: &Process) -> MemberList {
+    process.client().await.list_members(ListMembersRequest {}).await.expect("a list").into_inner()
+}
+
+fn names(list: &MemberList) -> Vec<&str> {
+    list.members.iter().map(|member| member.name.as_str()).collect()
+}
+
+fn incarnation(list: &MemberList, name: &str) -> u64 {
+    list.members.iter().find(|member| member.name == name).expect("a member").incarnation
+}
+
+/// Waits until a process lists exactly these members, itself registered.
+async fn listed(process: &Process, expected: &[&str]) -> MemberList {
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let list = members(process).await;
+        if names(&list) == expected && list.registered {
+            return list;
+        }
+        assert!(Instant::now() < give_up, "{list:?}, not {expected:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+fn map(list: &MemberList) -> ShardMap {
+    let names = list.members.iter().map(|member| MemberName::new(&member.name).expect("a name"));
+    ShardMap::new(Epoch(list.epoch), names).expect("a map")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn members_find_each_other_and_a_killed_one_is_gone_within_its_time_to_live() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let server = etcd_server::Server::start(directory.path());
+    let endpoint = server.settings("").endpoints[0].clone();
+    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let (a, b, c) = (start("a"), start("b"), start("c"));
+    let all = ["a", "b", "c"];
+    let (of_a, of_b) = (listed(&a, &all).await, listed(&b, &all).await);
+    assert_eq!((of_a.answering.as_str(), of_b.answering.as_str()), ("a", "b"));
+    assert_eq!(of_a.members, of_b.members);
+    assert_eq!(of_a.members[2].address, c.grpc);
+
+    c.signal("KILL");
+    let killed = Instant::now();
+    let two = listed(&a, &["a", "b"]).await;
+    assert!(killed.elapsed() < TIME_TO_LIVE + NOTICE_WITHIN, "{:?}", killed.elapsed());
+    assert!(two.epoch > of_a.epoch);
+    // Whoever follows the lists moves the slots of the dead member and no other.
+    let (before, after) = (map(&of_a), map(&two));
+    for slot in 0..reprise_policy::key::HASH_SLOTS {
+        let owner = |map: &ShardMap| map.owner(slot).map(|at| map.members()[usize::from(at.0)].clone());
+        assert!(owner(&before) == owner(&after) || owner(&before).is_some_and(|name| name.as_str() == "c"));
+    }
+    drop(c);
+    let again = start("c");
+    let three = listed(&again, &all).await;
+    assert!(incarnation(&three, "c") > incarnation(&of_a, "c"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_pauses_is_gone_and_comes_back_as_another_incarnation() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let server = etcd_server::Server::start(directory.path());
+    let endpoint = server.settings("").endpoints[0].clone();
+    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let (a, b) = (start("a"), start("b"));
+    let before = listed(&a, &["a", "b"]).await;
+    listed(&b, &["a", "b"]).await;
+    b.signal("STOP");
+    listed(&a, &["a"]).await;
+    b.signal("CONT");
+    let after = listed(&a, &["a", "b"]).await;
+    assert!(incarnation(&after, "b") > incarnation(&before, "b"));
+    assert_eq!(incarnation(&after, "a"), incarnation(&before, "a"));
+    listed(&b, &["a", "b"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_brings_the_members_now_then_every_change_and_ends_with_the_member() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let server = etcd_server::Server::start(directory.path());
+    let endpoint = server.settings("").endpoints[0].clone();
+    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let mut a = start("a");
+    listed(&a, &["a"]).await;
+    let watch = a.client().await.watch_members(WatchMembersRequest {}).await;
+    let mut lists = watch.expect("a stream").into_inner();
+    let first = lists.message().await.expect("a list").expect("the stream goes on");
+    assert_eq!(names(&first), ["a"]);
+    let b = start("b");
+    let second = lists.message().await.expect("a list").expect("the stream goes on");
+    assert_eq!(names(&second), ["a", "b"]);
+    assert!(second.epoch > first.epoch);
+    // Told to stop, it gives its place back at once.
+    b.signal("TERM");
+    let told = Instant::now();
+    let third = lists.message().await.expect("a list").expect("the stream goes on");
+    assert_eq!(names(&third), ["a"]);
+    assert!(told.elapsed() < TIME_TO_LIVE, "{:?}", told.elapsed());
+    a.signal("TERM");
+    let ended = lists.message().await.expect_err("the member is going away");
+    assert_eq!(ended.code(), Code::Unavailable);
+    assert!(a.end().success());
+}

@@ -1,0 +1,82 @@
+//! A control-plane member as a process of its own.
+
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use tonic::transport::Channel;
+
+/// Longest wait for anything that must happen.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A running process; killed when dropped.
+pub(crate) struct Process {
+    pub(crate) child: Child,
+    pub(crate) grpc: String,
+}
+
+impl Process {
+    /// Starts it and waits for the ready line.
+    pub(crate) fn start(config: &Path) -> Process {
+        Process::start_command(command(config))
+    }
+
+    pub(crate) fn start_command(mut command: Command) -> Process {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+        let ready: serde_json::Value = serde_json::from_str(&line).expect("the ready line is JSON");
+        assert_eq!(ready["ready"], true, "{line}");
+        assert!(ready["admin"].as_str().is_some_and(|address| address.starts_with("127.0.0.1:")), "{line}");
+        let grpc = ready["grpc"].as_str().expect("an address").to_owned();
+        Process { child, grpc }
+    }
+
+    pub(crate) fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        let status = Command::new("kill").args([format!("-{name}"), pid]).status().expect("kill runs");
+        assert!(status.success());
+    }
+
+    /// Waits until it ends by itself.
+    pub(crate) fn end(&mut self) -> ExitStatus {
+        let give_up = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("one's own child") {
+                return status;
+            }
+            assert!(Instant::now() < give_up, "the process goes on");
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) async fn client(&self) -> MembershipClient<Channel> {
+        MembershipClient::connect(format!("http://{}", self.grpc)).await.expect("connected")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The command that runs a member.
+pub(crate) fn command(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_reprise-controlplane"));
+    command.arg("--config").arg(config);
+    command
+}
+
+/// Writes a configuration with this `[store]`, on free ports.
+pub(crate) fn write_config(directory: &Path, store: &str) -> std::path::PathBuf {
+    let path = directory.join("config.toml");
+    let text = format!("listen = '127.0.0.1:0'\nadmin = '127.0.0.1:0'\n[store]\n{store}\n");
+    std::fs::write(&path, text).expect("written");
+    path
+}
