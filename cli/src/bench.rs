@@ -12,6 +12,7 @@ mod pool_file;
 mod recovery;
 mod report;
 mod resident;
+mod service;
 mod store;
 
 use std::path::PathBuf;
@@ -47,7 +48,7 @@ enum Which {
     Peer,
     /// One match call over 8,192 keys.
     Match,
-    /// The replica directory: memory and look-ups.
+    /// The replica directory: memory and look-ups, in this process and over gRPC; its rebuild.
     Directory {
         /// Replica entries.
         #[arg(long, default_value_t = 10_000_000)]
@@ -112,7 +113,11 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             Which::Local => local::run(&settings)?,
             Which::Peer => peer::run(&settings)?,
             Which::Match => matching::run(&settings)?,
-            Which::Directory { entries } => directory::run(*entries, &settings)?,
+            Which::Directory { entries } => {
+                let mut figures = directory::run(*entries, &settings)?;
+                figures.extend(service::run(*entries, &settings)?);
+                figures
+            }
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,
             Which::All => continue,
         };

@@ -31,6 +31,10 @@ const STOP_WITHIN: Duration = Duration::from_secs(10);
 /// File in the cluster's directory that says how to reach it.
 const CLUSTER_FILE: &str = "cluster.json";
 
+/// The control plane's configuration and log, in the cluster's directory.
+const CONTROLPLANE_CONFIG: &str = "controlplane.toml";
+const CONTROLPLANE_LOG: &str = "controlplane.log";
+
 /// An agent's pool, in its folder.
 const POOL_FILE: &str = "device-0.pool";
 
@@ -119,7 +123,7 @@ impl Cluster {
     pub(crate) fn start(directory: &Path, count: usize, sizes: AgentSizes) -> anyhow::Result<Cluster> {
         let mut claimed = ClusterDirectory::claim(directory)?;
         interrupt::ends_cluster(directory)?;
-        let config = directory.join("controlplane.toml");
+        let config = directory.join(CONTROLPLANE_CONFIG);
         let store = directory.join("controlplane.redb");
         remove_if_there(&store)?;
         let text = format!(
@@ -130,7 +134,7 @@ impl Cluster {
         let controlplane = Process::start(
             "reprise-controlplane",
             &config,
-            &directory.join("controlplane.log"),
+            &directory.join(CONTROLPLANE_LOG),
             &mut claimed,
         )?;
         let mut cluster = Cluster { controlplane, agents: Vec::new(), directory: claimed };
@@ -173,6 +177,21 @@ impl Cluster {
         agent.addresses.admin = agent.process.ready.admin.clone();
         self.write_file()?;
         Ok(started.elapsed().as_secs_f64())
+    }
+
+    /// The control plane's process.
+    pub(crate) fn controlplane_pid(&self) -> u32 {
+        self.controlplane.child.id()
+    }
+
+    /// Ends the control plane with SIGKILL and starts it again on the store it left behind.
+    pub(crate) fn restart_controlplane(&mut self) -> anyhow::Result<()> {
+        self.controlplane.child.kill().context("killing the control plane")?;
+        self.controlplane.child.wait().context("waiting for the killed control plane")?;
+        let path = self.directory.path();
+        let (config, log) = (path.join(CONTROLPLANE_CONFIG), path.join(CONTROLPLANE_LOG));
+        self.controlplane = Process::start("reprise-controlplane", &config, &log, &mut self.directory)?;
+        self.write_file()
     }
 
     fn start_agent(&mut self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {

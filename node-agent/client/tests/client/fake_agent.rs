@@ -171,6 +171,14 @@ impl Peer {
         }
     }
 
+    /// Load and blocks of a suspicion.
+    pub(crate) fn expect_suspect(&mut self) -> (u64, Vec<u32>) {
+        match self.expect("suspect") {
+            (_, request::Body::Suspect(suspect)) => (suspect.load, suspect.blocks),
+            (_, other) => panic!("expected suspect, got {other:?}"),
+        }
+    }
+
     pub(crate) fn expect_release(&mut self) -> u64 {
         match self.expect("release") {
             (_, request::Body::Release(release)) => release.load,

@@ -79,7 +79,7 @@ fn layers_are_copied_as_they_become_ready() {
 }
 
 #[test]
-fn a_corrupt_object_is_detected_in_the_copy_and_others_are_not_affected() {
+fn a_corrupt_object_is_detected_in_the_copy_and_told_once_and_others_are_not_affected() {
     let agent = FakeAgent::start(|peer| {
         peer.greet();
         let (id, _) = peer.expect_load();
@@ -89,6 +89,8 @@ fn a_corrupt_object_is_detected_in_the_copy_and_others_are_not_affected() {
         wrong.copy_in(&[!block_bytes(1)[object_bytes() * 2]]).expect("writable");
         let (id, _) = peer.expect_match();
         peer.reply_matched(id, 1);
+        // Two copies do not match, and one message says so; the release is next.
+        assert_eq!(peer.expect_suspect(), (FIRST.load, vec![1]));
         peer.expect_release();
     });
     let client = agent.connect();

@@ -1,0 +1,312 @@
+//! The directory as agents use it: a member in a process of its own, asked over gRPC on loopback.
+//!
+//! Nodes are played by this process: they register, beat, and announce inventories as agents do, so what is measured
+//! of the member is all that it does for them. Client and member share the machine; therefore look-ups are given for each
+//! second of CPU time that the member took, on all its threads, beside what the clock says.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use bytes::Bytes;
+use reprise_policy::{BlockKey, ByteSize, Tier};
+use reprise_proto::controlplane::directory_client::DirectoryClient;
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::{
+    DescribeRequest, HeartbeatRequest, LookupRequest, RegisterRequest, UpdateRequest,
+};
+use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+use tonic::transport::Channel;
+
+use crate::cluster::{AgentSizes, Cluster};
+
+use super::Settings;
+use super::fixture::keys;
+use super::report::{Figure, Target, median};
+
+/// Nodes that hold the entries.
+const NODES: usize = 10;
+
+/// Changes of one update, as agents send them.
+const UPDATE_CHANGES: usize = 8192;
+
+/// Keys of one look-up call.
+const LOOKUP_KEYS: usize = 1000;
+
+/// Look-up calls of one repetition.
+const LOOKUP_CALLS: usize = 1000;
+
+/// Look-up calls under way at once: enough to keep the member busy, few enough not to queue for long.
+const CALLS_AT_ONCE: usize = 8;
+
+/// Calls of one repetition of the single-key measurement.
+const SINGLE_CALLS: usize = 2000;
+
+/// Seed of the keys.
+const SEED: u64 = 40_000;
+
+/// Mooncake 0.3.13's master answers a single key in 62 µs at the median on this class of machine.
+const SINGLE_KEY_MICROSECONDS: f64 = 62.0;
+
+/// The nodes' inventories, ready to be sent.
+struct Inventories {
+    /// Of each node, packed keys by update.
+    nodes: Vec<Vec<Bytes>>,
+    entries: usize,
+}
+
+/// Nodes that are registered and beat until this is dropped.
+struct Beating {
+    stop: Arc<AtomicBool>,
+}
+
+pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    let sizes = AgentSizes { arena: ByteSize(0), pool: ByteSize(0) };
+    let mut cluster = Cluster::start(&settings.directory, 0, sizes)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let inventories = Inventories::new(entries);
+    let (beating, announced) = announce(&runtime, &cluster, &inventories)?;
+
+    let (mut per_core, mut by_clock) = (Vec::new(), Vec::new());
+    for repetition in settings.rounds("directory.service_lookups") {
+        let (seconds, cpu_seconds) = lookups(&runtime, &cluster, &inventories, repetition)?;
+        let found = (LOOKUP_CALLS * LOOKUP_KEYS) as f64;
+        per_core.push(found / cpu_seconds / 1e6);
+        by_clock.push(found / seconds / 1e6);
+    }
+    let single = settings
+        .rounds("directory.service_single_key")
+        .map(|repetition| single_key(&runtime, &cluster, &inventories, repetition))
+        .collect::<anyhow::Result<Vec<f64>>>()?;
+
+    drop(beating);
+    let lost = Instant::now();
+    cluster.restart_controlplane()?;
+    let (beating, _) = announce(&runtime, &cluster, &inventories)?;
+    let rebuilt = lost.elapsed().as_secs_f64();
+    drop(beating);
+    let millions = |figures| median(figures);
+    let rate = Target::AtLeast(2.0);
+    Ok(vec![
+        Figure::absolute("directory.service_lookups_per_server_core", millions(per_core), "million keys/s", rate),
+        Figure::absolute("directory.service_lookups", millions(by_clock), "million keys/s", Target::None),
+        Figure::absolute(
+            "directory.service_single_key_p50",
+            median(single),
+            "us",
+            Target::AtMost(SINGLE_KEY_MICROSECONDS),
+        ),
+        Figure::absolute(
+            "directory.service_announcements",
+            entries as f64 / announced / 1e6,
+            "million entries/s",
+            Target::None,
+        ),
+        Figure::absolute(
+            format!("directory.rebuild_{entries}_entries"),
+            rebuilt,
+            "s",
+            Target::AtMost(10.0),
+        ),
+    ])
+}
+
+impl Inventories {
+    fn new(entries: usize) -> Inventories {
+        let of_node = |node: usize| {
+            let count = entries / NODES + usize::from(node < entries % NODES);
+            let update = |first: usize| {
+                let seed = SEED + (node * entries + first) as u64;
+                Bytes::from(BlockKey::pack(&keys(seed, UPDATE_CHANGES.min(count - first))))
+            };
+            (0..count).step_by(UPDATE_CHANGES).map(update).collect()
+        };
+        Inventories { nodes: (0..NODES).map(of_node).collect(), entries }
+    }
+
+    /// Packed keys of one look-up call, from all over the inventories.
+    fn wanted(&self, call: usize, count: usize) -> Bytes {
+        let mut packed = Vec::with_capacity(count * BlockKey::SIZE);
+        for at in 0..count {
+            let number = call.wrapping_mul(7919) + at.wrapping_mul(104_729);
+            let updates = &self.nodes[number % NODES];
+            let update = &updates[(number / NODES) % updates.len()];
+            let key = (number / 31) % (update.len() / BlockKey::SIZE) * BlockKey::SIZE;
+            packed.extend_from_slice(&update[key..key + BlockKey::SIZE]);
+        }
+        packed.into()
+    }
+}
+
+/// Registers the nodes and announces their inventories, all at once; the seconds until the directory has them.
+fn announce(
+    runtime: &Runtime,
+    cluster: &Cluster,
+    inventories: &Inventories,
+) -> anyhow::Result<(Beating, f64)> {
+    let started = Instant::now();
+    let beating = Beating { stop: Arc::new(AtomicBool::new(false)) };
+    runtime.block_on(async {
+        let mut nodes = JoinSet::new();
+        for (number, updates) in inventories.nodes.iter().enumerate() {
+            let (address, updates) = (cluster.file().controlplane, updates.clone());
+            nodes.spawn(announce_one(address, number, updates, beating.stop.clone()));
+        }
+        while let Some(node) = nodes.join_next().await {
+            node.context("a node of the benchmark")??;
+        }
+        let described = directory(cluster).await?.describe(DescribeRequest {}).await?.into_inner();
+        let expected = inventories.entries as u64;
+        ensure!(described.replicas == expected, "{} of {expected} replicas are there", described.replicas);
+        anyhow::Ok(())
+    })?;
+    Ok((beating, started.elapsed().as_secs_f64()))
+}
+
+async fn announce_one(
+    address: String,
+    number: usize,
+    updates: Vec<Bytes>,
+    stop: Arc<AtomicBool>,
+) -> anyhow::Result<()> {
+    let mut membership = MembershipClient::connect(format!("http://{address}")).await?;
+    let request = RegisterRequest {
+        name: format!("bench-{number}"),
+        peer_address: "127.0.0.1:1".to_owned(),
+        ..RegisterRequest::default()
+    };
+    let granted = membership.register(request).await.context("registering")?.into_inner();
+    let (node, epoch) = (granted.node, granted.epoch);
+    let every = Duration::from_micros(granted.heartbeat_every_us);
+    tokio::spawn(async move {
+        while !stop.load(Ordering::Relaxed) {
+            // The member may be gone already when the benchmark is.
+            let _ = membership.heartbeat(HeartbeatRequest { node, epoch }).await;
+            tokio::time::sleep(every).await;
+        }
+    });
+    let mut directory = DirectoryClient::connect(format!("http://{address}")).await?;
+    let mut sequence = 0;
+    for keys in updates {
+        let count = (keys.len() / BlockKey::SIZE) as u64;
+        let operations = vec![Tier::Nvme as u8; keys.len() / BlockKey::SIZE].into();
+        let request = UpdateRequest { node, epoch, sequence, keys, operations, reset: sequence == 0 };
+        let reply = directory.update(request).await.context("announcing")?.into_inner();
+        sequence += count;
+        ensure!(!reply.fenced && reply.expected_sequence == sequence, "an update was not taken: {reply:?}");
+    }
+    Ok(())
+}
+
+/// Look-ups of a thousand keys, some at once; seconds by the clock, and of the member's CPU time.
+fn lookups(
+    runtime: &Runtime,
+    cluster: &Cluster,
+    inventories: &Inventories,
+    repetition: usize,
+) -> anyhow::Result<(f64, f64)> {
+    let wanted: Vec<Bytes> = (0..LOOKUP_CALLS)
+        .map(|call| inventories.wanted(repetition * LOOKUP_CALLS + call, LOOKUP_KEYS))
+        .collect();
+    let pid = cluster.controlplane_pid();
+    runtime.block_on(async {
+        let client = directory(cluster).await?;
+        let (began, cpu_began) = (Instant::now(), cpu_seconds(pid)?);
+        let mut callers = JoinSet::new();
+        for part in wanted.chunks(LOOKUP_CALLS.div_ceil(CALLS_AT_ONCE)) {
+            callers.spawn(look_up(client.clone(), part.to_vec()));
+        }
+        while let Some(caller) = callers.join_next().await {
+            caller.context("a caller of the benchmark")??;
+        }
+        Ok((began.elapsed().as_secs_f64(), cpu_seconds(pid)? - cpu_began))
+    })
+}
+
+/// One call after the other; every key has a replica.
+async fn look_up(mut client: DirectoryClient<Channel>, wanted: Vec<Bytes>) -> anyhow::Result<()> {
+    for keys in wanted {
+        let count = keys.len() / BlockKey::SIZE;
+        let reply = client.lookup(LookupRequest { keys, asking_node: 0 }).await.context("look-up")?.into_inner();
+        let found = reply.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
+        ensure!(found == count, "{found} of {count} keys were found");
+    }
+    Ok(())
+}
+
+/// Median of single-key calls, one after the other, in microseconds.
+fn single_key(
+    runtime: &Runtime,
+    cluster: &Cluster,
+    inventories: &Inventories,
+    repetition: usize,
+) -> anyhow::Result<f64> {
+    let wanted = inventories.wanted(repetition, SINGLE_CALLS);
+    runtime.block_on(async {
+        let client = directory(cluster).await?;
+        let mut microseconds = Vec::with_capacity(SINGLE_CALLS);
+        for call in 0..SINGLE_CALLS {
+            let key = wanted.slice(call * BlockKey::SIZE..(call + 1) * BlockKey::SIZE);
+            let began = Instant::now();
+            look_up(client.clone(), vec![key]).await?;
+            microseconds.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        Ok(median(microseconds))
+    })
+}
+
+async fn directory(cluster: &Cluster) -> anyhow::Result<DirectoryClient<Channel>> {
+    let address = cluster.file().controlplane;
+    DirectoryClient::connect(format!("http://{address}")).await.context("connecting to the control plane")
+}
+
+/// CPU time that all threads of a process have had, from the scheduler's own count in nanoseconds.
+fn cpu_seconds(pid: u32) -> anyhow::Result<f64> {
+    let tasks = format!("/proc/{pid}/task");
+    let mut nanoseconds = 0;
+    for task in fs::read_dir(&tasks).with_context(|| format!("reading {tasks}"))? {
+        let path = task?.path().join("schedstat");
+        // A thread that has ended meanwhile has taken little: the member's threads live as long as it does.
+        let Ok(text) = fs::read_to_string(&path) else { continue };
+        let first = text.split_whitespace().next().context("an empty schedstat")?;
+        nanoseconds += first.parse::<u64>().with_context(|| format!("{} is no number", path.display()))?;
+    }
+    Ok(nanoseconds as f64 / 1e9)
+}
+
+impl Drop for Beating {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn inventories_are_as_large_as_asked_and_no_key_is_twice_in_them() {
+        for entries in [NODES, 100_001] {
+            let inventories = Inventories::new(entries);
+            let all: BTreeSet<&[u8]> =
+                inventories.nodes.iter().flatten().flat_map(|update| update.chunks(BlockKey::SIZE)).collect();
+            assert_eq!(all.len(), entries);
+            let wanted = inventories.wanted(3, 50);
+            assert!(wanted.chunks(BlockKey::SIZE).all(|key| all.contains(key)));
+        }
+    }
+
+    #[test]
+    fn the_cpu_time_of_this_process_grows_while_it_works() {
+        let before = cpu_seconds(std::process::id()).expect("this process");
+        let mut work = 0_u64;
+        while cpu_seconds(std::process::id()).expect("this process") < before + 0.01 {
+            work = std::hint::black_box(work.wrapping_add(1));
+        }
+    }
+}
