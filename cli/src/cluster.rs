@@ -131,12 +131,8 @@ impl Cluster {
             quoted(&store)
         );
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
-        let controlplane = Process::start(
-            "reprise-controlplane",
-            &config,
-            &directory.join(CONTROLPLANE_LOG),
-            &mut claimed,
-        )?;
+        let controlplane =
+            Process::start("reprise-controlplane", &config, &directory.join(CONTROLPLANE_LOG), &mut claimed)?;
         let mut cluster = Cluster { controlplane, agents: Vec::new(), directory: claimed };
         for index in 0..count {
             let agent = cluster.start_agent(&format!("node-{}", index + 1), sizes)?;

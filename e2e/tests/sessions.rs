@@ -213,7 +213,8 @@ fn a_namespace_that_nobody_has_saved_in_is_a_miss_at_once() {
 
 #[test]
 fn a_commit_without_right_leases_keys_or_checksums_publishes_nothing() {
-    let (_world, agent) = world_with_agent();
+    let (world, agent) = world_with_agent();
+    world.require("a block in DRAM no longer matched its checksums");
     let mut session = RawSession::greeted(&agent.files().socket, &small());
     session.send(2, request::Body::Reserve(local::Reserve { count: 3 }));
     let Some(response::Body::Reserved(reserved)) = session.receive().and_then(|response| response.body)
@@ -242,10 +243,11 @@ fn a_commit_without_right_leases_keys_or_checksums_publishes_nothing() {
     use local::CommitStatus::{BadItem, Committed, NoLease};
     assert_eq!(committed.statuses().collect::<Vec<_>>(), [BadItem, BadItem, Committed, NoLease, NoLease]);
     agent.admin().wait_for("reserved_bytes", PATIENCE, |bytes| bytes == 0);
-    // What was committed with wrong checksums is not what was in the slot: whoever loads it finds out.
+    // What was committed with wrong checksums is not what was in the slot: whoever loads it finds out, and it goes.
     let engine = agent.engine(small());
     assert_eq!(engine.load(&[2], &Loading::LOCAL).expect("a load"), [Outcome::Detected]);
     assert_eq!(engine.matches(&[1], Scope::Local).len(), 0);
+    agent.admin().wait_for("dram_corrupt_blocks", PATIENCE, |dropped| dropped == 1);
 }
 
 #[test]

@@ -284,7 +284,7 @@ impl Executor {
                     region = slot.region.0,
                     offset = slot.offset,
                     %key,
-                    "a block in DRAM no longer matched its checksums; it was dropped. A process that maps the arena has written to it, or the memory fails"
+                    "a block in DRAM no longer matched its checksums; it was dropped. It was committed with wrong checksums, a process that maps the arena has written to it since, or the memory fails"
                 );
             }
             Report::Unstorable { block_bytes, payload_bytes_max } => {

@@ -286,7 +286,7 @@ fn every_message_with_fields_has_its_part_in_an_example() {
     let rows = [session_rows(), membership_rows(), directory_rows()].concat().join("\n");
     // Carried by others, or by every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
-    let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas"];
+    let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo"];
     let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
         let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;

@@ -91,7 +91,12 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let millions = |figures| median(figures);
     let rate = Target::AtLeast(2.0);
     Ok(vec![
-        Figure::absolute("directory.service_lookups_per_server_core", millions(per_core), "million keys/s", rate),
+        Figure::absolute(
+            "directory.service_lookups_per_server_core",
+            millions(per_core),
+            "million keys/s",
+            rate,
+        ),
         Figure::absolute("directory.service_lookups", millions(by_clock), "million keys/s", Target::None),
         Figure::absolute(
             "directory.service_single_key_p50",
@@ -105,12 +110,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
             "million entries/s",
             Target::None,
         ),
-        Figure::absolute(
-            format!("directory.rebuild_{entries}_entries"),
-            rebuilt,
-            "s",
-            Target::AtMost(10.0),
-        ),
+        Figure::absolute(format!("directory.rebuild_{entries}_entries"), rebuilt, "s", Target::AtMost(10.0)),
     ])
 }
 
@@ -230,7 +230,8 @@ fn lookups(
 async fn look_up(mut client: DirectoryClient<Channel>, wanted: Vec<Bytes>) -> anyhow::Result<()> {
     for keys in wanted {
         let count = keys.len() / BlockKey::SIZE;
-        let reply = client.lookup(LookupRequest { keys, asking_node: 0 }).await.context("look-up")?.into_inner();
+        let reply =
+            client.lookup(LookupRequest { keys, asking_node: 0 }).await.context("look-up")?.into_inner();
         let found = reply.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
         ensure!(found == count, "{found} of {count} keys were found");
     }
