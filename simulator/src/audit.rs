@@ -10,6 +10,7 @@ use reprise_controlplane_core::LiveNodes;
 use reprise_policy::{BlockKey, NodeId, SessionId, Tier};
 
 use crate::member::find;
+use crate::node::count_all;
 use crate::setup::{SETTLE, all_keys, layout_of};
 use crate::world::World;
 
@@ -30,7 +31,10 @@ impl World {
             }
         }
         self.run_until(self.now.after(SETTLE));
-        (0..self.nodes.len()).for_each(|node| self.assert_nothing_left(node));
+        for node in 0..self.nodes.len() {
+            count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("it runs"));
+            self.assert_nothing_left(node);
+        }
         self.assert_converged();
     }
 
@@ -70,8 +74,15 @@ impl World {
         };
         let dram = bytes(Tier::Dram, 0) + counters.arena_lost_bytes;
         assert_eq!(counters.arena_used_bytes, dram, "node {node}: slots of the arena leak");
-        assert_eq!(counters.pool_used_bytes, bytes(Tier::Nvme, HEADER_BYTES), "node {node}: slots of the pool leak");
-        assert!(counters.arena_used_bytes <= counters.arena_bytes, "node {node}: the arena is over its budget");
+        assert_eq!(
+            counters.pool_used_bytes,
+            bytes(Tier::Nvme, HEADER_BYTES),
+            "node {node}: slots of the pool leak"
+        );
+        assert!(
+            counters.arena_used_bytes <= counters.arena_bytes,
+            "node {node}: the arena is over its budget"
+        );
     }
 
     fn assert_converged(&mut self) {
@@ -86,7 +97,10 @@ impl World {
         for node in 0..self.nodes.len() {
             let number = self.store.node_of(node).expect("every agent has registered");
             let process = self.process(node);
-            assert!(process.link.granted.is_some_and(|granted| granted.node == number), "node {node} is registered");
+            assert!(
+                process.link.granted.is_some_and(|granted| granted.node == number),
+                "node {node} is registered"
+            );
             held.extend(process.inventory.iter().map(|(key, tier)| (number, *key, *tier)));
         }
         let phantom: Vec<_> = known.difference(&held).collect();

@@ -11,7 +11,7 @@ use reprise_agent_core::pool::{
     DeviceOpKind, DevicePool, PageNumber, PoolParams, Recovery, RecoveryReport, StoredBlock,
 };
 
-use crate::memory::{Tag, damage};
+use crate::memory::{Tag, rot};
 use crate::rng::Rng;
 
 const PAGE: usize = 4096;
@@ -100,7 +100,8 @@ impl Disk {
         let mut pool_uuid = [index + 1; 16];
         pool_uuid[..8].copy_from_slice(&identity.to_le_bytes());
         let (device_bytes, segment_bytes) = (bytes, 2 << 20);
-        let params = PoolParams { device_bytes, segment_bytes, pool_uuid, device_index: index, created_unix_us: 1 };
+        let params =
+            PoolParams { device_bytes, segment_bytes, pool_uuid, device_index: index, created_unix_us: 1 };
         let mut image = Image::default();
         for (offset, bytes) in DevicePool::format(&params).expect("sound parameters") {
             let kind = DeviceOpKind::WritePages { offset, bytes };
@@ -182,7 +183,7 @@ impl Disk {
         let Some(page) = self.current.payloads.keys().nth((which % count) as usize).copied() else { return };
         for image in [&mut self.current, &mut self.durable] {
             if let Some(payload) = image.payloads.get_mut(&page) {
-                damage(payload, which >> 32);
+                rot(payload, which >> 32);
             }
         }
     }

@@ -115,7 +115,10 @@ impl Engine {
         if let Some((ticket, keys)) = self.tickets.iter().next() {
             return Some(format!("without a notice: {ticket:?} of {keys:?}"));
         }
-        self.loads.keys().find(|load| !self.progress(**load).done).map(|load| format!("without an end: {load:?}"))
+        self.loads
+            .keys()
+            .find(|load| !self.progress(**load).done)
+            .map(|load| format!("without an end: {load:?}"))
     }
 
     fn progress(&self, load: LoadId) -> &Page {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use reprise_policy::{BlockKey, SessionId};
 
 use crate::disk::{Disk, Health};
-use crate::memory::is_damaged;
+use crate::memory::is_rotten;
 use crate::memory::verified;
 use crate::network::Host;
 use crate::setup::layout_of;
@@ -129,13 +129,15 @@ impl World {
                 let readable = |block: &reprise_agent_core::pool::StoredBlock| {
                     let (page, payload) = disk.read(block.page);
                     let (key, generation, header_crc) = (block.key, block.generation, block.header_crc);
-                    let expected = reprise_agent_core::pool::header::ExpectedHeader { key, generation, header_crc };
+                    let expected =
+                        reprise_agent_core::pool::header::ExpectedHeader { key, generation, header_crc };
                     let header = reprise_agent_core::pool::header::decode_header(&page, &expected).ok();
-                    let content = header.and_then(|header| verified(payload, 0, &layout_of(&key), &header.checksums));
+                    let content =
+                        header.and_then(|header| verified(payload, 0, &layout_of(&key), &header.checksums));
                     content.is_some_and(|tag| self.truth[&key].contains(&tag))
                         && payload.len() == layout_of(&key).layers() as usize
                 };
-                let excused = disk.health.lost || is_damaged(disk.read(block.page).1);
+                let excused = disk.health.lost || is_rotten(disk.read(block.page).1);
                 if excused || readable(&block) {
                     kept.insert(block.key);
                 }

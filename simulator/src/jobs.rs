@@ -68,9 +68,13 @@ impl World {
             Job::Read { device, read, layout, layers } => {
                 let to = layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32;
                 if let Some(event) = self.read_on(node, (device, read), layout, layers..to) {
-                    if to < layout.layers() && !matches!(event, Event::Fill { update: FillUpdate::Failed(_), .. }) {
+                    if to < layout.layers()
+                        && !matches!(event, Event::Fill { update: FillUpdate::Failed(_), .. })
+                    {
                         let slowness = self.disk(node, device).health.slowness;
-                        self.process(node).jobs.insert(number, Job::Read { device, read, layout, layers: to });
+                        self.process(node)
+                            .jobs
+                            .insert(number, Job::Read { device, read, layout, layers: to });
                         let time = self.job_time(slowness);
                         self.later(node, time, Local::Job(number));
                     }

@@ -146,7 +146,9 @@ impl World {
     pub(crate) fn on_answer(&mut self, node: usize, call: CallId, reply: Reply) {
         let Some(Call { of, .. }) = self.link(node).calls.remove(&call) else { return };
         match (of, reply) {
-            (Purpose::Register, Reply::Registered { node: number, epoch }) => self.granted(node, number, epoch),
+            (Purpose::Register, Reply::Registered { node: number, epoch }) => {
+                self.granted(node, number, epoch)
+            }
             (Purpose::Beat { epoch }, Reply::Beaten { known }) => self.beaten(node, epoch, known),
             (Purpose::Update(batch), Reply::Updated(answer)) => {
                 let outcome = self.link(node).outbox.answered(batch.epoch, batch.sequence, answer);

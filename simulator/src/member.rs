@@ -82,6 +82,7 @@ impl Member {
     pub(crate) fn update(&mut self, batch: &Batch) -> Answer {
         let begin = match batch.begin {
             outbox::Begin::Continue => Begin::Continue,
+            outbox::Begin::Inventory if self.variant == Variant::InventoriesAdd => Begin::Continue,
             outbox::Begin::Inventory => Begin::Inventory,
         };
         let changes = Changes::parse(&batch.keys, &batch.operations).expect("agents send whole changes");
@@ -92,15 +93,21 @@ impl Member {
         }
     }
 
-    pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], asking: Option<NodeId>) -> Vec<Vec<Replica>> {
-        if self.variant != Variant::DeadNodesOffered {
-            self.expire(now);
-        }
+    pub(crate) fn lookup(
+        &mut self,
+        now: Tick,
+        keys: &[BlockKey],
+        asking: Option<NodeId>,
+    ) -> Vec<Vec<Replica>> {
+        self.expire(now);
         find(&self.directory, keys, &self.members.live(), asking)
     }
 
     /// Finds nodes that have been silent too long; sweeps. Returns when to come again.
     pub(crate) fn expire(&mut self, now: Tick) -> Option<Tick> {
+        if self.variant == Variant::DeadNodesOffered {
+            return None;
+        }
         for event in self.members.expire(now) {
             if let MemberEvent::Forgotten(node, epoch) = event {
                 self.directory.forget(node, self.epoch(epoch));

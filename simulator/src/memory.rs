@@ -11,8 +11,10 @@ use crate::rng::mix;
 /// What a committed block consists of: every commit has a number of its own.
 pub(crate) type Tag = u64;
 
-/// Bit of a tag that a fault has set: memory or medium has changed what was written.
+/// Bit of a tag that a fault has set: what was written has changed.
 const DAMAGE: Tag = 1 << 40;
+/// Bit of a tag that a fault of a medium has set: nobody may ever be given it to read.
+const ROT: Tag = 1 << 41;
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -58,22 +60,32 @@ impl Memory {
     pub(crate) fn damage(&mut self, which: u64) {
         let count = self.slots.len().max(1) as u64;
         if let Some(slot) = self.slots.values_mut().nth((which % count) as usize) {
-            damage(&mut slot.layers, which >> 32);
+            change(&mut slot.layers, which >> 32, DAMAGE);
         }
     }
 }
 
-/// Changes one layer.
-pub(crate) fn damage(layers: &mut [Tag], which: u64) {
+/// A fault of a medium: changes one layer of what is stored.
+pub(crate) fn rot(layers: &mut [Tag], which: u64) {
+    change(layers, which, ROT);
+}
+
+fn change(layers: &mut [Tag], which: u64, bit: Tag) {
     let count = layers.len() as u64;
     if let Some(layer) = layers.get_mut((which % count.max(1)) as usize) {
-        *layer |= DAMAGE;
+        *layer |= bit;
     }
 }
 
-/// Whether a fault has changed any of these layers.
+/// Whether these layers, in memory, are wrong because a fault has changed memory: everything else is caught before it
+/// gets there.
 pub(crate) fn is_damaged(layers: &[Tag]) -> bool {
     layers.iter().any(|tag| tag & DAMAGE != 0)
+}
+
+/// Whether these layers, on a medium, are wrong because of a fault, of the medium or of the memory that they came from.
+pub(crate) fn is_rotten(layers: &[Tag]) -> bool {
+    layers.iter().any(|tag| tag & (DAMAGE | ROT) != 0)
 }
 
 /// The content of layers, the first of which has the number `first`, if every one of them matches the block's checksums

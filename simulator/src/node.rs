@@ -24,6 +24,34 @@ use crate::peers::{Fetch, Serve};
 use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant};
 use crate::world::{Action, Local, World};
 
+/// Counters of the core that say what runs have reached.
+const COUNTED: [&str; 24] = [
+    "duplicate_items",
+    "durable_items",
+    "lost_items",
+    "hit_blocks_own_dram",
+    "hit_blocks_own_nvme",
+    "hit_blocks_peer_dram",
+    "hit_blocks_peer_nvme",
+    "miss_blocks",
+    "failed_blocks",
+    "no_space_blocks",
+    "deadline_blocks",
+    "single_flight_joins",
+    "lookup_failures",
+    "fill_device_errors",
+    "fill_corrupt",
+    "fill_absent",
+    "fill_peer_lost",
+    "write_failures",
+    "dram_corrupt_blocks",
+    "dram_evictions",
+    "nvme_evictions",
+    "serve_blocks_dram",
+    "serve_blocks_nvme",
+    "serve_blocks_absent",
+];
+
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Node {
@@ -72,7 +100,8 @@ pub(crate) struct Process {
 
 impl Node {
     pub(crate) fn new(index: usize, setup: &Setup) -> Node {
-        let disk = |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
+        let disk =
+            |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
         Node {
             life: 0,
             process: None,
@@ -136,6 +165,7 @@ impl World {
         let process = place.process.take()?;
         (place.paused, place.silent_since) = (false, place.silent_since.or(Some(self.now)));
         place.deferred.clear();
+        count_all(&mut self.seen, &process);
         let running = (0..place.disks.len()).map(|device| {
             let of = |job: &Job| match job {
                 Job::Device { device: of, op, .. } if usize::from(of.0) == device => {
@@ -168,7 +198,10 @@ impl World {
         }
         let process = self.process(node);
         for key in durable {
-            assert!(process.ever_stored.contains(&key), "{key} was told durable and never announced to be on NVMe");
+            assert!(
+                process.ever_stored.contains(&key),
+                "{key} was told durable and never announced to be on NVMe"
+            );
         }
         self.look_at(node);
         self.schedule_tick(node);
@@ -333,6 +366,15 @@ impl World {
     }
 }
 
+/// Adds what a core has counted, by the names of its counters.
+pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Process) {
+    for name in COUNTED {
+        let fields = process.core.counters().fields();
+        let counted = fields.filter(|(other, _)| *other == name).map(|(_, value)| value).sum::<u64>();
+        *seen.entry(name).or_default() += counted;
+    }
+}
+
 /// What is in memory of a block that is being written.
 pub(crate) fn payload<'a>(memory: &'a Memory, kind: &DeviceOpKind) -> &'a [u64] {
     match kind {
@@ -340,4 +382,3 @@ pub(crate) fn payload<'a>(memory: &'a Memory, kind: &DeviceOpKind) -> &'a [u64] 
         DeviceOpKind::WritePages { .. } | DeviceOpKind::Sync => &[],
     }
 }
-

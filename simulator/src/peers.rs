@@ -152,7 +152,9 @@ impl World {
                     block.header = Some((tier, checksums));
                 }
             }
-            PeerMessage::Layers { fetch, block, first, tags } => self.layers_come(node, (fetch, block), first, &tags),
+            PeerMessage::Layers { fetch, block, first, tags } => {
+                self.layers_come(node, (fetch, block), first, &tags)
+            }
             PeerMessage::Absent { fetch, block } => {
                 if let Some(block) = self.fetch_block(node, fetch, block) {
                     let fill = block.fill;
@@ -182,7 +184,10 @@ impl World {
         self.process(node).memory.write(slot, layout.layers(), first..end, tags);
         let update = match content {
             Some(tag) => {
-                assert!(self.truth[&key].contains(&tag), "{key}: a peer sent {tag}, which was never committed");
+                assert!(
+                    self.truth[&key].contains(&tag),
+                    "{key}: a peer sent {tag}, which was never committed"
+                );
                 FillUpdate::Layers { layers: end, checksums: (first == 0).then_some(checksums), tier }
             }
             None => FillUpdate::Failed(FillError::Corrupt),
@@ -213,11 +218,18 @@ impl World {
     }
 
     fn serve_block(&mut self, node: usize, serve: ServeId, block: u32) -> (LineId, FetchId, &mut ServeBlock) {
-        let serve = self.process(node).serves.get_mut(&serve).expect("nothing is sent to a peer that has gone");
+        let serve =
+            self.process(node).serves.get_mut(&serve).expect("nothing is sent to a peer that has gone");
         (serve.line, serve.fetch, &mut serve.blocks[block as usize])
     }
 
-    pub(crate) fn serve_header(&mut self, node: usize, of: (ServeId, u32), tier: Tier, checksums: Box<[u32]>) {
+    pub(crate) fn serve_header(
+        &mut self,
+        node: usize,
+        of: (ServeId, u32),
+        tier: Tier,
+        checksums: Box<[u32]>,
+    ) {
         let (line, fetch, block) = self.serve_block(node, of.0, of.1);
         assert!(block.state == Sending::Open && block.checksums.is_none(), "one header per block, first");
         block.checksums = Some(checksums.clone());
@@ -270,7 +282,8 @@ impl World {
             block.state = Sending::Ended;
         }
         if let Some(objects) = next {
-            let layers = objects.offset / layout.layer_bytes()..(objects.offset + objects.bytes) / layout.layer_bytes();
+            let layers = objects.offset / layout.layer_bytes()
+                ..(objects.offset + objects.bytes) / layout.layer_bytes();
             let span = layers.start as usize..layers.end as usize;
             let tags = self.process(node).memory.layers(objects.slot)[span].to_vec();
             let (first, checksums) = (layers.start as u32, checksums.expect("objects follow the header"));
@@ -292,4 +305,3 @@ impl World {
         }
     }
 }
-

@@ -31,7 +31,7 @@ pub(crate) const SETTLE: Duration = Duration::from_secs(14);
 pub(crate) const DELAY_MAX: Duration = Duration::from_secs(1);
 
 /// Keys of each layout.
-pub(crate) const KEYS: u64 = 40;
+pub(crate) const KEYS: u64 = 64;
 
 /// Spreads numbers over the bits that hash tables look at, and its inverse, so that traces can name keys by number.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -44,6 +44,8 @@ pub enum Variant {
     /// As they are.
     #[default]
     Production,
+    /// A whole inventory is added to what the directory knows of a node, instead of replacing it.
+    InventoriesAdd,
     /// A new registration of a node does not begin a new inventory in the directory.
     RegistrationKeepsDirectory,
     /// Syncs of devices say that they are done and do nothing: what is told durable is not.
@@ -88,7 +90,7 @@ impl Setup {
             arena_unsaved_permille: rng.one_of(&[500, 1000]),
             arena_session_permille: rng.one_of(&[500, 1000]),
             arena_serves_permille: rng.one_of(&[250, 1000]),
-            pool_free_permille: rng.one_of(&[30, 30, 600]),
+            pool_free_permille: rng.one_of(&[30, 300, 600]),
             ..Settings::default()
         };
         Setup {

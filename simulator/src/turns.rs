@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::LoadId;
-use reprise_agent_core::event::{
-    CommitItem, Event, LoadRequest, Priority, Request, Scope, SessionOpened,
-};
+use reprise_agent_core::event::{CommitItem, Event, LoadRequest, Priority, Request, Scope, SessionOpened};
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
 
 use crate::engine::{Asked, Engine};
@@ -175,7 +173,8 @@ impl World {
         let now = self.now;
         let engine = self.engine(node, session);
         let old = engine.reserved.iter().take_while(|(.., since)| now.since(*since) > HELD_MAX).count();
-        let loads = engine.loads.iter().filter(|(id, load)| now.since(load.since) > HELD_MAX && engine.is_done(**id));
+        let loads =
+            engine.loads.iter().filter(|(id, load)| now.since(load.since) > HELD_MAX && engine.is_done(**id));
         let loads: Vec<LoadId> = loads.map(|(id, _)| *id).collect();
         if old > 0 {
             self.abort(node, session, old);
