@@ -106,7 +106,12 @@ fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {
     };
     audience.say(text(&summary));
     audience.emit(&summary);
-    anyhow::ensure!(summary.violations == 0, "{} of {} seeds broke an invariant", summary.violations, args.seeds);
+    anyhow::ensure!(
+        summary.violations == 0,
+        "{} of {} seeds broke an invariant",
+        summary.violations,
+        args.seeds
+    );
     Ok(())
 }
 

@@ -71,7 +71,8 @@ const EDGES: &[(&str, &[&str])] = &[
 ];
 
 /// Crates that decide without doing: no async runtime, no clock, no I/O libraries.
-const PURE: &[&str] = &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core", "reprise-simulator"];
+const PURE: &[&str] =
+    &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core", "reprise-simulator"];
 
 /// What a pure crate must not depend on.
 const IMPURE: &[&str] = &["tokio", "libc", "io-uring", "tonic", "axum", "rand", "redb", "crossbeam-channel"];

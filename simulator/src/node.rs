@@ -125,6 +125,13 @@ impl World {
     pub(crate) fn start_agent(&mut self, node: usize) {
         let place = &mut self.nodes[node];
         place.powered = true;
+        for disk in &mut place.disks {
+            // As `device/open.rs` does before it reads.
+            match self.setup.variant {
+                Variant::RecoveryWithoutSync | Variant::DurableBeforeSync => {}
+                _ => disk.synced(disk.covered()),
+            }
+        }
         let pools = place.disks.iter().map(|disk| {
             let (pool, stored, _) = disk.recover();
             (pool, stored)
