@@ -17,6 +17,7 @@ mod model;
 mod output;
 mod paged_kv;
 mod replay;
+mod sim;
 mod status;
 mod trace;
 
@@ -54,6 +55,8 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Measure Reprise beside what the machine can do.
     Bench(bench::BenchArgs),
+    /// A simulated cluster under faults, from a seed.
+    Sim(sim::SimArgs),
     /// Members, nodes, tiers and health of a running cluster.
     Status(status::StatusArgs),
     /// What this machine can do, and what Reprise will use in consequence.
@@ -97,6 +100,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
+        Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout }) => engine_process::serve(socket, layout),

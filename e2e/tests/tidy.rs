@@ -52,6 +52,7 @@ const EDGES: &[(&str, &[&str])] = &[
         "reprise-controlplane",
         &["reprise-policy", "reprise-proto", "reprise-controlplane-core", "reprise-controlplane-store"],
     ),
+    ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
         "reprise",
         &[
@@ -63,13 +64,15 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-agent-core",
             "reprise-client",
             "reprise-controlplane-core",
+            "reprise-simulator",
         ],
     ),
     ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client"]),
 ];
 
 /// Crates that decide without doing: no async runtime, no clock, no I/O libraries.
-const PURE: &[&str] = &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"];
+const PURE: &[&str] =
+    &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core", "reprise-simulator"];
 
 /// What a pure crate must not depend on.
 const IMPURE: &[&str] = &["tokio", "libc", "io-uring", "tonic", "axum", "rand", "redb", "crossbeam-channel"];

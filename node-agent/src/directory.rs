@@ -21,12 +21,10 @@
 //!
 //! Deliberately absent: the choice among replicas (the core's), retries of lookups (a failed one is a miss), TLS.
 
-mod backoff;
 mod heartbeat;
 mod link;
 mod lookups;
 mod nodes;
-mod outbox;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -39,6 +37,7 @@ use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{LookupId, ReplicaChange};
 use reprise_agent_core::event::Replica;
+use reprise_agent_core::outbox::Outbox;
 use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
 use tokio::sync::{Notify, watch};
 use tonic::transport::Endpoint;
@@ -46,7 +45,6 @@ use tonic::transport::Endpoint;
 use lookups::{Lookup, LookupQueue};
 use nodes::NodeMap;
 pub(crate) use nodes::PeerNode;
-use outbox::Outbox;
 
 /// Announcements waiting for the control plane, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
 /// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice that).

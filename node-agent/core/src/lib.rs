@@ -4,9 +4,13 @@
 //! [`Effect`](effect::Effect)s; the runtime executes them and reports back with events. No clock, no
 //! randomness, no I/O, no threads: tests drive the code of the agent with synthetic events.
 //!
+//! [`Outbox`](outbox::Outbox) is the other half of the agent's decisions: what the directory is told, in which order.
+//!
 //! Deliberately absent: bytes of blocks (the runtime moves them), sockets, files, metrics libraries.
 
 pub mod agent;
+pub mod backoff;
 pub mod effect;
 pub mod event;
+pub mod outbox;
 pub mod pool;

@@ -186,6 +186,15 @@ impl DeviceFile {
         }
     }
 
+    /// Makes durable what was written before, by whomever, waiting for it.
+    ///
+    /// # Errors
+    /// `Lost` or another: it is not known what is durable.
+    pub fn sync(&self) -> Result<(), IoError> {
+        let syncing = || format!("syncing {}", self.path.display());
+        self.file.sync_data().map_err(|error| IoError::from_call(Call::Sync, syncing(), error))
+    }
+
     /// Makes the file at least `bytes` long and reserves its space, without writing: what was never written reads as
     /// zeroes. Size and name are durable afterwards. A file that could not be enlarged keeps its size.
     ///

@@ -1,6 +1,8 @@
 //! Opening one device: file, engine, journal; or format.
 //!
 //! Everything here runs on the device's own thread, because an I/O engine belongs to the thread that first uses it.
+//! What is there is synced before it is read. A process that was killed may have written a journal that nothing has synced:
+//! it would be read now, announced as durable, and gone after power loss.
 //! What of the journal the medium cannot read is told to recovery, which has two superblocks and two banks for that.
 
 use std::path::{Path, PathBuf};
@@ -93,8 +95,7 @@ impl Recipe {
 
     /// Reads the journal; `None` when nothing was ever written.
     fn inspect(&self, file: &DeviceFile) -> Result<Option<Recovered>, AgentError> {
-        let read = |offset, pages: &mut PageBuffer| file.read(offset, pages);
-        match recover(&self.path, whole_pages(file), History::Found, read) {
+        match recover(&self.path, whole_pages(file), History::Found, &mut &*file) {
             Ok(recovered) => Ok(Some(recovered)),
             Err(OpenError::Pool(PoolError::NotFormatted)) => Ok(None),
             Err(error) => Err(self.error(error)),
@@ -175,9 +176,7 @@ impl Open {
     /// Reads what was formatted.
     pub(super) fn recover(&mut self) -> Result<Recovered, OpenError> {
         let (path, size) = (self.path.clone(), self.size);
-        recover(&path, size, History::Formatted, |offset, pages| {
-            self.execute(Op::Read { offset, into: vec![pages.span()] })
-        })
+        recover(&path, size, History::Formatted, self)
     }
 
     /// Runs one operation to its end.
@@ -192,18 +191,47 @@ impl Open {
     }
 }
 
-/// Reads the journal of a device of `size` bytes through `read`.
+/// What a journal is read from.
+trait Medium {
+    /// Makes durable what is there.
+    fn sync(&mut self) -> Result<(), IoError>;
+    /// Reads whole pages.
+    fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError>;
+}
+
+impl Medium for &DeviceFile {
+    fn sync(&mut self) -> Result<(), IoError> {
+        DeviceFile::sync(self)
+    }
+
+    fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
+        DeviceFile::read(self, offset, into)
+    }
+}
+
+impl Medium for Open {
+    fn sync(&mut self) -> Result<(), IoError> {
+        self.execute(Op::Sync)
+    }
+
+    fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
+        self.execute(Op::Read { offset, into: vec![into.span()] })
+    }
+}
+
+/// Reads the journal of a device of `size` bytes, after it is durable.
 fn recover(
     path: &Path,
     size: u64,
     history: History,
-    mut read: impl FnMut(u64, &mut PageBuffer) -> Result<(), IoError>,
+    medium: &mut impl Medium,
 ) -> Result<Recovered, OpenError> {
     let started = Instant::now();
+    medium.sync()?;
     let mut recovery = Recovery::new(size);
     while let Some((offset, bytes)) = recovery.next_read() {
         let mut pages = PageBuffer::new(bytes)?;
-        match read(offset, &mut pages) {
+        match medium.read(offset, &mut pages) {
             Ok(()) => recovery.feed(&pages)?,
             Err(error) if error.kind() == IoErrorKind::Media => {
                 tracing::warn!(path = %path.display(), offset, bytes, %error, "the journal cannot be read here");
@@ -243,4 +271,50 @@ pub(super) enum OpenError {
     Io(#[from] IoError),
     #[error(transparent)]
     Buffer(#[from] reprise_buffers::BufferError),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A formatted device whose journal a killed process may have left unsynced.
+    struct Formatted {
+        pages: Vec<(u64, Vec<u8>)>,
+        synced: bool,
+    }
+
+    impl Medium for Formatted {
+        fn sync(&mut self) -> Result<(), IoError> {
+            self.synced = true;
+            Ok(())
+        }
+
+        fn read(&mut self, offset: u64, into: &mut PageBuffer) -> Result<(), IoError> {
+            assert!(self.synced, "what is read must be durable already");
+            for (at, bytes) in &self.pages {
+                let covered = (*at).max(offset)..(at + bytes.len() as u64).min(offset + into.len() as u64);
+                for position in covered {
+                    into[(position - offset) as usize] = bytes[(position - at) as usize];
+                }
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_journal_is_made_durable_before_it_is_believed() {
+        let device_bytes = 8 << 20;
+        let params = PoolParams {
+            device_bytes,
+            segment_bytes: 2 << 20,
+            pool_uuid: [1; 16],
+            device_index: 0,
+            created_unix_us: 1,
+        };
+        let pages = DevicePool::format(&params).expect("sound parameters");
+        let mut medium = Formatted { pages, synced: false };
+        let opened = recover(Path::new("formatted"), device_bytes, History::Found, &mut medium);
+        let recovered = opened.unwrap_or_else(|error| panic!("{error}"));
+        assert!(recovered.stored.is_empty() && medium.synced);
+    }
 }

@@ -11,27 +11,28 @@
 //! While beats fail the registration is kept, with what is queued: a control plane that comes back within its
 //! memory of this node needs no new inventory.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::effect::LookupId;
 use reprise_agent_core::event::Replica;
+use reprise_agent_core::outbox::{BATCH_CHANGES_MAX, Batch, Outcome};
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::directory_client::DirectoryClient as DirectoryService;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    ListNodesRequest, LookupRequest, RegisterReply, RegisterRequest, UpdateRequest, WatchNodesRequest,
+    ListNodesRequest, LookupRequest, RegisterReply, RegisterRequest, WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use super::backoff::Backoff;
 use super::lookups::{Lookup, Next};
 use super::nodes::Presence;
-use super::outbox::{BATCH_CHANGES_MAX, Outcome};
 use super::{Beats, DirectoryEvent, Granted, Shared, wire};
 
 /// Pings on the idle connection, and the time for their answer: a half-open connection is noticed within both.
@@ -88,6 +89,11 @@ async fn within<T>(
     }
 }
 
+/// A random number for a delay. The standard library seeds each `RandomState` differently: enough for this.
+fn jitter() -> u32 {
+    (RandomState::new().hash_one(0) >> 32) as u32
+}
+
 // ---- registration ----------------------------------------------------------------------------------------------
 
 async fn register(shared: &Shared, mut client: MembershipClient<Channel>) {
@@ -110,7 +116,7 @@ async fn register(shared: &Shared, mut client: MembershipClient<Channel>) {
         if since.elapsed() >= SETTLED_AFTER {
             quarrel.reset();
         } else {
-            sleep(quarrel.next()).await;
+            sleep(quarrel.next(jitter())).await;
         }
     }
 }
@@ -132,7 +138,7 @@ async fn register_once(shared: &Shared, client: &mut MembershipClient<Channel>) 
             tracing::warn!(code = ?status.code(), reason = status.message(), "cannot register with the control plane");
             reported = Some(status.code());
         }
-        sleep(backoff.next()).await;
+        sleep(backoff.next(jitter())).await;
     }
 }
 
@@ -214,9 +220,9 @@ async fn announce(shared: &Shared, mut client: DirectoryService<Channel>) {
         }
         match batch {
             None => shared.outbox_changed.notified().await,
-            Some(batch) => match send(shared, &mut client, batch).await {
+            Some(batch) => match send(shared, &mut client, &batch).await {
                 Sent::Settled => backoff.reset(),
-                Sent::Again => sleep(backoff.next()).await,
+                Sent::Again => sleep(backoff.next(jitter())).await,
             },
         }
     }
@@ -230,11 +236,11 @@ enum Sent {
     Again,
 }
 
-async fn send(shared: &Shared, client: &mut DirectoryService<Channel>, batch: UpdateRequest) -> Sent {
-    let (epoch, sequence) = (Epoch(batch.epoch), batch.sequence);
-    match within(shared.settings.call_timeout, client.update(batch)).await {
+async fn send(shared: &Shared, client: &mut DirectoryService<Channel>, batch: &Batch) -> Sent {
+    let (epoch, sequence) = (batch.epoch, batch.sequence);
+    match within(shared.settings.call_timeout, client.update(wire::update_request(batch))).await {
         Ok(reply) => {
-            let outcome = shared.outbox().answered(epoch, sequence, &reply);
+            let outcome = shared.outbox().answered(epoch, sequence, wire::answer(&reply));
             match outcome {
                 Outcome::Applied(changes) => {
                     shared.counters.changes_announced.fetch_add(changes as u64, Ordering::Relaxed);
@@ -339,7 +345,7 @@ async fn follow_nodes(shared: &Shared, mut client: MembershipClient<Channel>) {
     loop {
         let ended = follow_nodes_once(shared, &mut client, &mut backoff).await;
         tracing::debug!(reason = ?ended.err(), "node watch ended; opening it again");
-        sleep(backoff.next()).await;
+        sleep(backoff.next(jitter())).await;
     }
 }
 

@@ -1,22 +1,29 @@
 //! Between the agent's types and the control plane's messages. What the control plane sends is checked, not trusted.
 
 use prost::bytes::Bytes;
-use reprise_agent_core::effect::Change;
 use reprise_agent_core::event::Replica;
+use reprise_agent_core::outbox::{Answer, Batch, Begin};
 use reprise_policy::{BlockKey, NodeId, Tier};
-use reprise_proto::controlplane::LookupReply;
+use reprise_proto::controlplane::{LookupReply, UpdateReply, UpdateRequest};
 
-/// Bit of an operation byte that says "withdrawn".
-const WITHDRAWN: u8 = 0x80;
 /// Packed replica: u16 node, u8 tier, u8 zero.
 const REPLICA_BYTES: usize = 4;
 
-/// A change as the directory's operation byte.
-pub(super) fn operation(tier: Tier, change: Change) -> u8 {
-    match change {
-        Change::Added => tier as u8,
-        Change::Removed => tier as u8 | WITHDRAWN,
+/// A batch as the directory's request.
+pub(super) fn update_request(batch: &Batch) -> UpdateRequest {
+    UpdateRequest {
+        node: u32::from(batch.node.0),
+        epoch: batch.epoch.0,
+        sequence: batch.sequence,
+        keys: Bytes::copy_from_slice(&batch.keys),
+        operations: Bytes::copy_from_slice(&batch.operations),
+        reset: batch.begin == Begin::Inventory,
     }
+}
+
+/// The directory's answer to a batch.
+pub(super) fn answer(reply: &UpdateReply) -> Answer {
+    if reply.fenced { Answer::Fenced } else { Answer::Expecting(reply.expected_sequence) }
 }
 
 /// Keys in the packed form of a request.
@@ -89,8 +96,23 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_is_the_tier_and_a_bit_for_withdrawal() {
-        assert_eq!(operation(Tier::Nvme, Change::Added), 2);
-        assert_eq!(operation(Tier::Dram, Change::Removed), 0x81);
+    fn a_batch_becomes_a_request_and_a_reply_an_answer() {
+        let batch = Batch {
+            node: NodeId(7),
+            epoch: reprise_policy::Epoch(3),
+            sequence: 9,
+            begin: Begin::Inventory,
+            keys: vec![5; 16],
+            operations: vec![0x81],
+        };
+        let request = update_request(&batch);
+        assert_eq!((request.node, request.epoch, request.sequence, request.reset), (7, 3, 9, true));
+        assert_eq!(
+            (request.keys.as_ref(), request.operations.as_ref()),
+            ([5; 16].as_slice(), [0x81].as_slice())
+        );
+        assert!(!update_request(&Batch { begin: Begin::Continue, ..batch }).reset);
+        assert_eq!(answer(&UpdateReply { fenced: true, expected_sequence: 4 }), Answer::Fenced);
+        assert_eq!(answer(&UpdateReply { fenced: false, expected_sequence: 4 }), Answer::Expecting(4));
     }
 }

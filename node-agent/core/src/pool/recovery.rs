@@ -3,6 +3,9 @@
 //! [`Recovery`] says which bytes it wants next and is fed them; it reads the superblock, the bank headers, the checkpoint
 //! and log of the active bank, and never a block. Nothing is written, so a crash during recovery changes nothing.
 //!
+//! The device must have been synced before the first read: what a killed process had written and not synced is read like
+//! everything else, and is announced as durable from now on.
+//!
 //! What is read, in order:
 //! 1. both copies of the superblock; either will do;
 //! 2. both copies of both bank headers; the valid bank of the higher epoch is the active one;

@@ -1,6 +1,7 @@
 //! Delays between attempts: doubling up to a cap, with jitter so that a thousand agents do not come back at once.
+//!
+//! Pure: the random number of each jitter comes from the caller.
 
-use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 /// Delay after the first failure, before jitter.
@@ -10,23 +11,22 @@ const CAP: Duration = Duration::from_secs(1);
 
 /// Counts failures in a row.
 #[derive(Debug, Default)]
-pub(super) struct Backoff {
+pub struct Backoff {
     failures: u32,
 }
 
 impl Backoff {
     /// Forgets past failures.
-    pub(super) fn reset(&mut self) {
+    pub fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// Time to wait before the next attempt: between half and all of `min(50 ms × 2^failures, 1 s)`.
-    pub(super) fn next(&mut self) -> Duration {
+    /// Time to wait before the next attempt: between half and all of `min(50 ms × 2^failures, 1 s)`, as the random
+    /// number says.
+    pub fn next(&mut self, random: u32) -> Duration {
         let full = FIRST.saturating_mul(1 << self.failures.min(10)).min(CAP);
         self.failures = self.failures.saturating_add(1);
-        // The standard library seeds each `RandomState` differently: enough for jitter, and no dependency.
-        let random = RandomState::new().hash_one(self.failures) >> 32;
-        let jitter_us = (full.as_micros() as u64 / 2 * random) >> 32;
+        let jitter_us = (full.as_micros() as u64 / 2 * u64::from(random)) >> 32;
         full / 2 + Duration::from_micros(jitter_us)
     }
 }
@@ -38,21 +38,18 @@ mod tests {
     #[test]
     fn delays_grow_to_the_cap_and_start_over_after_a_success() {
         let mut backoff = Backoff::default();
-        let delays: Vec<Duration> = (0..40).map(|_| backoff.next()).collect();
+        let delays: Vec<Duration> = (0..40).map(|_| backoff.next(u32::MAX / 3)).collect();
         assert!(delays[0] >= FIRST / 2 && delays[0] <= FIRST, "{:?}", delays[0]);
         assert!(delays[39] >= CAP / 2 && delays[39] <= CAP, "{:?}", delays[39]);
         backoff.reset();
-        assert!(backoff.next() <= FIRST);
+        assert!(backoff.next(u32::MAX) <= FIRST);
     }
 
     #[test]
     fn two_agents_do_not_wait_equally_long() {
-        let delays: std::collections::BTreeSet<Duration> = (0..16)
-            .map(|_| {
-                let mut backoff = Backoff { failures: 20 };
-                backoff.next()
-            })
-            .collect();
-        assert!(delays.len() > 1, "{delays:?}");
+        let delay = |random| Backoff { failures: 20 }.next(random);
+        assert_eq!(delay(0), CAP / 2);
+        assert!(delay(0) < delay(1 << 31) && delay(1 << 31) < delay(u32::MAX));
+        assert!(delay(u32::MAX) <= CAP);
     }
 }

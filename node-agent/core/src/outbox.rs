@@ -12,24 +12,61 @@
 //! Sequence numbers count changes within one registration, from 0. A batch is built once and sent as it is until it
 //! is answered: the directory recognises what it has already applied. The first batch of an inventory carries `reset`.
 //!
-//! Pure: no clock, no I/O.
+//! Deliberately absent: sending, waiting between attempts (`backoff.rs`), messages of the wire: a [`Batch`] has the form
+//! that the directory reads, and whoever sends it puts it into a message.
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
-use prost::bytes::Bytes;
-use reprise_agent_core::effect::{Change, ReplicaChange};
 use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
-use reprise_proto::controlplane::{UpdateReply, UpdateRequest};
 
-use super::wire;
+use crate::effect::{Change, ReplicaChange};
 
 /// Changes in one message: 8,192 × 17 bytes = 136 KiB, about 2 ms of the directory's time.
-pub(super) const BATCH_CHANGES_MAX: usize = 8192;
+pub const BATCH_CHANGES_MAX: usize = 8192;
+
+/// Bit of an operation byte that says "withdrawn".
+const WITHDRAWN: u8 = 0x80;
+
+/// Changes to be sent together, and again and again until they are answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Whose.
+    pub node: NodeId,
+    /// Under which registration.
+    pub epoch: Epoch,
+    /// Number of the first change within the registration.
+    pub sequence: u64,
+    /// What the changes are to what was sent before.
+    pub begin: Begin,
+    /// 16 bytes for each change.
+    pub keys: Vec<u8>,
+    /// One byte for each change: the tier, with 0x80 when the replica is withdrawn.
+    pub operations: Vec<u8>,
+}
+
+/// Whether a batch continues or replaces what was announced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Begin {
+    /// More of the same.
+    Continue,
+    /// A whole inventory begins: everything announced before is gone.
+    Inventory,
+}
+
+/// What the directory answers to a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The batch's registration is not the current one.
+    Fenced,
+    /// The directory has every change below this number.
+    Expecting(u64),
+}
 
 /// What an answer meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub enum Outcome {
     /// This many changes are in the directory.
     Applied(usize),
     /// The directory has missed something: an inventory is wanted now.
@@ -42,7 +79,7 @@ pub(super) enum Outcome {
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Outbox {
+pub struct Outbox {
     limit: usize,
     phase: Phase,
     /// Registration that batches are sent under; meaningful unless `Unregistered`.
@@ -54,7 +91,7 @@ pub(super) struct Outbox {
     /// Changes after the inventory.
     changes: VecDeque<ReplicaChange>,
     /// Built, not answered.
-    in_flight: Option<Batch>,
+    in_flight: Option<Arc<Batch>>,
     /// An inventory must be asked for; taken by [`Outbox::take_inventory_notice`].
     notice_due: bool,
     superseded: u64,
@@ -76,15 +113,9 @@ struct Inventory {
     reset_due: bool,
 }
 
-#[derive(Debug)]
-struct Batch {
-    request: UpdateRequest,
-    changes: usize,
-}
-
 impl Outbox {
     /// A queue of at most `limit` changes.
-    pub(super) fn new(limit: usize) -> Outbox {
+    pub fn new(limit: usize) -> Outbox {
         Outbox {
             limit,
             phase: Phase::Unregistered,
@@ -100,20 +131,21 @@ impl Outbox {
     }
 
     /// A registration was granted: everything starts anew with an inventory.
-    pub(super) fn grant(&mut self, node: NodeId, epoch: Epoch) {
+    pub fn grant(&mut self, node: NodeId, epoch: Epoch) {
         self.drop_all();
         (self.node, self.epoch, self.sequence) = (node, epoch, 0);
         self.want_inventory();
     }
 
     /// The registration is gone.
-    pub(super) fn lose(&mut self) {
+    pub fn lose(&mut self) {
         self.drop_all();
         self.phase = Phase::Unregistered;
         self.notice_due = false;
     }
 
-    pub(super) fn announce(&mut self, changes: &[ReplicaChange]) {
+    /// Something changed. Dropped while an inventory is wanted, which will contain it, and when there is no registration.
+    pub fn announce(&mut self, changes: &[ReplicaChange]) {
         if self.phase != Phase::Flowing {
             self.superseded += changes.len() as u64;
         } else if self.changes.len() + changes.len() > self.limit {
@@ -125,7 +157,8 @@ impl Outbox {
         }
     }
 
-    pub(super) fn announce_all(&mut self, replicas: Vec<(BlockKey, Tier)>) {
+    /// All that there is, replacing what was said and what waits.
+    pub fn announce_all(&mut self, replicas: Vec<(BlockKey, Tier)>) {
         if self.phase == Phase::Unregistered {
             self.superseded += replicas.len() as u64;
             return;
@@ -137,43 +170,44 @@ impl Outbox {
     }
 
     /// Whether the agent must be asked for an inventory; says so once per want.
-    pub(super) fn take_inventory_notice(&mut self) -> bool {
+    pub fn take_inventory_notice(&mut self) -> bool {
         std::mem::take(&mut self.notice_due)
     }
 
     /// The batch to send: the unanswered one again, or the next one.
-    pub(super) fn batch(&mut self) -> Option<UpdateRequest> {
+    pub fn batch(&mut self) -> Option<Arc<Batch>> {
         if self.in_flight.is_none() {
-            self.in_flight = self.build();
+            self.in_flight = self.build().map(Arc::new);
         }
-        self.in_flight.as_ref().map(|batch| batch.request.clone())
+        self.in_flight.clone()
     }
 
     /// The directory answered a batch that was sent under `epoch`, starting at `sequence`.
-    pub(super) fn answered(&mut self, epoch: Epoch, sequence: u64, reply: &UpdateReply) -> Outcome {
+    pub fn answered(&mut self, epoch: Epoch, sequence: u64, answer: Answer) -> Outcome {
         let current = self.epoch == epoch && self.phase != Phase::Unregistered;
-        if current && reply.fenced {
-            return Outcome::Fenced;
-        }
-        let Some(batch) = self
-            .in_flight
-            .take_if(|batch| current && batch.request.epoch == epoch.0 && batch.request.sequence == sequence)
+        let expected = match answer {
+            Answer::Fenced if current => return Outcome::Fenced,
+            Answer::Fenced => return Outcome::Stale,
+            Answer::Expecting(expected) => expected,
+        };
+        let Some(batch) =
+            self.in_flight.take_if(|batch| current && batch.epoch == epoch && batch.sequence == sequence)
         else {
             return Outcome::Stale;
         };
         // `build` has moved `self.sequence` past the batch.
-        if reply.expected_sequence == self.sequence {
-            return Outcome::Applied(batch.changes);
+        if expected == self.sequence {
+            return Outcome::Applied(batch.len());
         }
         // An inventory is accepted at or after what the directory expects, never before it.
-        self.sequence = self.sequence.max(reply.expected_sequence);
+        self.sequence = self.sequence.max(expected);
         self.drop_all();
         self.want_inventory();
         Outcome::Gap
     }
 
     /// The directory refused a batch as malformed or for good: start over with an inventory rather than send it for ever.
-    pub(super) fn refused(&mut self) {
+    pub fn refused(&mut self) {
         if self.phase != Phase::Unregistered {
             self.drop_all();
             self.want_inventory();
@@ -181,13 +215,13 @@ impl Outbox {
     }
 
     /// Changes and inventory entries waiting or in flight.
-    pub(super) fn queued(&self) -> usize {
-        let in_flight = self.in_flight.as_ref().map_or(0, |batch| batch.changes);
+    pub fn queued(&self) -> usize {
+        let in_flight = self.in_flight.as_ref().map_or(0, |batch| batch.len());
         self.inventory.left() + self.changes.len() + in_flight
     }
 
     /// Changes dropped because an inventory replaces them.
-    pub(super) fn superseded(&self) -> u64 {
+    pub fn superseded(&self) -> u64 {
         self.superseded
     }
 
@@ -207,48 +241,51 @@ impl Outbox {
     }
 
     fn build(&mut self) -> Option<Batch> {
-        let (reset, keys, operations) = if self.inventory.reset_due || self.inventory.left() > 0 {
+        let (begin, keys, operations) = if self.inventory.reset_due || self.inventory.left() > 0 {
             self.build_inventory()
         } else if self.changes.is_empty() {
             return None;
         } else {
             self.build_changes()
         };
-        let changes = operations.len();
-        let request = UpdateRequest {
-            node: u32::from(self.node.0),
-            epoch: self.epoch.0,
-            sequence: self.sequence,
-            keys,
-            operations,
-            reset,
-        };
-        self.sequence += changes as u64;
-        Some(Batch { request, changes })
+        let (node, epoch, sequence) = (self.node, self.epoch, self.sequence);
+        self.sequence += operations.len() as u64;
+        Some(Batch { node, epoch, sequence, begin, keys, operations })
     }
 
-    fn build_inventory(&mut self) -> (bool, Bytes, Bytes) {
-        let reset = std::mem::take(&mut self.inventory.reset_due);
+    fn build_inventory(&mut self) -> (Begin, Vec<u8>, Vec<u8>) {
+        let begins = std::mem::take(&mut self.inventory.reset_due);
         let part = &self.inventory.replicas[self.inventory.next_part()];
         let keys = part.iter().flat_map(|(key, _)| key.0).collect::<Vec<u8>>();
-        let operations: Vec<u8> =
-            part.iter().map(|(_, tier)| wire::operation(*tier, Change::Added)).collect();
+        let operations: Vec<u8> = part.iter().map(|(_, tier)| operation(*tier, Change::Added)).collect();
         self.inventory.sent += operations.len();
         if self.inventory.left() == 0 {
             self.inventory = Inventory::default();
         }
-        (reset, keys.into(), operations.into())
+        (if begins { Begin::Inventory } else { Begin::Continue }, keys, operations)
     }
 
-    fn build_changes(&mut self) -> (bool, Bytes, Bytes) {
+    fn build_changes(&mut self) -> (Begin, Vec<u8>, Vec<u8>) {
         let count = self.changes.len().min(BATCH_CHANGES_MAX);
         let mut keys = Vec::with_capacity(count * BlockKey::SIZE);
         let mut operations = Vec::with_capacity(count);
         for change in self.changes.drain(..count) {
             keys.extend_from_slice(&change.key.0);
-            operations.push(wire::operation(change.tier, change.change));
+            operations.push(operation(change.tier, change.change));
         }
-        (false, keys.into(), operations.into())
+        (Begin::Continue, keys, operations)
+    }
+}
+
+impl Batch {
+    /// How many changes it has.
+    pub fn len(&self) -> usize {
+        self.operations.len()
+    }
+
+    /// Whether it has none: an inventory of nothing.
+    pub fn is_empty(&self) -> bool {
+        self.operations.is_empty()
     }
 }
 
@@ -259,6 +296,14 @@ impl Inventory {
 
     fn next_part(&self) -> Range<usize> {
         self.sent..self.sent + self.left().min(BATCH_CHANGES_MAX)
+    }
+}
+
+/// A change as the directory's operation byte.
+fn operation(tier: Tier, change: Change) -> u8 {
+    match change {
+        Change::Added => tier as u8,
+        Change::Removed => tier as u8 | WITHDRAWN,
     }
 }
 
@@ -289,13 +334,11 @@ mod tests {
         outbox
     }
 
-    fn acknowledge(outbox: &mut Outbox) -> UpdateRequest {
-        let request = outbox.batch().expect("something to send");
-        let expected_sequence = request.sequence + request.operations.len() as u64;
-        let reply = UpdateReply { fenced: false, expected_sequence };
-        let outcome = outbox.answered(Epoch(request.epoch), request.sequence, &reply);
-        assert_eq!(outcome, Outcome::Applied(request.operations.len()));
-        request
+    fn acknowledge(outbox: &mut Outbox) -> Arc<Batch> {
+        let batch = outbox.batch().expect("something to send");
+        let answer = Answer::Expecting(batch.sequence + batch.len() as u64);
+        assert_eq!(outbox.answered(batch.epoch, batch.sequence, answer), Outcome::Applied(batch.len()));
+        batch
     }
 
     #[test]
@@ -309,16 +352,18 @@ mod tests {
         outbox.announce(&added(1..3));
         let mut sent = Vec::new();
         let mut sequence = 0;
+        let begin = |sequence| if sequence == 0 { Begin::Inventory } else { Begin::Continue };
         while outbox.queued() > 2 {
             let request = acknowledge(&mut outbox);
-            assert_eq!((request.reset, request.sequence), (sequence == 0, sequence));
+            assert_eq!((request.begin, request.sequence), (begin(sequence), sequence));
             assert!(request.operations.iter().all(|operation| *operation == 1));
             sequence += request.operations.len() as u64;
             sent.extend(BlockKey::unpack(&request.keys).expect("whole keys"));
         }
         assert_eq!(sent, replicas.iter().map(|(key, _)| *key).collect::<Vec<_>>());
         let last = acknowledge(&mut outbox);
-        assert_eq!((last.reset, last.sequence, last.operations.as_ref()), (false, 20_000, [2, 2].as_slice()));
+        assert_eq!((last.begin, last.sequence), (Begin::Continue, 20_000));
+        assert_eq!(last.operations, [2, 2]);
     }
 
     #[test]
@@ -327,7 +372,7 @@ mod tests {
         outbox.grant(NODE, EPOCH);
         outbox.announce_all(Vec::new());
         let request = acknowledge(&mut outbox);
-        assert!(request.reset && request.keys.is_empty());
+        assert!(request.begin == Begin::Inventory && request.is_empty() && request.keys.is_empty());
         assert!(outbox.batch().is_none());
     }
 
@@ -362,11 +407,11 @@ mod tests {
         outbox.announce(&added(11..15));
         assert!(outbox.take_inventory_notice());
         assert_eq!((outbox.queued(), outbox.superseded()), (0, 15));
-        let late = UpdateReply { fenced: false, expected_sequence: 4 };
-        assert_eq!(outbox.answered(EPOCH, in_flight.sequence, &late), Outcome::Stale);
+        let late = Answer::Expecting(4);
+        assert_eq!(outbox.answered(EPOCH, in_flight.sequence, late), Outcome::Stale);
         outbox.announce_all(vec![(key(1), Tier::Dram)]);
         let request = acknowledge(&mut outbox);
-        assert!(request.reset);
+        assert_eq!(request.begin, Begin::Inventory);
         assert_eq!(request.sequence, 4, "the dropped batch may have been applied: its numbers stay used");
     }
 
@@ -375,12 +420,12 @@ mod tests {
         let mut outbox = flowing(10);
         outbox.announce(&added(0..2));
         let request = outbox.batch().expect("a batch");
-        let reply = UpdateReply { fenced: false, expected_sequence: 9 };
-        assert_eq!(outbox.answered(EPOCH, request.sequence, &reply), Outcome::Gap);
+        let answer = Answer::Expecting(9);
+        assert_eq!(outbox.answered(EPOCH, request.sequence, answer), Outcome::Gap);
         assert!(outbox.take_inventory_notice());
         outbox.announce_all(Vec::new());
         let reset = outbox.batch().expect("an inventory");
-        assert_eq!((reset.reset, reset.sequence), (true, 9));
+        assert_eq!((reset.begin, reset.sequence), (Begin::Inventory, 9));
     }
 
     #[test]
@@ -390,11 +435,11 @@ mod tests {
         let request = outbox.batch().expect("a batch");
         outbox.grant(NODE, Epoch(4));
         outbox.announce_all(vec![(key(0), Tier::Dram)]);
-        let fenced = UpdateReply { fenced: true, expected_sequence: 0 };
-        assert_eq!(outbox.answered(EPOCH, request.sequence, &fenced), Outcome::Stale);
+        let fenced = Answer::Fenced;
+        assert_eq!(outbox.answered(EPOCH, request.sequence, fenced), Outcome::Stale);
         let request = outbox.batch().expect("a batch");
-        assert_eq!((request.epoch, request.sequence), (4, 0));
-        assert_eq!(outbox.answered(Epoch(4), 0, &fenced), Outcome::Fenced);
+        assert_eq!((request.epoch, request.sequence), (Epoch(4), 0));
+        assert_eq!(outbox.answered(Epoch(4), 0, fenced), Outcome::Fenced);
     }
 
     #[test]
@@ -415,5 +460,11 @@ mod tests {
         outbox.announce_all(vec![(key(0), Tier::Dram)]);
         assert!(outbox.batch().is_none());
         assert!(!outbox.take_inventory_notice());
+    }
+
+    #[test]
+    fn an_operation_is_the_tier_and_a_bit_for_withdrawal() {
+        assert_eq!(operation(Tier::Nvme, Change::Added), 2);
+        assert_eq!(operation(Tier::Dram, Change::Removed), 0x81);
     }
 }

@@ -1,0 +1,190 @@
+//! `reprise sim chaos`: many seeds of the simulated cluster, one a thread at a time, over all cores.
+//!
+//! A seed's run depends on nothing but the seed; threads only decide which runs when. Results are told in the order of
+//! seeds.
+
+use std::collections::BTreeMap;
+use std::num::NonZero;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use reprise_simulator::{Recording, Run, Variant, run};
+use serde::Serialize;
+
+use crate::output::{Audience, Table};
+
+/// Seeds with a violation that are told; the rest are counted.
+const TOLD_MAX: usize = 20;
+
+/// Arguments of `reprise sim`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct SimArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+enum What {
+    /// Agents and control plane under faults drawn from a seed; every invariant checked at every step.
+    Chaos(ChaosArgs),
+}
+
+#[derive(Clone, Debug, clap::Args)]
+struct ChaosArgs {
+    /// How many seeds.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..))]
+    seeds: u64,
+    /// The first of them.
+    #[arg(long, default_value_t = 0)]
+    start: u64,
+    /// Seeds at once [default: the machine's cores].
+    #[arg(long)]
+    threads: Option<NonZero<usize>>,
+    /// Print every step; for a seed that is being looked into.
+    #[arg(long)]
+    trace: bool,
+}
+
+/// A seed that broke an invariant.
+#[derive(Clone, Debug, Serialize)]
+struct Violation {
+    seed: u64,
+    violation: String,
+    replay: String,
+}
+
+/// The last line.
+#[derive(Debug, Serialize)]
+struct Summary {
+    seeds: u64,
+    start: u64,
+    violations: u64,
+    seeds_per_second: f64,
+    steps: u64,
+    threads: usize,
+    /// Digest over all runs: equal for equal seeds.
+    digest: String,
+    seen: BTreeMap<&'static str, u64>,
+}
+
+/// What all runs together have come to.
+#[derive(Debug, Default)]
+struct Totals {
+    violations: BTreeMap<u64, String>,
+    digest: u64,
+    steps: u64,
+    seen: BTreeMap<&'static str, u64>,
+}
+
+/// `reprise sim`.
+pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
+    let What::Chaos(args) = &args.what;
+    chaos(args, audience)
+}
+
+fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {
+    let cores = std::thread::available_parallelism().unwrap_or(NonZero::<usize>::MIN);
+    let threads = args.threads.unwrap_or(cores).get();
+    let began = Instant::now();
+    let totals = play_all(args, threads, audience);
+    let seconds = began.elapsed().as_secs_f64();
+    for (seed, violation) in totals.violations.iter().take(TOLD_MAX) {
+        let replay = format!("reprise sim chaos --seeds 1 --start {seed} --trace");
+        audience.say(format!("seed {seed}: {violation}\n  replay with: {replay}"));
+        audience.emit(&Violation { seed: *seed, violation: violation.clone(), replay });
+    }
+    let summary = Summary {
+        seeds: args.seeds,
+        start: args.start,
+        violations: totals.violations.len() as u64,
+        seeds_per_second: (args.seeds as f64 / seconds * 10.0).round() / 10.0,
+        steps: totals.steps,
+        threads,
+        digest: format!("{:016x}", totals.digest),
+        seen: totals.seen,
+    };
+    audience.say(text(&summary));
+    audience.emit(&summary);
+    anyhow::ensure!(
+        summary.violations == 0,
+        "{} of {} seeds broke an invariant",
+        summary.violations,
+        args.seeds
+    );
+    Ok(())
+}
+
+/// Every thread takes the next seed until there is none.
+fn play_all(args: &ChaosArgs, threads: usize, audience: Audience) -> Totals {
+    let recording = if args.trace { Recording::Lines } else { Recording::Digest };
+    let progress = audience.progress(args.seeds, "seeds");
+    let (next, totals) = (AtomicU64::new(0), Mutex::new(Totals::default()));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= args.seeds {
+                        return;
+                    }
+                    let run = run(args.start.wrapping_add(number), Variant::Production, recording);
+                    totals.lock().unwrap_or_else(PoisonError::into_inner).add(run, audience);
+                    progress.inc(1);
+                }
+            });
+        }
+    });
+    progress.finish_and_clear();
+    totals.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Totals {
+    fn add(&mut self, run: Run, audience: Audience) {
+        run.lines.iter().for_each(|line| audience.say(line));
+        self.steps += run.steps;
+        // In whatever order threads come, the sum is the same.
+        self.digest = self.digest.wrapping_add(run.digest.rotate_left((run.seed % 64) as u32));
+        for (what, count) in run.seen {
+            *self.seen.entry(what).or_default() += count;
+        }
+        if let Some(violation) = run.violation {
+            self.violations.insert(run.seed, violation);
+        }
+    }
+}
+
+fn text(summary: &Summary) -> String {
+    let mut table = Table::new(&["what happened", "times"]);
+    for (what, count) in &summary.seen {
+        table.row(vec![(*what).to_owned(), count.to_string()]);
+    }
+    format!(
+        "{}\n{} seeds from {}, {} violations, {:.1} seeds/s on {} threads, {} steps, digest {}",
+        table.render(),
+        summary.seeds,
+        summary.start,
+        summary.violations,
+        summary.seeds_per_second,
+        summary.threads,
+        summary.steps,
+        summary.digest
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn totals(threads: usize) -> Totals {
+        let args = ChaosArgs { seeds: 6, start: 3, threads: None, trace: false };
+        play_all(&args, threads, Audience::Program)
+    }
+
+    #[test]
+    fn the_number_of_threads_changes_nothing() {
+        let (one, three) = (totals(1), totals(3));
+        assert_eq!((one.digest, one.steps, one.seen), (three.digest, three.steps, three.seen));
+        assert_eq!(one.violations, three.violations);
+    }
+}

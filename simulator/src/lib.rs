@@ -1,0 +1,91 @@
+//! A world in which the production cores of agents and control plane run under simulated clock, network, disks and
+//! store, with faults. One seed decides everything: sizes, what engines do, every delay and every fault.
+//!
+//! ```text
+//!  engines ─ requests ─▶ AgentCore, Outbox ─ calls ─▶ network ─▶ Members, Directory ── store
+//!     ▲                   │      ▲    │                  ▲
+//!     └── shared memory ──┘   disks   └── fetches ───────┘            time: a queue of actions, in microseconds
+//! ```
+//!
+//! [`run`] plays one seed: some seconds of engines at work while things break, then calm, then the question whether all
+//! is well. What is checked (DESIGN §9): no reader sees other bytes than were committed under the key (1); what was
+//! announced durable is there after `SIGKILL` and power loss (2); budgets, by the cores' own audits after every event
+//! (3); no slot is handed out while anybody reads or writes it (4); every request is answered by its deadline (5); the
+//! directory is the union of the inventories when faults have stopped (6); nothing is left over.
+//!
+//! A block's bytes are one number per layer and its checksums functions of that number, so that every reader can say
+//! whether it got what was committed, without bytes being moved.
+//!
+//! Not the production code, because it is made of futures and sockets: the loops that call the control plane (`link.rs`
+//! follows them), what a member's services do around the cores (`member.rs`), the transport (`peers.rs`). Pure as the
+//! cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
+
+mod audit;
+mod disk;
+mod engine;
+mod faults;
+mod jobs;
+mod link;
+mod member;
+mod memory;
+mod messages;
+mod network;
+mod node;
+mod peers;
+mod plane;
+mod queue;
+mod rng;
+mod setup;
+mod trace;
+mod turns;
+mod world;
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+pub use setup::Variant;
+pub use trace::Recording;
+
+use world::World;
+
+/// What became of one seed.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// Which.
+    pub seed: u64,
+    /// The invariant that did not hold, in words.
+    pub violation: Option<String>,
+    /// Digest of everything that happened: equal for equal seeds.
+    pub digest: u64,
+    /// How many things happened.
+    pub steps: u64,
+    /// How often what happened, by name: faults, and what they led to.
+    pub seen: BTreeMap<&'static str, u64>,
+    /// A line for each step, when they were wanted.
+    pub lines: Vec<String>,
+}
+
+/// Plays one seed. A violation ends it; so does a panic of a core, which is one.
+pub fn run(seed: u64, variant: Variant, recording: Recording) -> Run {
+    let mut world = World::new(seed, variant, recording);
+    let until = world.setup.faults_until;
+    let played = catch_unwind(AssertUnwindSafe(|| {
+        world.run_until(until);
+        world.settle();
+    }));
+    Run {
+        seed,
+        violation: played.err().map(|cause| words(cause.as_ref())),
+        digest: world.trace.digest(),
+        steps: world.trace.steps(),
+        seen: std::mem::take(&mut world.seen),
+        lines: world.trace.take_lines(),
+    }
+}
+
+/// What a panic said.
+fn words(cause: &(dyn Any + Send)) -> String {
+    let text = cause.downcast_ref::<String>().cloned();
+    text.or_else(|| cause.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default()
+}

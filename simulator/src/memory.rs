@@ -1,0 +1,110 @@
+//! The bytes of an arena: one number per layer of each slot that was ever written.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use reprise_agent_core::effect::ArenaSlot;
+use reprise_policy::Layout;
+
+use crate::rng::mix;
+
+/// What a committed block consists of: every commit has a number of its own.
+pub(crate) type Tag = u64;
+
+/// Bit of a tag that a fault has set: what was written has changed.
+const DAMAGE: Tag = 1 << 40;
+/// Bit of a tag that a fault of a medium has set: nobody may ever be given it to read.
+const ROT: Tag = 1 << 41;
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    slots: BTreeMap<(u16, u64), Slot>,
+    /// Slots that a lost device may write to.
+    stranded: Vec<ArenaSlot>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    bytes: u64,
+    layers: Vec<Tag>,
+}
+
+impl Memory {
+    /// Writes layers of a slot, leaving the others.
+    pub(crate) fn write(&mut self, slot: ArenaSlot, layers_all: u32, layers: Range<u32>, tags: &[Tag]) {
+        let stranded = self.stranded.iter().any(|other| overlap(*other, slot));
+        assert!(!stranded, "{slot:?} was used again although a lost device may write to it");
+        let end = slot.offset + slot.bytes;
+        self.slots.retain(|(region, offset), other| {
+            let same = *offset == slot.offset && other.bytes == slot.bytes;
+            *region != slot.region.0 || same || *offset >= end || offset + other.bytes <= slot.offset
+        });
+        let empty = || Slot { bytes: slot.bytes, layers: Vec::new() };
+        let place = self.slots.entry((slot.region.0, slot.offset)).or_insert_with(empty);
+        place.layers.resize(layers_all as usize, 0);
+        place.layers[layers.start as usize..layers.end as usize].copy_from_slice(tags);
+    }
+
+    /// From now on a device may write to a slot at any time.
+    pub(crate) fn strand(&mut self, slot: ArenaSlot) {
+        self.stranded.push(slot);
+    }
+
+    /// The layers of a slot as they are now.
+    pub(crate) fn layers(&self, slot: ArenaSlot) -> &[Tag] {
+        self.slots.get(&(slot.region.0, slot.offset)).map_or(&[], |slot| &slot.layers)
+    }
+
+    /// A fault: bits of a slot turn over. `which` chooses the slot.
+    pub(crate) fn damage(&mut self, which: u64) {
+        let count = self.slots.len().max(1) as u64;
+        if let Some(slot) = self.slots.values_mut().nth((which % count) as usize) {
+            change(&mut slot.layers, which >> 32, DAMAGE);
+        }
+    }
+}
+
+/// A fault of a medium: changes one layer of what is stored.
+pub(crate) fn rot(layers: &mut [Tag], which: u64) {
+    change(layers, which, ROT);
+}
+
+fn change(layers: &mut [Tag], which: u64, bit: Tag) {
+    let count = layers.len() as u64;
+    if let Some(layer) = layers.get_mut((which % count.max(1)) as usize) {
+        *layer |= bit;
+    }
+}
+
+/// Whether these layers, in memory, are wrong because a fault has changed memory: everything else is caught before it
+/// gets there.
+pub(crate) fn is_damaged(layers: &[Tag]) -> bool {
+    layers.iter().any(|tag| tag & DAMAGE != 0)
+}
+
+/// Whether these layers, on a medium, are wrong because of a fault, of the medium or of the memory that they came from.
+pub(crate) fn is_rotten(layers: &[Tag]) -> bool {
+    layers.iter().any(|tag| tag & (DAMAGE | ROT) != 0)
+}
+
+/// The content of layers, the first of which has the number `first`, if every one of them matches the block's checksums
+/// and all agree.
+pub(crate) fn verified(layers: &[Tag], first: u32, layout: &Layout, checksums: &[u32]) -> Option<Tag> {
+    let tag = *layers.first()?;
+    let parts = layout.parts() as usize;
+    let objects = first as usize * parts..(first as usize + layers.len()) * parts;
+    let expected = self::checksums(tag, layout);
+    let right = expected.get(objects.clone())? == checksums.get(objects)?;
+    (right && layers.iter().all(|other| *other == tag)).then_some(tag)
+}
+
+/// Checksums of the objects of a block with this content.
+pub(crate) fn checksums(tag: Tag, layout: &Layout) -> Box<[u32]> {
+    (0..u64::from(layout.objects())).map(|object| mix(tag << 16 | object) as u32).collect()
+}
+
+/// Whether two slots share bytes.
+pub(crate) fn overlap(a: ArenaSlot, b: ArenaSlot) -> bool {
+    a.region == b.region && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes
+}

@@ -1,0 +1,391 @@
+//! A node: a machine with disks, and at times an agent's process on it, which runs the production core.
+//!
+//! Every event goes through [`World::apply`]: the core decides, its audit and the world's checks look at it, and its
+//! effects are executed. A process's memory dies with it; its disks stay.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use reprise_agent_core::agent::AgentCore;
+use reprise_agent_core::effect::{
+    ArenaSlot, Change, DeviceId, Effect, FetchId, RegionId, ReplicaChange, Reply, Report, ServeId,
+};
+use reprise_agent_core::event::{Event, Request, RequestId};
+use reprise_agent_core::pool::DeviceOpKind;
+use reprise_policy::{BlockKey, SessionId, Tick, Tier};
+
+use crate::disk::{Disk, Written};
+use crate::engine::Engine;
+use crate::jobs::Job;
+use crate::link::Link;
+use crate::memory::{Memory, overlap};
+use crate::network::LineId;
+use crate::peers::{Fetch, Serve};
+use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant};
+use crate::world::{Action, Local, World};
+
+/// Counters of the core that say what runs have reached.
+const COUNTED: [&str; 24] = [
+    "duplicate_items",
+    "durable_items",
+    "lost_items",
+    "hit_blocks_own_dram",
+    "hit_blocks_own_nvme",
+    "hit_blocks_peer_dram",
+    "hit_blocks_peer_nvme",
+    "miss_blocks",
+    "failed_blocks",
+    "no_space_blocks",
+    "deadline_blocks",
+    "single_flight_joins",
+    "lookup_failures",
+    "fill_device_errors",
+    "fill_corrupt",
+    "fill_absent",
+    "fill_peer_lost",
+    "write_failures",
+    "dram_corrupt_blocks",
+    "dram_evictions",
+    "nvme_evictions",
+    "serve_blocks_dram",
+    "serve_blocks_nvme",
+    "serve_blocks_absent",
+];
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Node {
+    /// Which process of this machine runs, or ran last.
+    pub(crate) life: u64,
+    pub(crate) process: Option<Process>,
+    /// The machine is on.
+    pub(crate) powered: bool,
+    /// The process is stopped.
+    pub(crate) paused: bool,
+    /// What came while it was stopped.
+    pub(crate) deferred: Vec<Action>,
+    /// Deadlines that passed before then could not be kept: the process was stopped.
+    pub(crate) resumed: Tick,
+    /// Since when no process answers here.
+    pub(crate) silent_since: Option<Tick>,
+    pub(crate) disks: Vec<Disk>,
+    /// Blocks that were announced durable and not withdrawn.
+    pub(crate) promised: BTreeSet<BlockKey>,
+}
+
+/// A running agent.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) core: AgentCore,
+    pub(crate) memory: Memory,
+    /// What the core has announced: every replica of this node.
+    pub(crate) inventory: BTreeSet<(BlockKey, Tier)>,
+    /// Blocks that were on NVMe at any time of this life.
+    ever_stored: BTreeSet<BlockKey>,
+    pub(crate) jobs: BTreeMap<u64, Job>,
+    pub(crate) jobs_begun: u64,
+    pub(crate) sessions: BTreeMap<SessionId, Engine>,
+    /// The session of each engine, by its place.
+    pub(crate) seats: Vec<Option<SessionId>>,
+    pub(crate) sessions_begun: u64,
+    pub(crate) link: Link,
+    pub(crate) fetches: BTreeMap<FetchId, Fetch>,
+    pub(crate) serves: BTreeMap<ServeId, Serve>,
+    pub(crate) serves_begun: u64,
+    /// Connections that this agent has opened to others, by their index.
+    pub(crate) peer_lines: BTreeMap<usize, LineId>,
+    /// When the core's next tick is due.
+    tick_at: Option<Tick>,
+}
+
+impl Node {
+    pub(crate) fn new(index: usize, setup: &Setup) -> Node {
+        let disk =
+            |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
+        Node {
+            life: 0,
+            process: None,
+            powered: true,
+            paused: false,
+            deferred: Vec::new(),
+            resumed: Tick(0),
+            silent_since: Some(Tick(0)),
+            disks: (0..setup.disks).map(disk).collect(),
+            promised: BTreeSet::new(),
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn process(&mut self, node: usize) -> &mut Process {
+        self.nodes[node].process.as_mut().expect("only a running agent is asked")
+    }
+
+    /// An agent starts on the node's disks, whatever is on them.
+    pub(crate) fn start_agent(&mut self, node: usize) {
+        let place = &mut self.nodes[node];
+        place.powered = true;
+        for disk in &mut place.disks {
+            // As `device/open.rs` does before it reads.
+            match self.setup.variant {
+                Variant::RecoveryWithoutSync | Variant::DurableBeforeSync => {}
+                _ => disk.synced(disk.covered()),
+            }
+        }
+        let pools = place.disks.iter().map(|disk| {
+            let (pool, stored, _) = disk.recover();
+            (pool, stored)
+        });
+        let pools: Vec<_> = pools.collect();
+        let regions: Vec<_> =
+            (0..self.setup.regions).map(|region| (RegionId(region), self.setup.region_bytes)).collect();
+        let (core, effects) = AgentCore::new(self.setup.settings.clone(), pools, &regions);
+        core.audit().unwrap_or_else(|broken| panic!("{broken}"));
+        place.life += 1;
+        place.silent_since = None;
+        place.process = Some(Process {
+            core,
+            memory: Memory::default(),
+            inventory: BTreeSet::new(),
+            ever_stored: BTreeSet::new(),
+            jobs: BTreeMap::new(),
+            jobs_begun: 0,
+            sessions: BTreeMap::new(),
+            seats: vec![None; self.setup.engines],
+            sessions_begun: 0,
+            link: Link::new(self.setup.changes_queued_max),
+            fetches: BTreeMap::new(),
+            serves: BTreeMap::new(),
+            serves_begun: 0,
+            peer_lines: BTreeMap::new(),
+            tick_at: None,
+        });
+        effects.into_iter().for_each(|effect| self.execute(node, effect));
+        // Nobody is registered yet, so nothing is sent: the world learns what the core has.
+        self.apply(node, Event::InventoryWanted);
+        self.later(node, Duration::ZERO, Local::Register);
+    }
+
+    /// The process is gone: `SIGKILL`, or the power.
+    pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<Written>>)> {
+        let place = &mut self.nodes[node];
+        let process = place.process.take()?;
+        (place.paused, place.silent_since) = (false, place.silent_since.or(Some(self.now)));
+        place.deferred.clear();
+        count_all(&mut self.seen, &process);
+        let running = (0..place.disks.len()).map(|device| {
+            let of = |job: &Job| match job {
+                Job::Device { device: of, op, .. } if usize::from(of.0) == device => {
+                    Written::of(&op.kind, payload(&process.memory, &op.kind))
+                }
+                _ => None,
+            };
+            process.jobs.values().filter_map(of).collect()
+        });
+        let running = running.collect();
+        Some((process, running))
+    }
+
+    /// Applies an event to a core, looks at what it has become, and executes what follows.
+    pub(crate) fn apply(&mut self, node: usize, event: Event) {
+        let now = self.now;
+        let mut effects = Vec::new();
+        let process = self.process(node);
+        process.core.apply(now, event, &mut effects);
+        process.core.audit().unwrap_or_else(|broken| panic!("node {node}: {broken}"));
+        let mut durable = Vec::new();
+        for effect in effects {
+            if let Effect::Durable { session, ticket, durable: count, lost } = &effect {
+                let engine = self.process(node).sessions.get_mut(session);
+                durable.extend(engine.into_iter().flat_map(|engine| engine.on_notice(*ticket, *count, lost)));
+                self.count("durable notices");
+            } else {
+                self.execute(node, effect);
+            }
+        }
+        let process = self.process(node);
+        for key in durable {
+            assert!(
+                process.ever_stored.contains(&key),
+                "{key} was told durable and never announced to be on NVMe"
+            );
+        }
+        self.look_at(node);
+        self.schedule_tick(node);
+        self.pump(node);
+    }
+
+    fn schedule_tick(&mut self, node: usize) {
+        let process = self.process(node);
+        let Some(due) = process.core.next_deadline() else { return };
+        if process.tick_at.is_none_or(|at| due < at) {
+            process.tick_at = Some(due);
+            let life = self.nodes[node].life;
+            self.queue.push(due.max(self.now), Action::Local { node, life, what: Local::Tick });
+        }
+    }
+
+    pub(crate) fn tick(&mut self, node: usize) {
+        let process = self.process(node);
+        process.tick_at = None;
+        self.apply(node, Event::Tick);
+    }
+
+    pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), body: Request) {
+        let (session, request) = of;
+        let now = self.now;
+        let wait = match &body {
+            Request::Load(load) if load.deadline.is_zero() => self.setup.settings.load_deadline_default,
+            Request::Load(load) => load.deadline,
+            Request::Match { .. } => LOOKUP_TIMEOUT + reprise_agent_core::agent::limits::LOOKUP_GRACE,
+            _ => Duration::ZERO,
+        };
+        if let Some(engine) = self.process(node).sessions.get_mut(&session) {
+            engine.received(request, now.after(wait));
+        }
+        self.apply(node, Event::Request { session, request, body, received: now });
+    }
+
+    fn execute(&mut self, node: usize, effect: Effect) {
+        match effect {
+            Effect::Reply { session, request, reply } => self.reply(node, (session, request), &reply),
+            Effect::Durable { .. } => unreachable!("looked at when all effects are executed"),
+            Effect::Progress { session, entry, update } => {
+                if let Some(engine) = self.process(node).sessions.get_mut(&session) {
+                    engine.on_progress(entry, &update);
+                }
+            }
+            Effect::Device { device, op } => {
+                let covered = self.nodes[node].disks[usize::from(device.0)].covered();
+                self.begin_job(node, Job::Device { device, op, covered });
+            }
+            Effect::ReadBlocks { device, batch } => {
+                for read in batch.blocks {
+                    self.assert_unused(node, read.slot);
+                    self.begin_job(node, Job::Read { device, read, layout: batch.layout, layers: 0 });
+                }
+            }
+            Effect::CheckBlock(check) => self.begin_job(node, Job::Check(check)),
+            Effect::Lookup { lookup, keys, timeout } => self.look_up(node, lookup, keys, timeout),
+            Effect::Announce { changes } => self.announce(node, &changes),
+            Effect::AnnounceAll { replicas } => {
+                let process = self.process(node);
+                process.inventory = replicas.iter().copied().collect();
+                assert_eq!(process.inventory.len(), replicas.len(), "a replica is announced once");
+                process.link.outbox.announce_all(replicas);
+                self.keep_promises(node);
+            }
+            Effect::PeerFetch(fetch) => self.fetch(node, fetch),
+            Effect::ServeHeader { serve, block, tier, checksums } => {
+                self.serve_header(node, (serve, block), tier, checksums);
+            }
+            Effect::ServeObjects(objects) => self.serve_objects(node, objects),
+            Effect::ServeAbsent { serve, block } => self.serve_absent(node, serve, block),
+            Effect::Report(report) => self.report(node, &report),
+        }
+    }
+
+    fn reply(&mut self, node: usize, of: (SessionId, RequestId), reply: &Reply) {
+        if let Reply::Reserved { leases, .. } = reply {
+            leases.iter().for_each(|(_, slot)| self.assert_unused(node, *slot));
+        }
+        self.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
+        let (now, resumed) = (self.now, self.nodes[node].resumed);
+        if let Some(engine) = self.process(node).sessions.get_mut(&of.0) {
+            engine.on_reply(of.1, reply, now, resumed);
+        }
+    }
+
+    fn announce(&mut self, node: usize, changes: &[ReplicaChange]) {
+        let variant = self.setup.variant;
+        let process = self.process(node);
+        for change in changes {
+            let replica = (change.key, change.tier);
+            let new = match change.change {
+                Change::Added => process.inventory.insert(replica),
+                Change::Removed => process.inventory.remove(&replica),
+            };
+            assert!(new, "{change:?} changes nothing");
+        }
+        let told = changes.iter().copied();
+        let told: Vec<_> = match variant {
+            Variant::EvictionsUnannounced => told.filter(|change| change.change == Change::Added).collect(),
+            _ => told.collect(),
+        };
+        process.link.outbox.announce(&told);
+        self.keep_promises(node);
+    }
+
+    /// What is announced to be on NVMe is from now on durable.
+    fn keep_promises(&mut self, node: usize) {
+        let process = self.process(node);
+        let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);
+        let stored: BTreeSet<_> = stored.collect();
+        process.ever_stored.extend(&stored);
+        self.nodes[node].promised = stored;
+    }
+
+    fn report(&mut self, node: usize, report: &Report) {
+        self.trace.note(|| format!("node {node} reports {report:?}"));
+        match report {
+            Report::CorruptBlock { .. } => self.count("corrupt blocks"),
+            Report::CorruptMemory { .. } => self.count("corrupt memory"),
+            Report::DeviceLost { .. } => self.count("devices lost"),
+            Report::Unstorable { .. } => {}
+        }
+    }
+
+    /// Everybody on a node reads all they may; what does not match is told to the agent.
+    pub(crate) fn look_at(&mut self, node: usize) {
+        let (now, truth) = (self.now, &self.truth);
+        let place = &mut self.nodes[node];
+        let Some(process) = &mut place.process else { return };
+        let mut suspects = Vec::new();
+        for (session, engine) in &mut process.sessions {
+            let damaged = engine.read_all(&process.memory, |key, tag| {
+                let committed = truth.get(key).is_some_and(|tags| tags.contains(&tag));
+                assert!(committed, "{key}: content {tag} was never committed");
+            });
+            suspects.extend(damaged.into_iter().map(|(load, block)| (*session, load, block)));
+            let late = engine.overdue(now).filter(|_| !place.paused && place.resumed < now);
+            assert!(late.is_none(), "node {node}: no answer in time to {}", late.unwrap_or_default());
+        }
+        for (session, load, block) in suspects {
+            self.count("suspects");
+            self.suspect(node, session, (load, vec![block]));
+        }
+    }
+
+    /// A slot that is handed out must not be written or read by anybody.
+    pub(crate) fn assert_unused(&self, node: usize, slot: ArenaSlot) {
+        let process = self.nodes[node].process.as_ref().expect("it runs");
+        let jobs = process.jobs.values().filter_map(Job::slot);
+        let fetches = process.fetches.values().flat_map(Fetch::slots);
+        let engines = process.sessions.values().flat_map(Engine::slots);
+        let serves = process.serves.values().flat_map(Serve::slots);
+        let mut used = jobs.chain(fetches).chain(engines).chain(serves);
+        assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was handed out while in use");
+        assert!(slot.offset + slot.bytes <= self.setup.region_bytes, "{slot:?} lies outside its region");
+    }
+
+    pub(crate) fn disk(&mut self, node: usize, device: DeviceId) -> &mut Disk {
+        &mut self.nodes[node].disks[usize::from(device.0)]
+    }
+}
+
+/// Adds what a core has counted, by the names of its counters.
+pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Process) {
+    for name in COUNTED {
+        let fields = process.core.counters().fields();
+        let counted = fields.filter(|(other, _)| *other == name).map(|(_, value)| value).sum::<u64>();
+        *seen.entry(name).or_default() += counted;
+    }
+}
+
+/// What is in memory of a block that is being written.
+pub(crate) fn payload<'a>(memory: &'a Memory, kind: &DeviceOpKind) -> &'a [u64] {
+    match kind {
+        DeviceOpKind::WriteBlock { slot, .. } => memory.layers(*slot),
+        DeviceOpKind::WritePages { .. } | DeviceOpKind::Sync => &[],
+    }
+}

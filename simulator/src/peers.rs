@@ -1,0 +1,307 @@
+//! The transport between agents: fetches of blocks, and how they are served.
+//!
+//! What a fetch receives is compared with the block's checksums before the core hears of it, as the transport does.
+//! Deliberately absent: credits; a fetch is as large as the core makes it.
+
+use std::collections::VecDeque;
+
+use reprise_agent_core::effect::{ArenaSlot, FetchId, FillId, PeerFetch, ServeId, ServeObjects};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerRequest};
+use reprise_policy::{BlockKey, Layout, Tier};
+
+use crate::memory::{Tag, is_damaged, verified};
+use crate::messages::{Message, PeerMessage};
+use crate::network::{Host, LineId};
+use crate::world::{Local, World};
+
+/// Blocks on their way from a peer.
+#[derive(Debug)]
+pub(crate) struct Fetch {
+    line: LineId,
+    layout: Layout,
+    blocks: Vec<FetchBlock>,
+}
+
+#[derive(Debug)]
+struct FetchBlock {
+    fill: FillId,
+    key: BlockKey,
+    slot: ArenaSlot,
+    header: Option<(Tier, Box<[u32]>)>,
+    layers: u32,
+    over: bool,
+}
+
+/// A request of a peer.
+#[derive(Debug)]
+pub(crate) struct Serve {
+    line: LineId,
+    fetch: FetchId,
+    layout: Layout,
+    blocks: Vec<ServeBlock>,
+}
+
+#[derive(Debug, Default)]
+struct ServeBlock {
+    checksums: Option<Box<[u32]>>,
+    /// Given to the transport, not sent yet.
+    queue: VecDeque<ServeObjects>,
+    given: u64,
+    state: Sending,
+}
+
+/// How far a block of a serve is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Sending {
+    /// Something may still come.
+    #[default]
+    Open,
+    /// The core has given all it will; the transport has not reported the end.
+    Given,
+    /// Nothing more happens.
+    Ended,
+}
+
+impl Fetch {
+    /// Slots that are still being filled.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
+        self.blocks.iter().filter(|block| !block.over).map(|block| block.slot)
+    }
+}
+
+impl Serve {
+    /// Slots that are still to be sent from.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = ArenaSlot> {
+        self.blocks.iter().flat_map(|block| &block.queue).map(|objects| objects.slot)
+    }
+
+    fn is_over(&self) -> bool {
+        self.blocks.iter().all(|block| block.state == Sending::Ended)
+    }
+}
+
+impl World {
+    // ---- the side that asks ------------------------------------------------------------------------------------
+
+    pub(crate) fn fetch(&mut self, node: usize, fetch: PeerFetch) {
+        let PeerFetch { fetch: id, node: from, layout, blocks, deadline } = fetch;
+        let host = self.host_of(from);
+        assert!(host != node, "an agent does not ask itself");
+        blocks.iter().for_each(|block| self.assert_unused(node, block.slot));
+        let known = self.process(node).peer_lines.get(&host).copied();
+        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Node(host)));
+        let keys = blocks.iter().map(|block| block.key).collect();
+        let waiting = blocks.iter().map(|block| FetchBlock {
+            fill: block.fill,
+            key: block.key,
+            slot: block.slot,
+            header: None,
+            layers: 0,
+            over: false,
+        });
+        let blocks = waiting.collect();
+        let process = self.process(node);
+        process.peer_lines.insert(host, line);
+        process.fetches.insert(id, Fetch { line, layout, blocks });
+        self.count("fetches");
+        self.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, keys, layout, deadline }));
+        self.later(node, deadline, Local::FetchDeadline(id));
+    }
+
+    /// What has not come by now does not come.
+    pub(crate) fn fetch_deadline(&mut self, node: usize, id: FetchId) {
+        let Some(fetch) = self.process(node).fetches.remove(&id) else { return };
+        let far = self.network.line(fetch.line).map(|line| line.ends[1]);
+        if far.is_none_or(|end| !self.lives(end)) {
+            self.process(node).peer_lines.retain(|_, line| *line != fetch.line);
+        }
+        self.send(fetch.line, 1, Message::Peer(PeerMessage::Cancel { fetch: id }));
+        self.fetch_failed(node, &fetch);
+    }
+
+    fn fetch_failed(&mut self, node: usize, fetch: &Fetch) {
+        for block in fetch.blocks.iter().filter(|block| !block.over) {
+            let update = FillUpdate::Failed(FillError::PeerLost);
+            self.apply(node, Event::Fill { fill: block.fill, update });
+        }
+    }
+
+    pub(crate) fn peer_line_lost(&mut self, node: usize, line: LineId) {
+        let process = self.process(node);
+        process.peer_lines.retain(|_, other| *other != line);
+        let fetches: Vec<_> = process.fetches.extract_if(.., |_, fetch| fetch.line == line).collect();
+        let serves: Vec<_> = process.serves.extract_if(.., |_, serve| serve.line == line).collect();
+        // All at once: what one of them frees is not in the hands of another that has ended as well.
+        fetches.iter().for_each(|(_, fetch)| self.fetch_failed(node, fetch));
+        serves.iter().for_each(|(serve, _)| self.apply(node, Event::ServeAborted { serve: *serve }));
+    }
+
+    pub(crate) fn on_peer_message(&mut self, node: usize, line: LineId, message: PeerMessage) {
+        match message {
+            PeerMessage::Fetch { fetch, keys, layout, deadline } => {
+                self.serve(node, (line, fetch), PeerRequest { serve: ServeId(0), keys, layout, deadline });
+            }
+            PeerMessage::Cancel { fetch } => {
+                let serves = &mut self.process(node).serves;
+                let of = |serve: &Serve| serve.line == line && serve.fetch == fetch;
+                let gone: Vec<_> = serves.extract_if(.., |_, serve| of(serve)).collect();
+                gone.iter().for_each(|(serve, _)| self.apply(node, Event::ServeAborted { serve: *serve }));
+            }
+            PeerMessage::Header { fetch, block, tier, checksums } => {
+                if let Some(block) = self.fetch_block(node, fetch, block) {
+                    block.header = Some((tier, checksums));
+                }
+            }
+            PeerMessage::Layers { fetch, block, first, tags } => {
+                self.layers_come(node, (fetch, block), first, &tags)
+            }
+            PeerMessage::Absent { fetch, block } => {
+                if let Some(block) = self.fetch_block(node, fetch, block) {
+                    let fill = block.fill;
+                    block.over = true;
+                    self.apply(node, Event::Fill { fill, update: FillUpdate::Failed(FillError::Absent) });
+                    self.forget_fetch(node, fetch);
+                }
+            }
+        }
+    }
+
+    fn fetch_block(&mut self, node: usize, fetch: FetchId, block: u32) -> Option<&mut FetchBlock> {
+        let fetch = self.process(node).fetches.get_mut(&fetch)?;
+        fetch.blocks.get_mut(block as usize).filter(|block| !block.over)
+    }
+
+    fn layers_come(&mut self, node: usize, of: (FetchId, u32), first: u32, tags: &[Tag]) {
+        let (fetch, number) = of;
+        let Some(layout) = self.process(node).fetches.get(&fetch).map(|fetch| fetch.layout) else { return };
+        let Some(block) = self.fetch_block(node, fetch, number) else { return };
+        assert_eq!(block.layers, first, "layers come in order");
+        let end = first + tags.len() as u32;
+        let (tier, checksums) = block.header.clone().expect("objects follow the header");
+        let (fill, slot, key) = (block.fill, block.slot, block.key);
+        let content = verified(tags, first, &layout, &checksums);
+        (block.layers, block.over) = (end, content.is_none() || end == layout.layers());
+        self.process(node).memory.write(slot, layout.layers(), first..end, tags);
+        let update = match content {
+            Some(tag) => {
+                assert!(
+                    self.truth[&key].contains(&tag),
+                    "{key}: a peer sent {tag}, which was never committed"
+                );
+                FillUpdate::Layers { layers: end, checksums: (first == 0).then_some(checksums), tier }
+            }
+            None => FillUpdate::Failed(FillError::Corrupt),
+        };
+        self.apply(node, Event::Fill { fill, update });
+        self.forget_fetch(node, fetch);
+    }
+
+    fn forget_fetch(&mut self, node: usize, id: FetchId) {
+        let fetches = &mut self.process(node).fetches;
+        if fetches.get(&id).is_some_and(|fetch| fetch.blocks.iter().all(|block| block.over)) {
+            fetches.remove(&id);
+        }
+    }
+
+    // ---- the side that serves ----------------------------------------------------------------------------------
+
+    fn serve(&mut self, node: usize, of: (LineId, FetchId), request: PeerRequest) {
+        let (line, fetch) = of;
+        let process = self.process(node);
+        process.serves_begun += 1;
+        let id = ServeId(process.serves_begun);
+        let blocks = request.keys.iter().map(|_| ServeBlock::default()).collect();
+        process.serves.insert(id, Serve { line, fetch, layout: request.layout, blocks });
+        self.count("serves");
+        self.apply(node, Event::PeerRequest(PeerRequest { serve: id, ..request }));
+        self.forget_serve(node, id);
+    }
+
+    fn serve_block(&mut self, node: usize, serve: ServeId, block: u32) -> (LineId, FetchId, &mut ServeBlock) {
+        let serve =
+            self.process(node).serves.get_mut(&serve).expect("nothing is sent to a peer that has gone");
+        (serve.line, serve.fetch, &mut serve.blocks[block as usize])
+    }
+
+    pub(crate) fn serve_header(
+        &mut self,
+        node: usize,
+        of: (ServeId, u32),
+        tier: Tier,
+        checksums: Box<[u32]>,
+    ) {
+        let (line, fetch, block) = self.serve_block(node, of.0, of.1);
+        assert!(block.state == Sending::Open && block.checksums.is_none(), "one header per block, first");
+        block.checksums = Some(checksums.clone());
+        self.send(line, 0, Message::Peer(PeerMessage::Header { fetch, block: of.1, tier, checksums }));
+    }
+
+    pub(crate) fn serve_objects(&mut self, node: usize, objects: ServeObjects) {
+        let (serve, number) = (objects.serve, objects.block);
+        let layout = self.process(node).serves[&serve].layout;
+        let (_, _, block) = self.serve_block(node, serve, number);
+        assert!(block.state == Sending::Open && block.checksums.is_some(), "objects follow the header");
+        assert!(objects.offset == block.given && objects.bytes > 0, "objects come in order");
+        assert!(objects.bytes.is_multiple_of(layout.layer_bytes()), "whole layers");
+        block.given += objects.bytes;
+        assert_eq!(objects.last, block.given == layout.block_bytes(), "the last objects say so");
+        if objects.last {
+            block.state = Sending::Given;
+        }
+        block.queue.push_back(objects);
+        self.send_later(node, serve, number);
+    }
+
+    pub(crate) fn serve_absent(&mut self, node: usize, serve: ServeId, number: u32) {
+        let (line, fetch, block) = self.serve_block(node, serve, number);
+        assert_eq!(block.state, Sending::Open, "absent is said once");
+        let begun = block.checksums.is_some();
+        block.state = if begun { Sending::Given } else { Sending::Ended };
+        self.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
+        if begun {
+            self.send_later(node, serve, number);
+        } else {
+            // The serve may end with it, but not while the core speaks.
+            self.later(node, std::time::Duration::ZERO, Local::Send { serve, block: number });
+        }
+    }
+
+    fn send_later(&mut self, node: usize, serve: ServeId, block: u32) {
+        let delay = self.rng.micros(10..300);
+        self.later(node, delay, Local::Send { serve, block });
+    }
+
+    /// The transport reads what is next of a block, and sends it.
+    pub(crate) fn send_objects(&mut self, node: usize, serve: ServeId, number: u32) {
+        let Some(layout) = self.process(node).serves.get(&serve).map(|serve| serve.layout) else { return };
+        let (line, fetch, block) = self.serve_block(node, serve, number);
+        let checksums = block.checksums.clone();
+        let next = block.queue.pop_front();
+        let ends = block.queue.is_empty() && block.state == Sending::Given;
+        if ends {
+            block.state = Sending::Ended;
+        }
+        if let Some(objects) = next {
+            let layers = objects.offset / layout.layer_bytes()
+                ..(objects.offset + objects.bytes) / layout.layer_bytes();
+            let span = layers.start as usize..layers.end as usize;
+            let tags = self.process(node).memory.layers(objects.slot)[span].to_vec();
+            let (first, checksums) = (layers.start as u32, checksums.expect("objects follow the header"));
+            let right = verified(&tags, first, &layout, &checksums).is_some() || is_damaged(&tags);
+            assert!(right, "node {node} sent {tags:?} from a slot that is somebody else's");
+            let message = PeerMessage::Layers { fetch, block: number, first, tags };
+            self.send(line, 0, Message::Peer(message));
+        }
+        if ends {
+            self.apply(node, Event::ServeDone { serve, block: number });
+        }
+        self.forget_serve(node, serve);
+    }
+
+    fn forget_serve(&mut self, node: usize, id: ServeId) {
+        let serves = &mut self.process(node).serves;
+        if serves.get(&id).is_some_and(Serve::is_over) {
+            serves.remove(&id);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! The control plane's member among the hosts: calls that arrive, its death and its next life.
+
+use std::time::Duration;
+
+use reprise_controlplane_core::NodeRecord;
+use reprise_policy::NodeId;
+
+use crate::member::Member;
+use crate::messages::{CallId, Message, Reply, Request};
+use crate::network::{Host, LineId};
+use crate::setup::{BEAT_EVERY, DEAD_AFTER, DELAY_MAX};
+use crate::world::{Action, World};
+
+/// The store answers within this, in microseconds.
+const STORE_US_MAX: u64 = 20_000;
+
+impl World {
+    pub(crate) fn serve_call(&mut self, line: LineId, call: CallId, request: Request) {
+        let now = self.now;
+        let member = self.member.as_mut().expect("only a running member is asked");
+        let reply = match request {
+            Request::Register { name } => {
+                // Durable in the store first; the member's own memory follows when the store has answered.
+                let (record, life) = (self.store.register(name), self.member_life);
+                let delay = self.rng.micros(100..STORE_US_MAX);
+                return self.after(delay, Action::Registered { life, record, line, call });
+            }
+            Request::Beat { node, epoch } => Reply::Beaten { known: member.beat(now, node, epoch) },
+            Request::Update(batch) => {
+                let answer = member.update(&batch);
+                self.audit_directory();
+                Reply::Updated(answer)
+            }
+            Request::Lookup { keys, asking } => {
+                let found = member.lookup(now, &keys, asking);
+                found.iter().flatten().for_each(|replica| self.assert_offered(replica.node, asking));
+                Reply::Found(found)
+            }
+        };
+        self.send(line, 0, Message::Reply { call, reply });
+    }
+
+    pub(crate) fn registered(&mut self, life: u64, record: NodeRecord, from: (LineId, CallId)) {
+        let Some(member) = self.member.as_mut().filter(|_| life == self.member_life) else { return };
+        let reply = Reply::Registered { node: record.node, epoch: record.epoch };
+        member.registered(self.now, record);
+        self.audit_directory();
+        self.send(from.0, 0, Message::Reply { call: from.1, reply });
+    }
+
+    pub(crate) fn expire(&mut self, life: u64) {
+        let Some(member) = self.member.as_mut().filter(|_| life == self.member_life) else { return };
+        let next = member.expire(self.now);
+        self.audit_directory();
+        let wait = next.map_or(BEAT_EVERY, |next| next.since(self.now)).max(Duration::from_millis(1));
+        self.after(wait, Action::Expire { life });
+    }
+
+    /// The member dies: its memory is gone.
+    pub(crate) fn kill_member(&mut self) {
+        self.member = None;
+        self.break_lines(Host::Member);
+    }
+
+    pub(crate) fn start_member(&mut self) {
+        self.member_life += 1;
+        self.member = Some(Member::start(&self.store, self.setup.variant));
+        self.after(BEAT_EVERY, Action::Expire { life: self.member_life });
+    }
+
+    fn audit_directory(&self) {
+        let member = self.member.as_ref().expect("it runs");
+        member.directory.audit().unwrap_or_else(|broken| panic!("directory: {broken}"));
+    }
+
+    /// No lookup names the node that asks, nor one that has been silent for longer than it may.
+    fn assert_offered(&self, node: NodeId, asking: Option<NodeId>) {
+        assert!(asking != Some(node), "a lookup names the node that asks");
+        let place = &self.nodes[self.host_of(node)];
+        if let Some(since) = place.silent_since {
+            let silence = self.now.since(since);
+            assert!(silence <= DEAD_AFTER + DELAY_MAX, "a lookup names node {node}, silent for {silence:?}");
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! What is to happen when: a queue by time, and among equal times in the order in which it was put in.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use reprise_policy::Tick;
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Queue<A> {
+    order: BinaryHeap<Reverse<(Tick, u64)>>,
+    actions: BTreeMap<u64, A>,
+    next: u64,
+}
+
+impl<A> Queue<A> {
+    pub(crate) fn new() -> Queue<A> {
+        Queue { order: BinaryHeap::new(), actions: BTreeMap::new(), next: 0 }
+    }
+
+    pub(crate) fn push(&mut self, at: Tick, action: A) {
+        self.order.push(Reverse((at, self.next)));
+        self.actions.insert(self.next, action);
+        self.next += 1;
+    }
+
+    /// The next action that is due by `until`.
+    pub(crate) fn pop(&mut self, until: Tick) -> Option<(Tick, A)> {
+        let Reverse((at, _)) = *self.order.peek()?;
+        if at > until {
+            return None;
+        }
+        let Reverse((at, number)) = self.order.pop()?;
+        Some((at, self.actions.remove(&number).expect("every number in the order has its action")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_due_at_one_instant_happens_in_the_order_of_its_arrival() {
+        let mut queue = Queue::new();
+        for (at, name) in [(5, "c"), (3, "a"), (5, "d"), (3, "b"), (9, "e")] {
+            queue.push(Tick(at), name);
+        }
+        let taken: Vec<_> = std::iter::from_fn(|| queue.pop(Tick(8))).collect();
+        assert_eq!(taken, [(Tick(3), "a"), (Tick(3), "b"), (Tick(5), "c"), (Tick(5), "d")]);
+        assert_eq!(queue.pop(Tick(9)), Some((Tick(9), "e")));
+    }
+}

@@ -1,0 +1,155 @@
+//! What a world is made of, and the constants of the protocols that it runs.
+//!
+//! Times are those of the binaries' defaults where no other reason is given; sizes are small, so that everything runs
+//! full, evicts and overflows within seconds.
+
+use std::time::Duration;
+
+use reprise_agent_core::agent::Settings;
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tick};
+
+use crate::rng::{Rng, mix};
+
+/// As `membership.heartbeat_every`.
+pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(250);
+/// As an agent waits for the answer to a beat: two periods.
+pub(crate) const BEAT_ANSWER: Duration = Duration::from_millis(500);
+/// As `membership.dead_after`.
+pub(crate) const DEAD_AFTER: Duration = Duration::from_millis(1500);
+/// A tenth of `membership.forget_after`: a pause of an agent is then longer.
+pub(crate) const FORGET_AFTER: Duration = Duration::from_secs(6);
+/// As an agent's time for one call to the control plane.
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// A registration that is lost sooner is renewed with growing delays, as agents do.
+pub(crate) const SETTLED_AFTER: Duration = Duration::from_secs(5);
+/// A transport gives up on a fetch at its deadline.
+pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time in which everything comes to its end when faults have stopped: two calls that run into their timeout, the longest
+/// delays between attempts, and the longest load.
+pub(crate) const SETTLE: Duration = Duration::from_secs(14);
+/// A message is under way so long at the most, unless its way is cut.
+pub(crate) const DELAY_MAX: Duration = Duration::from_secs(1);
+
+/// Keys of each layout.
+pub(crate) const KEYS: u64 = 64;
+
+/// Spreads numbers over the bits that hash tables look at, and its inverse, so that traces can name keys by number.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+const SPREAD_BACK: u64 = 0xf1de_83e1_9937_733d;
+const _: () = assert!(SPREAD.wrapping_mul(SPREAD_BACK) == 1);
+
+/// What is run: the production cores as they are, or with a flaw around them, to see that the auditor finds it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Variant {
+    /// As they are.
+    #[default]
+    Production,
+    /// A whole inventory is added to what the directory knows of a node, instead of replacing it.
+    InventoriesAdd,
+    /// A new registration of a node does not begin a new inventory in the directory.
+    RegistrationKeepsDirectory,
+    /// Syncs of devices say that they are done and do nothing: what is told durable is not.
+    DurableBeforeSync,
+    /// An agent that starts does not sync its devices before it reads them.
+    RecoveryWithoutSync,
+    /// Lookups do not look whether beats of nodes still arrive.
+    DeadNodesOffered,
+    /// What is read from devices is not compared with its checksums.
+    ReadsUnchecked,
+    /// An agent does not tell the directory what it evicts.
+    EvictionsUnannounced,
+}
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub(crate) nodes: usize,
+    /// Engines of one node.
+    pub(crate) engines: usize,
+    pub(crate) regions: u16,
+    pub(crate) region_bytes: u64,
+    pub(crate) disks: usize,
+    pub(crate) disk_bytes: u64,
+    /// An engine does something so often, about.
+    pub(crate) pace: Duration,
+    /// Faults come so often, about.
+    pub(crate) fault_every: Duration,
+    /// Faults stop after this.
+    pub(crate) faults_until: Tick,
+    /// Bound of the queue of announcements.
+    pub(crate) changes_queued_max: usize,
+    pub(crate) settings: Settings,
+    pub(crate) variant: Variant,
+}
+
+impl Setup {
+    /// A world whose size and speed depend on the seed.
+    pub(crate) fn draw(rng: &mut Rng, variant: Variant) -> Setup {
+        let slot = large_layout().slot_bytes();
+        let settings = Settings {
+            writeback_bytes: slot * (1 + rng.below(6) as u64),
+            lookup_timeout: LOOKUP_TIMEOUT,
+            arena_unsaved_permille: rng.one_of(&[500, 1000]),
+            arena_session_permille: rng.one_of(&[500, 1000]),
+            arena_serves_permille: rng.one_of(&[250, 1000]),
+            pool_free_permille: rng.one_of(&[30, 300, 600]),
+            ..Settings::default()
+        };
+        Setup {
+            nodes: 2 + rng.below(4),
+            engines: 1 + rng.below(2),
+            regions: 2 + rng.below(4) as u16,
+            region_bytes: 4 * slot,
+            disks: 1 + rng.below(2),
+            disk_bytes: 8 << 20,
+            pace: rng.millis(5..120),
+            fault_every: rng.millis(200..4000),
+            faults_until: Tick(0).after(rng.millis(3_000..15_000)),
+            changes_queued_max: rng.one_of(&[8, 64, 1 << 20]),
+            settings,
+            variant,
+        }
+    }
+}
+
+/// 60 KiB a block, 64 KiB with its header on a device: 32 to a 2 MiB segment.
+pub(crate) fn large_layout() -> Layout {
+    layout(4, Parts::KeyValue, 240)
+}
+
+/// 6 KiB a block, padded to 8 KiB.
+pub(crate) fn small_layout() -> Layout {
+    layout(3, Parts::Latent, 64)
+}
+
+fn layout(layers: u16, parts: Parts, head_dim: u16) -> Layout {
+    let (kv_heads, dtype, tokens_per_block, tp_rank, tp_size) = (1, Dtype::Bf16, 16, 0, 1);
+    LayoutSpec { layers, parts, kv_heads, head_dim, dtype, tokens_per_block, tp_rank, tp_size }
+        .validate()
+        .expect("a valid layout")
+}
+
+/// The keys of a layout: large blocks have the first half of the numbers.
+pub(crate) fn key(layout: &Layout, number: u64) -> BlockKey {
+    let number = number % KEYS + if *layout == small_layout() { KEYS } else { 0 };
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&mix(number + 1).to_le_bytes());
+    bytes[8..].copy_from_slice(&number.wrapping_mul(SPREAD).to_le_bytes());
+    BlockKey(bytes)
+}
+
+/// The layout that blocks of a key have.
+pub(crate) fn layout_of(key: &BlockKey) -> Layout {
+    if number_of(key) < KEYS { large_layout() } else { small_layout() }
+}
+
+/// Number of a key.
+pub(crate) fn number_of(key: &BlockKey) -> u64 {
+    u64::from_le_bytes(key.0[8..].try_into().expect("a key has 16 bytes")).wrapping_mul(SPREAD_BACK)
+}
+
+/// All keys that there can be.
+pub(crate) fn all_keys() -> Vec<BlockKey> {
+    let of = |layout: Layout| (0..KEYS).map(move |number| key(&layout, number));
+    of(large_layout()).chain(of(small_layout())).collect()
+}

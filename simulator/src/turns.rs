@@ -1,0 +1,184 @@
+//! What engines do when it is their turn: open sessions, reserve, commit, match, load, release, die.
+
+use std::time::Duration;
+
+use reprise_agent_core::effect::LoadId;
+use reprise_agent_core::event::{CommitItem, Event, LoadRequest, Priority, Request, Scope, SessionOpened};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
+
+use crate::engine::{Asked, Engine};
+use crate::memory::{Tag, checksums};
+use crate::setup::{KEYS, key, large_layout, small_layout};
+use crate::world::{Action, Local, World};
+
+/// An engine gives back what it has not filled, or read, after this: long before the agent takes it back.
+const HELD_MAX: Duration = Duration::from_secs(5);
+
+impl World {
+    /// An engine's turn; the next one follows after a while.
+    pub(crate) fn engine_turn(&mut self, node: usize, seat: usize) {
+        if self.calm {
+            return;
+        }
+        let pace = self.setup.pace.as_micros() as u64;
+        let delay = self.rng.micros(pace / 4..pace * 7 / 4);
+        self.after(delay, Action::Engine { node, seat });
+        let place = &self.nodes[node];
+        let Some(process) = &place.process else { return };
+        match process.seats[seat] {
+            Some(session) => self.act(node, session),
+            None if !place.paused => self.open_session(node, seat),
+            None => {}
+        }
+        self.look_at(node);
+    }
+
+    fn open_session(&mut self, node: usize, seat: usize) {
+        let layout = if self.rng.chance(300) { small_layout() } else { large_layout() };
+        let process = self.process(node);
+        process.sessions_begun += 1;
+        let session = SessionId(process.sessions_begun);
+        process.sessions.insert(session, Engine::new(layout));
+        process.seats[seat] = Some(session);
+        let (tenant, namespace) = (TenantId::DEFAULT, NamespaceDigest([0; 32]));
+        self.apply(node, Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
+    }
+
+    /// The process of an engine ends, and its socket is closed.
+    pub(crate) fn close_session(&mut self, node: usize, session: SessionId) {
+        let process = self.process(node);
+        let Some(engine) = process.sessions.remove(&session) else { return };
+        process.seats.iter_mut().for_each(|seat| *seat = seat.filter(|of| *of != session));
+        let delay = self.rng.micros(1..200) + engine.last_sent.since(self.now);
+        self.later(node, delay, Local::Closed { session });
+    }
+
+    fn act(&mut self, node: usize, session: SessionId) {
+        self.give_back_old(node, session);
+        let keys = self.some_keys(self.engine(node, session).layout);
+        match self.rng.below(100) {
+            0..22 => {
+                let count = 1 + self.rng.below(4) as u32;
+                self.ask(node, session, Asked::Reserve(count), Request::Reserve { count });
+            }
+            22..45 => self.commit(node, session, &keys),
+            45..50 => self.abort(node, session, 2),
+            50..60 => {
+                let scope = self.scope();
+                let body = Request::Match { keys: keys.clone(), scope };
+                self.ask(node, session, Asked::Match(keys, scope), body);
+            }
+            60..80 => self.load(node, session, keys),
+            80..97 => self.release(node, session),
+            97 => self.ask(node, session, Asked::Other, Request::Trim),
+            98 => self.ask(node, session, Asked::Other, Request::Stats),
+            _ => self.suspect_at_random(node, session),
+        }
+    }
+
+    fn engine(&self, node: usize, session: SessionId) -> &Engine {
+        &self.nodes[node].process.as_ref().expect("it runs").sessions[&session]
+    }
+
+    /// Sends a request; the socket keeps the order.
+    fn ask(&mut self, node: usize, session: SessionId, asked: Asked, body: Request) {
+        let at = self.now.after(self.rng.micros(1..100));
+        let life = self.nodes[node].life;
+        let engine = self.process(node).sessions.get_mut(&session).expect("an open session");
+        let request = engine.ask(asked);
+        engine.last_sent = at.max(engine.last_sent);
+        let (at, what) = (engine.last_sent, Local::Request { session, request, body });
+        self.queue.push(at, Action::Local { node, life, what });
+    }
+
+    /// A run of a chain, now and then one of them twice.
+    fn some_keys(&mut self, layout: Layout) -> Vec<BlockKey> {
+        let start = self.rng.below(KEYS as usize) as u64;
+        let count = 1 + self.rng.below(6) as u64;
+        let mut keys: Vec<BlockKey> = (start..start + count).map(|number| key(&layout, number)).collect();
+        if self.rng.chance(50) {
+            keys.push(keys[0]);
+        }
+        keys
+    }
+
+    fn scope(&mut self) -> Scope {
+        if self.rng.chance(700) { Scope::Cluster } else { Scope::Local }
+    }
+
+    /// Fills reserved slots with new contents and commits them under these keys, as far as slots are there.
+    fn commit(&mut self, node: usize, session: SessionId, keys: &[BlockKey]) {
+        let priority = self.rng.one_of(&[Priority::Low, Priority::Normal, Priority::High]);
+        let first: Tag = self.tags + 1;
+        let process = self.nodes[node].process.as_mut().expect("it runs");
+        let engine = process.sessions.get_mut(&session).expect("an open session");
+        let layout = engine.layout;
+        let slots: Vec<_> = engine.reserved.drain(..keys.len().min(engine.reserved.len())).collect();
+        let mut items = Vec::new();
+        for (((lease, slot, _), key), tag) in slots.into_iter().zip(keys).zip(first..) {
+            self.truth.entry(*key).or_default().insert(tag);
+            let tags = vec![tag; layout.layers() as usize];
+            process.memory.write(slot, layout.layers(), 0..layout.layers(), &tags);
+            items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
+        }
+        self.tags += items.len() as u64;
+        let committed = keys[..items.len()].to_vec();
+        self.ask(node, session, Asked::Commit(committed), Request::Commit { items, priority });
+    }
+
+    fn abort(&mut self, node: usize, session: SessionId, count: usize) {
+        let engine = self.process(node).sessions.get_mut(&session).expect("an open session");
+        let count = engine.reserved.len().min(count);
+        let leases = engine.reserved.drain(..count).map(|(lease, ..)| lease).collect();
+        self.ask(node, session, Asked::Other, Request::Abort { leases });
+    }
+
+    fn load(&mut self, node: usize, session: SessionId, keys: Vec<BlockKey>) {
+        let deadline = if self.rng.chance(300) { Duration::ZERO } else { self.rng.micros(500..200_000) };
+        let scope = self.scope();
+        let load = LoadRequest { keys: keys.clone(), deadline, read_bytes: 0, scope };
+        self.ask(node, session, Asked::Load(keys), Request::Load(load));
+    }
+
+    fn release(&mut self, node: usize, session: SessionId) {
+        let loads: Vec<LoadId> = self.engine(node, session).loads.keys().copied().collect();
+        for load in loads {
+            if self.rng.chance(600) {
+                self.release_one(node, session, load);
+            }
+        }
+    }
+
+    fn release_one(&mut self, node: usize, session: SessionId, load: LoadId) {
+        self.process(node).sessions.get_mut(&session).expect("open").loads.remove(&load);
+        self.ask(node, session, Asked::Release, Request::Release { load });
+    }
+
+    pub(crate) fn suspect(&mut self, node: usize, session: SessionId, of: (LoadId, Vec<u32>)) {
+        let (load, blocks) = of;
+        self.ask(node, session, Asked::Other, Request::Suspect { load, blocks });
+    }
+
+    /// Suspicion of a block that may be as good as ever.
+    fn suspect_at_random(&mut self, node: usize, session: SessionId) {
+        let first = self.engine(node, session).loads.iter().next();
+        if let Some((load, blocks)) = first.map(|(load, held)| (*load, held.keys.len())) {
+            let block = self.rng.below(blocks + 1) as u32;
+            self.suspect(node, session, (load, vec![block, 0, block]));
+        }
+    }
+
+    /// Gives back what was held for too long.
+    fn give_back_old(&mut self, node: usize, session: SessionId) {
+        let now = self.now;
+        let engine = self.engine(node, session);
+        let old = engine.reserved.iter().take_while(|(.., since)| now.since(*since) > HELD_MAX).count();
+        let loads =
+            engine.loads.iter().filter(|(id, load)| now.since(load.since) > HELD_MAX && engine.is_done(**id));
+        let loads: Vec<LoadId> = loads.map(|(id, _)| *id).collect();
+        if old > 0 {
+            self.abort(node, session, old);
+        }
+        loads.into_iter().for_each(|load| self.release_one(node, session, load));
+    }
+}
