@@ -302,18 +302,25 @@ impl World {
 
     fn announce(&mut self, node: usize, changes: &[ReplicaChange]) {
         let variant = self.setup.variant;
-        let process = self.process(node);
+        let place = &mut self.nodes[node];
+        let process = place.process.as_mut().expect("only a running agent announces");
         for change in changes {
             let replica = (change.key, change.tier);
             let new = match change.change {
                 Change::Added => process.inventory.insert(replica),
                 Change::Removed => process.inventory.remove(&replica),
             };
-            // It may be evicted at once.
-            if change.tier == Tier::Nvme {
-                process.ever_stored.insert(change.key);
-            }
             assert!(new, "{change:?} changes nothing");
+            match (change.tier, change.change) {
+                (Tier::Nvme, Change::Added) => {
+                    process.ever_stored.insert(change.key);
+                    place.promised.insert(change.key);
+                }
+                (Tier::Nvme, Change::Removed) => {
+                    place.promised.remove(&change.key);
+                }
+                (Tier::Dram, _) => {}
+            }
         }
         let told = changes.iter().copied();
         let told: Vec<_> = match variant {
@@ -321,10 +328,9 @@ impl World {
             _ => told.collect(),
         };
         process.link.outbox.announce(&told);
-        self.keep_promises(node);
     }
 
-    /// What is announced to be on NVMe is from now on durable.
+    /// What a whole inventory says to be on NVMe is from now on durable.
     fn keep_promises(&mut self, node: usize) {
         let process = self.process(node);
         let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);

@@ -22,7 +22,7 @@ pub(crate) const FORGET_AFTER: Duration = Duration::from_secs(6);
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// A registration that is lost sooner is renewed with growing delays, as agents do.
 pub(crate) const SETTLED_AFTER: Duration = Duration::from_secs(5);
-/// A transport gives up on a fetch at its deadline.
+/// As an agent's time for a lookup.
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time in which everything comes to its end when faults have stopped: two calls that run into their timeout, the longest
 /// delays between attempts, and the longest load.
