@@ -199,6 +199,14 @@ fn a_command_that_was_killed_leaves_nothing_to_the_next_one_in_its_directory() {
 }
 
 #[test]
+fn sim_chaos_ends_with_its_figures_and_breaks_no_invariant() {
+    let lines = objects(&["sim", "chaos", "--seeds", "4", "--start", "7", "--json"]);
+    let summary = lines.last().expect("a last line");
+    assert_eq!((number(summary, "/seeds"), number(summary, "/violations")), (4, 0));
+    assert!(summary["seeds_per_second"].as_f64().is_some_and(|speed| speed > 0.0), "{summary}");
+}
+
+#[test]
 fn doctor_names_what_it_found_and_what_follows() {
     let findings = objects(&["doctor", "--json"]);
     for name in ["io_uring", "registered buffers", "huge pages", "RDMA", "GPU", "NVMe"] {

@@ -6,10 +6,8 @@
 
 use std::collections::BTreeSet;
 
-use reprise_controlplane_core::LiveNodes;
 use reprise_policy::{BlockKey, NodeId, SessionId, Tier};
 
-use crate::member::find;
 use crate::node::count_all;
 use crate::setup::{SETTLE, all_keys, layout_of};
 use crate::world::World;
@@ -86,11 +84,11 @@ impl World {
     }
 
     fn assert_converged(&mut self) {
-        let member = self.member.as_ref().expect("it was started again");
+        let now = self.now;
+        let member = self.member.as_mut().expect("it was started again");
         let mut known: BTreeSet<(NodeId, BlockKey, Tier)> = BTreeSet::new();
         let keys = all_keys();
-        let everybody: LiveNodes = (1..=self.nodes.len() as u16).map(NodeId).collect();
-        for (key, replicas) in keys.iter().zip(find(&member.directory, &keys, &everybody, None)) {
+        for (key, replicas) in keys.iter().zip(member.lookup(now, &keys, None)) {
             known.extend(replicas.iter().map(|replica| (replica.node, *key, replica.tier)));
         }
         let mut held = BTreeSet::new();

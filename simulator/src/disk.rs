@@ -59,7 +59,7 @@ impl Written {
     /// What an operation writes; the payload as it is in memory. `None` for a sync.
     pub(crate) fn of(kind: &DeviceOpKind, payload: &[Tag]) -> Option<Written> {
         let split = |offset: &u64, bytes: &[u8]| {
-            assert!(offset % PAGE as u64 == 0 && bytes.len() % PAGE == 0, "whole pages");
+            assert!(offset.is_multiple_of(PAGE as u64) && bytes.len().is_multiple_of(PAGE), "whole pages");
             let first = offset / PAGE as u64;
             (first..).zip(bytes.chunks(PAGE).map(Box::from)).collect()
         };

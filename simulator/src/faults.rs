@@ -159,7 +159,7 @@ impl World {
     /// `SIGSTOP`, and `SIGCONT` after a while.
     fn pause(&mut self, node: usize) {
         let time = Duration::from_millis(self.rng.one_of(&[300, 2000, 10_000]));
-        (self.nodes[node].paused, self.nodes[node].silent_since) = (true, Some(self.now));
+        self.nodes[node].paused = true;
         self.count("pauses");
         self.after(time, Action::Repair(Repair::Resume(node)));
     }
@@ -169,7 +169,7 @@ impl World {
         if !place.paused {
             return;
         }
-        (place.paused, place.silent_since, place.resumed) = (false, None, self.now);
+        (place.paused, place.resumed) = (false, self.now);
         for action in std::mem::take(&mut place.deferred) {
             self.queue.push(self.now, action);
         }

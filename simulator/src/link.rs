@@ -18,7 +18,7 @@ use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
 use crate::messages::{CallId, Message, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, SETTLED_AFTER};
-use crate::world::{Local, World};
+use crate::world::{Local, World, take_where};
 
 /// See the module.
 #[derive(Debug)]
@@ -112,7 +112,7 @@ impl World {
         if matches!(of, Purpose::Beat { .. }) || far.is_none_or(|end| !self.lives(end)) {
             self.drop_line(node, line);
         }
-        self.call_failed(node, of);
+        self.call_failed(node, &of);
     }
 
     fn drop_line(&mut self, node: usize, line: LineId) {
@@ -123,13 +123,13 @@ impl World {
 
     pub(crate) fn link_lost(&mut self, node: usize, line: LineId) {
         self.drop_line(node, line);
-        let lost: Vec<_> = self.link(node).calls.extract_if(.., |_, call| call.line == line).collect();
-        lost.into_iter().for_each(|(_, call)| self.call_failed(node, call.of));
+        let lost = take_where(&mut self.link(node).calls, |call| call.line == line);
+        lost.iter().for_each(|(_, call)| self.call_failed(node, &call.of));
     }
 
-    fn call_failed(&mut self, node: usize, of: Purpose) {
+    fn call_failed(&mut self, node: usize, of: &Purpose) {
         let random = self.rng.next() as u32;
-        match of {
+        match *of {
             Purpose::Register => {
                 let delay = self.link(node).registering.next(random);
                 self.later(node, delay, Local::Register);
@@ -147,7 +147,7 @@ impl World {
         let Some(Call { of, .. }) = self.link(node).calls.remove(&call) else { return };
         match (of, reply) {
             (Purpose::Register, Reply::Registered { node: number, epoch }) => {
-                self.granted(node, number, epoch)
+                self.granted(node, number, epoch);
             }
             (Purpose::Beat { epoch }, Reply::Beaten { known }) => self.beaten(node, epoch, known),
             (Purpose::Update(batch), Reply::Updated(answer)) => {

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Beat, Begin, Changes, Directory, Found, LiveNodes, MemberEvent, MemberSettings, Members, NodeDetails,
-    NodeRecord, Update, Updated,
+    Beat, Begin, Changes, Directory, Found, MemberEvent, MemberSettings, Members, NodeDetails, NodeRecord,
+    Update, Updated,
 };
 use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
 
@@ -100,7 +100,12 @@ impl Member {
         asking: Option<NodeId>,
     ) -> Vec<Vec<Replica>> {
         self.expire(now);
-        find(&self.directory, keys, &self.members.live(), asking)
+        let mut found = Found::default();
+        self.directory.lookup(keys, &self.members.live(), asking, &mut found);
+        let of = |index| {
+            found.of(index).iter().map(|replica| Replica { node: replica.node, tier: replica.tier }).collect()
+        };
+        (0..keys.len()).map(of).collect()
     }
 
     /// Finds nodes that have been silent too long; sweeps. Returns when to come again.
@@ -121,17 +126,4 @@ impl Member {
     fn epoch(&self, epoch: Epoch) -> Epoch {
         if self.variant == Variant::RegistrationKeepsDirectory { Epoch(1) } else { epoch }
     }
-}
-
-/// The replicas of keys on live nodes.
-pub(crate) fn find(
-    directory: &Directory,
-    keys: &[BlockKey],
-    live: &LiveNodes,
-    asking: Option<NodeId>,
-) -> Vec<Vec<Replica>> {
-    let mut found = Found::default();
-    directory.lookup(keys, live, asking, &mut found);
-    let of = |index| found.of(index).iter().map(|replica| Replica { node: replica.node, tier: replica.tier });
-    (0..keys.len()).map(|index| of(index).collect()).collect()
 }

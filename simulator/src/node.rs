@@ -66,8 +66,8 @@ pub(crate) struct Node {
     pub(crate) deferred: Vec<Action>,
     /// Deadlines that passed before then could not be kept: the process was stopped.
     pub(crate) resumed: Tick,
-    /// Since when no process answers here.
-    pub(crate) silent_since: Option<Tick>,
+    /// When the member heard of it last.
+    pub(crate) heard: Tick,
     pub(crate) disks: Vec<Disk>,
     /// Blocks that were announced durable and not withdrawn.
     pub(crate) promised: BTreeSet<BlockKey>,
@@ -109,10 +109,15 @@ impl Node {
             paused: false,
             deferred: Vec::new(),
             resumed: Tick(0),
-            silent_since: Some(Tick(0)),
+            heard: Tick(0),
             disks: (0..setup.disks).map(disk).collect(),
             promised: BTreeSet::new(),
         }
+    }
+
+    /// Whether no process runs here.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.paused || self.process.is_none()
     }
 }
 
@@ -142,7 +147,6 @@ impl World {
         let (core, effects) = AgentCore::new(self.setup.settings.clone(), pools, &regions);
         core.audit().unwrap_or_else(|broken| panic!("{broken}"));
         place.life += 1;
-        place.silent_since = None;
         place.process = Some(Process {
             core,
             memory: Memory::default(),
@@ -170,7 +174,7 @@ impl World {
     pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<Written>>)> {
         let place = &mut self.nodes[node];
         let process = place.process.take()?;
-        (place.paused, place.silent_since) = (false, place.silent_since.or(Some(self.now)));
+        place.paused = false;
         place.deferred.clear();
         count_all(&mut self.seen, &process);
         let running = (0..place.disks.len()).map(|device| {
@@ -298,7 +302,8 @@ impl World {
 
     fn announce(&mut self, node: usize, changes: &[ReplicaChange]) {
         let variant = self.setup.variant;
-        let process = self.process(node);
+        let place = &mut self.nodes[node];
+        let process = place.process.as_mut().expect("only a running agent announces");
         for change in changes {
             let replica = (change.key, change.tier);
             let new = match change.change {
@@ -306,6 +311,16 @@ impl World {
                 Change::Removed => process.inventory.remove(&replica),
             };
             assert!(new, "{change:?} changes nothing");
+            match (change.tier, change.change) {
+                (Tier::Nvme, Change::Added) => {
+                    process.ever_stored.insert(change.key);
+                    place.promised.insert(change.key);
+                }
+                (Tier::Nvme, Change::Removed) => {
+                    place.promised.remove(&change.key);
+                }
+                (Tier::Dram, _) => {}
+            }
         }
         let told = changes.iter().copied();
         let told: Vec<_> = match variant {
@@ -313,10 +328,9 @@ impl World {
             _ => told.collect(),
         };
         process.link.outbox.announce(&told);
-        self.keep_promises(node);
     }
 
-    /// What is announced to be on NVMe is from now on durable.
+    /// What a whole inventory says to be on NVMe is from now on durable.
     fn keep_promises(&mut self, node: usize) {
         let process = self.process(node);
         let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);

@@ -12,7 +12,7 @@ use reprise_policy::{BlockKey, Layout, Tier};
 use crate::memory::{Tag, is_damaged, verified};
 use crate::messages::{Message, PeerMessage};
 use crate::network::{Host, LineId};
-use crate::world::{Local, World};
+use crate::world::{Local, World, take_where};
 
 /// Blocks on their way from a peer.
 #[derive(Debug)]
@@ -129,8 +129,8 @@ impl World {
     pub(crate) fn peer_line_lost(&mut self, node: usize, line: LineId) {
         let process = self.process(node);
         process.peer_lines.retain(|_, other| *other != line);
-        let fetches: Vec<_> = process.fetches.extract_if(.., |_, fetch| fetch.line == line).collect();
-        let serves: Vec<_> = process.serves.extract_if(.., |_, serve| serve.line == line).collect();
+        let fetches = take_where(&mut process.fetches, |fetch| fetch.line == line);
+        let serves = take_where(&mut process.serves, |serve| serve.line == line);
         // All at once: what one of them frees is not in the hands of another that has ended as well.
         fetches.iter().for_each(|(_, fetch)| self.fetch_failed(node, fetch));
         serves.iter().for_each(|(serve, _)| self.apply(node, Event::ServeAborted { serve: *serve }));
@@ -144,7 +144,7 @@ impl World {
             PeerMessage::Cancel { fetch } => {
                 let serves = &mut self.process(node).serves;
                 let of = |serve: &Serve| serve.line == line && serve.fetch == fetch;
-                let gone: Vec<_> = serves.extract_if(.., |_, serve| of(serve)).collect();
+                let gone = take_where(serves, of);
                 gone.iter().for_each(|(serve, _)| self.apply(node, Event::ServeAborted { serve: *serve }));
             }
             PeerMessage::Header { fetch, block, tier, checksums } => {
@@ -153,7 +153,7 @@ impl World {
                 }
             }
             PeerMessage::Layers { fetch, block, first, tags } => {
-                self.layers_come(node, (fetch, block), first, &tags)
+                self.layers_come(node, (fetch, block), first, &tags);
             }
             PeerMessage::Absent { fetch, block } => {
                 if let Some(block) = self.fetch_block(node, fetch, block) {

@@ -8,7 +8,7 @@ use reprise_policy::NodeId;
 use crate::member::Member;
 use crate::messages::{CallId, Message, Reply, Request};
 use crate::network::{Host, LineId};
-use crate::setup::{BEAT_EVERY, DEAD_AFTER, DELAY_MAX};
+use crate::setup::{BEAT_EVERY, DEAD_AFTER};
 use crate::world::{Action, World};
 
 /// The store answers within this, in microseconds.
@@ -25,7 +25,11 @@ impl World {
                 let delay = self.rng.micros(100..STORE_US_MAX);
                 return self.after(delay, Action::Registered { life, record, line, call });
             }
-            Request::Beat { node, epoch } => Reply::Beaten { known: member.beat(now, node, epoch) },
+            Request::Beat { node, epoch } => {
+                let known = member.beat(now, node, epoch);
+                self.heard(node);
+                Reply::Beaten { known }
+            }
             Request::Update(batch) => {
                 let answer = member.update(&batch);
                 self.audit_directory();
@@ -43,7 +47,9 @@ impl World {
     pub(crate) fn registered(&mut self, life: u64, record: NodeRecord, from: (LineId, CallId)) {
         let Some(member) = self.member.as_mut().filter(|_| life == self.member_life) else { return };
         let reply = Reply::Registered { node: record.node, epoch: record.epoch };
+        let node = record.node;
         member.registered(self.now, record);
+        self.heard(node);
         self.audit_directory();
         self.send(from.0, 0, Message::Reply { call: from.1, reply });
     }
@@ -68,18 +74,25 @@ impl World {
         self.after(BEAT_EVERY, Action::Expire { life: self.member_life });
     }
 
+    /// The member has a sign of life, which may have been under way for long.
+    fn heard(&mut self, node: NodeId) {
+        let host = self.host_of(node);
+        self.nodes[host].heard = self.now;
+    }
+
     fn audit_directory(&self) {
         let member = self.member.as_ref().expect("it runs");
         member.directory.audit().unwrap_or_else(|broken| panic!("directory: {broken}"));
     }
 
-    /// No lookup names the node that asks, nor one that has been silent for longer than it may.
+    /// No lookup names the node that asks, nor one without a process that runs and from which nothing has come for
+    /// too long.
     fn assert_offered(&self, node: NodeId, asking: Option<NodeId>) {
         assert!(asking != Some(node), "a lookup names the node that asks");
         let place = &self.nodes[self.host_of(node)];
-        if let Some(since) = place.silent_since {
-            let silence = self.now.since(since);
-            assert!(silence <= DEAD_AFTER + DELAY_MAX, "a lookup names node {node}, silent for {silence:?}");
+        if place.is_silent() {
+            let silence = self.now.since(place.heard);
+            assert!(silence < DEAD_AFTER, "a lookup names node {node}, silent for {silence:?}");
         }
     }
 }

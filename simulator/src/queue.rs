@@ -1,37 +1,45 @@
 //! What is to happen when: a queue by time, and among equal times in the order in which it was put in.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::BinaryHeap;
 
 use reprise_policy::Tick;
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Queue<A> {
-    order: BinaryHeap<Reverse<(Tick, u64)>>,
-    actions: BTreeMap<u64, A>,
+    /// When, in which order, and the place of the action.
+    order: BinaryHeap<Reverse<(Tick, u64, usize)>>,
+    /// Actions do not move while they wait.
+    actions: Vec<Option<A>>,
+    vacant: Vec<usize>,
     next: u64,
 }
 
 impl<A> Queue<A> {
     pub(crate) fn new() -> Queue<A> {
-        Queue { order: BinaryHeap::new(), actions: BTreeMap::new(), next: 0 }
+        Queue { order: BinaryHeap::new(), actions: Vec::new(), vacant: Vec::new(), next: 0 }
     }
 
     pub(crate) fn push(&mut self, at: Tick, action: A) {
-        self.order.push(Reverse((at, self.next)));
-        self.actions.insert(self.next, action);
+        let place = self.vacant.pop().unwrap_or_else(|| {
+            self.actions.push(None);
+            self.actions.len() - 1
+        });
+        self.actions[place] = Some(action);
+        self.order.push(Reverse((at, self.next, place)));
         self.next += 1;
     }
 
     /// The next action that is due by `until`.
     pub(crate) fn pop(&mut self, until: Tick) -> Option<(Tick, A)> {
-        let Reverse((at, _)) = *self.order.peek()?;
+        let Reverse((at, ..)) = *self.order.peek()?;
         if at > until {
             return None;
         }
-        let Reverse((at, number)) = self.order.pop()?;
-        Some((at, self.actions.remove(&number).expect("every number in the order has its action")))
+        let Reverse((at, _, place)) = self.order.pop()?;
+        self.vacant.push(place);
+        Some((at, self.actions[place].take().expect("every place in the order has its action")))
     }
 }
 

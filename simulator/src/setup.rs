@@ -22,13 +22,11 @@ pub(crate) const FORGET_AFTER: Duration = Duration::from_secs(6);
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// A registration that is lost sooner is renewed with growing delays, as agents do.
 pub(crate) const SETTLED_AFTER: Duration = Duration::from_secs(5);
-/// A transport gives up on a fetch at its deadline.
+/// As an agent's time for a lookup.
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time in which everything comes to its end when faults have stopped: two calls that run into their timeout, the longest
 /// delays between attempts, and the longest load.
 pub(crate) const SETTLE: Duration = Duration::from_secs(14);
-/// A message is under way so long at the most, unless its way is cut.
-pub(crate) const DELAY_MAX: Duration = Duration::from_secs(1);
 
 /// Keys of each layout.
 pub(crate) const KEYS: u64 = 64;

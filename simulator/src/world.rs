@@ -309,6 +309,15 @@ fn node_of(host: Host) -> usize {
     }
 }
 
+/// Takes the entries out of a map for which something holds.
+pub(crate) fn take_where<K: Copy + Ord, V>(
+    map: &mut BTreeMap<K, V>,
+    holds: impl Fn(&V) -> bool,
+) -> Vec<(K, V)> {
+    let keys: Vec<K> = map.iter().filter(|(_, value)| holds(value)).map(|(key, _)| *key).collect();
+    keys.into_iter().map(|key| (key, map.remove(&key).expect("it was just found"))).collect()
+}
+
 /// An action in numbers, for the digest.
 fn code(action: &Action) -> [u64; 3] {
     match action {
