@@ -9,7 +9,7 @@ use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo,
+    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo, NodeReplicas,
 };
 use serde::Serialize;
 
@@ -20,6 +20,9 @@ use crate::output::{Audience, Table, bytes_text};
 
 /// Bound on connecting to the control plane and both calls together.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Bound on the part of one member: the others are shown when one hangs.
+const MEMBER_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
@@ -56,13 +59,25 @@ struct MemberStatus {
     slots: usize,
     /// It is the one that was asked.
     asked: bool,
+    /// Its part of the directory, or why it could not be asked.
+    directory: Result<Part, String>,
+}
+
+/// A member's part of the directory.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Part {
+    replicas: u64,
+    /// Slots that are its own, and those of them of which some node has not announced its whole inventory.
+    slots_owned: u32,
+    slots_partial: u32,
 }
 
 /// What a member answers.
 struct Answers {
     members: MemberList,
     nodes: Vec<NodeInfo>,
-    directory: DescribeReply,
+    /// Of each member, in the order of the list.
+    directories: Vec<Result<DescribeReply, String>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -91,20 +106,22 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Answers { members, nodes, directory } = runtime.block_on(async {
+    let Answers { members, nodes, directories } = runtime.block_on(async {
         tokio::time::timeout(ANSWERED_WITHIN, ask(&address)).await.with_context(|| {
             format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
         })?
     })?;
+    let answered: Vec<&DescribeReply> = directories.iter().flatten().collect();
+    let sum = |of: fn(&DescribeReply) -> u64| answered.iter().map(|directory| of(directory)).sum();
     let status = Status {
         controlplane: address,
         registered: members.registered,
         members_epoch: members.epoch,
-        members: member_statuses(&members)?,
-        directory_keys: directory.keys,
-        directory_replicas: directory.replicas,
-        directory_bytes: directory.bytes,
-        nodes: nodes.into_iter().map(|node| node_status(node, &directory)).collect(),
+        members: member_statuses(&members, &directories)?,
+        directory_keys: sum(|directory| directory.keys),
+        directory_replicas: sum(|directory| directory.replicas),
+        directory_bytes: sum(|directory| directory.bytes),
+        nodes: nodes.into_iter().map(|node| node_status(node, &answered)).collect(),
     };
     audience.emit(&status);
     audience.say(text(&status));
@@ -114,32 +131,54 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
 async fn ask(address: &str) -> anyhow::Result<Answers> {
     let endpoint = format!("http://{address}");
     let unreachable = || format!("cannot reach the control plane at {address}");
-    let mut membership = MembershipClient::connect(endpoint.clone()).await.with_context(unreachable)?;
-    let mut directory = DirectoryClient::connect(endpoint).await.with_context(unreachable)?;
+    let mut membership = MembershipClient::connect(endpoint).await.with_context(unreachable)?;
     let members =
         membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
-    let directory =
-        directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner();
-    Ok(Answers { members, nodes, directory })
+    let mut directories = Vec::with_capacity(members.members.len());
+    for member in &members.members {
+        // The one that answers is reached where it has answered.
+        let at = if member.name == members.answering { address } else { &member.address };
+        let described = tokio::time::timeout(MEMBER_ANSWERS_WITHIN, describe(at)).await;
+        let late = |_| Err(anyhow::anyhow!("no answer within {MEMBER_ANSWERS_WITHIN:?}"));
+        directories.push(described.unwrap_or_else(late).map_err(|error| format!("{error:#}")));
+    }
+    Ok(Answers { members, nodes, directories })
 }
 
-fn member_statuses(list: &MemberList) -> anyhow::Result<Vec<MemberStatus>> {
+async fn describe(address: &str) -> anyhow::Result<DescribeReply> {
+    let mut directory = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
+    Ok(directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner())
+}
+
+fn member_statuses(
+    list: &MemberList,
+    directories: &[Result<DescribeReply, String>],
+) -> anyhow::Result<Vec<MemberStatus>> {
     let names =
         list.members.iter().map(|member| MemberName::new(&member.name)).collect::<Result<Vec<_>, _>>()?;
     let map = ShardMap::new(Epoch(list.epoch), names.iter().cloned())?;
-    let status = |(member, name): (&reprise_proto::controlplane::MemberInfo, &MemberName)| MemberStatus {
-        name: member.name.clone(),
-        address: member.address.clone(),
-        incarnation: member.incarnation,
-        slots: map.position(name).map_or(0, |at| map.slots_of(at).count()),
-        asked: member.name == list.answering,
-    };
-    Ok(list.members.iter().zip(&names).map(status).collect())
+    let mut statuses = Vec::with_capacity(names.len());
+    for ((member, name), directory) in list.members.iter().zip(&names).zip(directories) {
+        statuses.push(MemberStatus {
+            name: member.name.clone(),
+            address: member.address.clone(),
+            incarnation: member.incarnation,
+            slots: map.owned_by(name).len(),
+            asked: member.name == list.answering,
+            directory: directory.as_ref().map_err(Clone::clone).map(|directory| Part {
+                replicas: directory.replicas,
+                slots_owned: directory.slots_owned,
+                slots_partial: directory.slots_partial,
+            }),
+        });
+    }
+    Ok(statuses)
 }
 
-fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
-    let replicas = directory.nodes.iter().find(|replicas| replicas.node == node.node);
+fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
+    let of_node = directories.iter().flat_map(|directory| &directory.nodes);
+    let replicas: Vec<&NodeReplicas> = of_node.filter(|replicas| replicas.node == node.node).collect();
     let agent = http::get(&node.admin_address, "/status")
         .and_then(|body| serde_json::from_str(&body).context("not JSON"))
         .map_err(|error| format!("{error:#}"));
@@ -150,8 +189,8 @@ fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
         epoch: node.epoch,
         version: node.version,
         peer_address: node.peer_address,
-        replicas_dram: replicas.map_or(0, |replicas| replicas.dram),
-        replicas_nvme: replicas.map_or(0, |replicas| replicas.nvme),
+        replicas_dram: replicas.iter().map(|replicas| replicas.dram).sum(),
+        replicas_nvme: replicas.iter().map(|replicas| replicas.nvme).sum(),
         dram_bytes: node.dram_bytes,
         nvme_bytes: node.nvme_bytes,
         agent,
@@ -176,13 +215,19 @@ fn text(status: &Status) -> String {
             },
         ]);
     }
-    let mut members = Table::new(&["member", "address", "slots", "incarnation"]);
+    let mut members = Table::new(&["member", "address", "slots", "incarnation", "replicas", "directory"]);
     for member in &status.members {
         members.row(vec![
             if member.asked { format!("{} (asked)", member.name) } else { member.name.clone() },
             member.address.clone(),
             member.slots.to_string(),
             member.incarnation.to_string(),
+            member.directory.as_ref().map_or_else(|_| "?".to_owned(), |part| part.replicas.to_string()),
+            match &member.directory {
+                Ok(part) if part.slots_partial > 0 => format!("{} slots partial", part.slots_partial),
+                Ok(_) => "whole".to_owned(),
+                Err(error) => error.clone(),
+            },
         ]);
     }
     let registered = if status.registered { "" } else { " (NOT REGISTERED among the members)" };
