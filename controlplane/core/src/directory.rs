@@ -18,6 +18,7 @@
 //! Deliberately absent: locks, time, the choice among replicas.
 
 mod changes;
+mod reading;
 mod table;
 
 use std::ops::Range;
@@ -26,8 +27,8 @@ use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
 
 use crate::live::LiveNodes;
-use changes::Operation;
-pub use changes::{BadChanges, Changes};
+pub use changes::{BadChanges, Changes, Operation};
+pub use reading::{Cursor, HeldReplica};
 use table::{Entry, KeyCount, Table, Tiers};
 
 /// Replicas answered for one key at the most. A lookup of 8,192 keys then stays below 8,192 × 16 × 4 bytes = 512 KiB;

@@ -1,0 +1,308 @@
+//! Readers of a directory that changes under them: whatever happens in which order, and however often a reader comes back
+//! or falls behind, it ends with what the directory holds.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use reprise_controlplane_core::{
+    Begin, Changes, Cursor, Directory, Follower, HeldReplica, Log, LogId, Operation, Position, Reason, Run,
+    Scope, Source, Step, Told, Update, Updated,
+};
+use reprise_policy::{BlockKey, Epoch, NodeId};
+
+const NODES: u16 = 4;
+const LOG: LogId = LogId(7);
+
+/// A few keys in three hash slots; some share their table hash.
+fn key(number: u8) -> BlockKey {
+    let mut key = [0; 16];
+    key[0] = number % 3;
+    key[1] = number;
+    key[8..].copy_from_slice(&u64::from(number / 2).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    BlockKey(key)
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Update {
+        node: u16,
+        begin: Begin,
+        changes: Vec<(u8, u8)>,
+    },
+    Forget {
+        node: u16,
+    },
+    /// The slot of this key is another member's from now on.
+    LoseSlot {
+        key: u8,
+    },
+    Sweep,
+    /// The reader takes some messages.
+    Read {
+        messages: usize,
+    },
+    /// It comes back with the last position that it has.
+    Return,
+    /// It comes back without one, or with one of another log.
+    Restart {
+        foreign: bool,
+    },
+}
+
+fn actions() -> impl Strategy<Value = Vec<Action>> {
+    let node = 1..=NODES;
+    let change = (0u8..60, prop::sample::select(vec![1u8, 2, 0x81, 0x82]));
+    let begin = prop_oneof![6 => Just(Begin::Continue), 1 => Just(Begin::Inventory)];
+    let action = prop_oneof![
+        8 => (node.clone(), begin, prop::collection::vec(change, 0..20))
+            .prop_map(|(node, begin, changes)| Action::Update { node, begin, changes }),
+        1 => node.prop_map(|node| Action::Forget { node }),
+        1 => (0u8..60).prop_map(|key| Action::LoseSlot { key }),
+        1 => Just(Action::Sweep),
+        10 => (1usize..8).prop_map(|messages| Action::Read { messages }),
+        1 => Just(Action::Return),
+        1 => any::<bool>().prop_map(|foreign| Action::Restart { foreign }),
+    ];
+    prop::collection::vec(action, 1..120)
+}
+
+/// A directory with its log, fed as a member feeds it.
+struct World {
+    directory: Directory,
+    log: Log,
+    epochs: Vec<u64>,
+    sequences: Vec<u64>,
+}
+
+impl World {
+    fn new(log_bytes: usize) -> World {
+        let mut directory = Directory::new();
+        (1..=NODES).for_each(|node| directory.register(NodeId(node), Epoch(1)));
+        let count = usize::from(NODES) + 1;
+        World { directory, log: Log::new(LOG, log_bytes), epochs: vec![1; count], sequences: vec![0; count] }
+    }
+
+    fn update(&mut self, node: u16, begin: Begin, packed: &[u8], operations: &[u8]) {
+        let sequence = &mut self.sequences[usize::from(node)];
+        let changes = Changes::parse(packed, operations).expect("well formed");
+        let epoch = Epoch(self.epochs[usize::from(node)]);
+        let node = NodeId(node);
+        let updated = self.directory.update(&Update { node, epoch, sequence: *sequence, begin, changes });
+        *sequence += changes.len() as u64;
+        assert_eq!(updated, Updated::Expecting { expected: *sequence, applied: 0..changes.len() });
+    }
+
+    fn announce(&mut self, node: u16, begin: Begin, changes: &[(u8, u8)]) {
+        let packed: Vec<u8> = changes.iter().flat_map(|(number, _)| key(*number).0).collect();
+        let operations: Vec<u8> = changes.iter().map(|(_, operation)| *operation).collect();
+        self.update(node, begin, &packed, &operations);
+        if begin == Begin::Inventory {
+            self.log.cleared(Scope::node(NodeId(node)));
+        }
+        self.log.changed(NodeId(node), Changes::parse(&packed, &operations).expect("well formed"));
+    }
+
+    fn forget(&mut self, node: u16) {
+        let index = usize::from(node);
+        self.directory.forget(NodeId(node), Epoch(self.epochs[index]));
+        self.epochs[index] += 1;
+        self.sequences[index] = 0;
+        self.directory.register(NodeId(node), Epoch(self.epochs[index]));
+        self.log.cleared(Scope::node(NodeId(node)));
+    }
+
+    /// Everything of the slot goes at once; the log has one record of it.
+    fn lose_slot(&mut self, slot: u16) {
+        for replica in self.held().iter().filter(|replica| replica.key.hash_slot() == slot) {
+            let withdrawn = Operation::Withdraw(replica.tier).wire();
+            self.update(replica.node.0, Begin::Continue, &replica.key.0, &[withdrawn]);
+        }
+        self.log.cleared(Scope::slot(slot));
+    }
+
+    fn held(&self) -> BTreeSet<HeldReplica> {
+        let (mut cursor, mut held) = (Cursor::default(), Vec::new());
+        while !cursor.is_at_end() {
+            self.directory.read(&mut cursor, 3, &mut held);
+        }
+        let count = held.len();
+        let set: BTreeSet<HeldReplica> = held.into_iter().collect();
+        assert_eq!(set.len(), count, "nothing is read twice");
+        assert_eq!(count as u64, self.directory.size().replicas, "everything is read");
+        set
+    }
+}
+
+/// What a reader makes of what it is told.
+struct Reader {
+    follower: Follower,
+    held: BTreeSet<HeldReplica>,
+    position: Option<Position>,
+    snapshots: Vec<Reason>,
+}
+
+impl Reader {
+    fn new(from: Option<Position>) -> Reader {
+        let follower = Follower::new(from, 4);
+        Reader { follower, held: BTreeSet::new(), position: from, snapshots: Vec::new() }
+    }
+
+    /// Takes one message; whether there was one.
+    fn read(&mut self, world: &World) -> bool {
+        loop {
+            match self.follower.source() {
+                Source::Directory => {
+                    let told = self.follower.from_directory(&world.directory);
+                    self.take(told, world);
+                    return true;
+                }
+                Source::Log => match self.follower.from_log(&world.log) {
+                    Step::Tell(told) => {
+                        self.take(told, world);
+                        return true;
+                    }
+                    Step::GoOn => {}
+                    Step::Wait => {
+                        assert_eq!(self.held, world.held(), "it is up to date");
+                        return false;
+                    }
+                },
+            }
+        }
+    }
+
+    fn take(&mut self, told: Told, world: &World) {
+        match told {
+            Told::SnapshotBegins(reason) => {
+                self.snapshots.push(reason);
+                self.held.clear();
+                self.position = None;
+            }
+            Told::Run { run, position } => {
+                self.apply(run);
+                if let (Some(before), Some(after)) = (self.position, position) {
+                    assert!(after.next > before.next, "positions go forwards");
+                }
+                self.position = position;
+            }
+            Told::Current(position) => {
+                if position == world.log.end() {
+                    assert_eq!(self.held, world.held(), "told so");
+                }
+                self.position = Some(position);
+            }
+        }
+    }
+
+    fn apply(&mut self, run: Run) {
+        match run {
+            Run::Changes(changes) => changes.into_iter().for_each(|change| {
+                let (Operation::Announce(tier) | Operation::Withdraw(tier)) = change.operation;
+                let replica = HeldReplica { node: change.node, key: change.key, tier };
+                match change.operation {
+                    Operation::Announce(_) => self.held.insert(replica),
+                    Operation::Withdraw(_) => self.held.remove(&replica),
+                };
+            }),
+            Run::Cleared { node, slots } => self.held.retain(|replica| {
+                let of_node = node.is_none_or(|node| node == replica.node);
+                let in_slots = slots.is_empty() || slots.contains(&replica.key.hash_slot());
+                !(of_node && in_slots)
+            }),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1024))]
+
+    #[test]
+    fn a_reader_ends_with_what_the_directory_holds(
+        actions in actions(),
+        log_bytes in prop_oneof![Just(400usize), Just(4000), Just(40_000)],
+    ) {
+        let mut world = World::new(log_bytes);
+        let mut reader = Reader::new(None);
+        for action in &actions {
+            match action {
+                Action::Update { node, begin, changes } => world.announce(*node, *begin, changes),
+                Action::Forget { node } => world.forget(*node),
+                Action::LoseSlot { key: number } => world.lose_slot(key(*number).hash_slot()),
+                Action::Sweep => { world.directory.sweep(1000); }
+                Action::Read { messages } => { (0..*messages).all(|_| reader.read(&world)); }
+                Action::Return => {
+                    // Without a position it has to begin anew, and does not know yet what it will be told.
+                    let held = std::mem::take(&mut reader.held);
+                    let position = reader.position;
+                    reader = Reader::new(position);
+                    if position.is_some() {
+                        reader.held = held;
+                    }
+                }
+                Action::Restart { foreign } => {
+                    let elsewhere = Position { log: LogId(8), next: world.log.end().next };
+                    reader = Reader::new(foreign.then_some(elsewhere));
+                }
+            }
+        }
+        while reader.read(&world) {}
+        prop_assert_eq!(reader.held, world.held());
+        prop_assert_eq!(reader.position, Some(world.log.end()));
+    }
+}
+
+fn drained(reader: &mut Reader, world: &World) -> usize {
+    (0..).take_while(|_| reader.read(world)).count()
+}
+
+#[test]
+fn a_reader_that_comes_back_in_time_gets_the_changes_and_no_snapshot() {
+    let mut world = World::new(40_000);
+    let mut reader = Reader::new(None);
+    world.announce(1, Begin::Continue, &[(1, 1), (2, 1)]);
+    drained(&mut reader, &world);
+    assert_eq!(reader.snapshots, [Reason::Start]);
+    world.announce(2, Begin::Continue, &[(2, 2)]);
+    let mut back = Reader::new(reader.position);
+    back.held = reader.held;
+    assert_eq!(drained(&mut back, &world), 2, "the change, and that it is current");
+    assert_eq!(back.snapshots, []);
+}
+
+#[test]
+fn a_reader_that_comes_back_too_late_or_to_another_life_is_told_why_it_gets_a_snapshot() {
+    let mut world = World::new(400);
+    let early = world.log.end();
+    for number in 0..60 {
+        world.announce(1, Begin::Continue, &[(number, 1)]);
+    }
+    for (from, reason) in [
+        (None, Reason::Start),
+        (Some(early), Reason::Behind),
+        (Some(Position { log: LogId(8), next: 60 }), Reason::OtherLog),
+        (Some(Position { log: LOG, next: 61 }), Reason::OtherLog),
+    ] {
+        let mut reader = Reader::new(from);
+        drained(&mut reader, &world);
+        assert_eq!(reader.snapshots, [reason], "{from:?}");
+        assert_eq!(reader.held.len(), 60);
+    }
+}
+
+#[test]
+fn a_reader_that_is_slower_than_the_log_gets_another_snapshot_and_one_that_is_not_does_not() {
+    let mut world = World::new(4000);
+    let (mut quick, mut slow) = (Reader::new(None), Reader::new(None));
+    for round in 0..200_u8 {
+        world.announce(1, Begin::Continue, &[(round % 60, 1), (round % 7, 0x81)]);
+        (0..2).all(|_| quick.read(&world));
+        if round % 100 == 0 {
+            slow.read(&world);
+        }
+    }
+    drained(&mut quick, &world);
+    drained(&mut slow, &world);
+    assert_eq!(quick.snapshots, [Reason::Start], "changes go on while it takes a snapshot");
+    assert_eq!(slow.snapshots, [Reason::Start, Reason::Behind]);
+    assert_eq!((&quick.held, &slow.held), (&world.held(), &world.held()));
+}
