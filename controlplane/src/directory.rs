@@ -4,27 +4,22 @@
 //! lock, up to 512 KiB out; allocations are per batch, none per key. Between parts other tasks run, and one worker is
 //! always free of parts ([`Turns`]), so that heartbeats wait for nobody.
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use reprise_controlplane_core::{Begin, Changes, Found, LiveNodes, Update, Updated};
+use reprise_controlplane_core::{Begin, Changes, Found, LiveNodes, Scope, Update, Updated};
 use reprise_policy::{BlockKey, Epoch, NodeId};
 use reprise_proto::controlplane::directory_server::Directory;
 use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, LookupReply, LookupRequest, NodeReplicas, UpdateReply, UpdateRequest,
-    WatchReply, WatchRequest,
 };
 use reprise_proto::local::KEYS_PER_CALL_MAX;
-use tokio_stream::wrappers::BroadcastStream;
-use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
-use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::cluster::{Cluster, News, replaced};
+use crate::cluster::Cluster;
 use crate::membership::node_number;
-use crate::metrics::{Call, UpdateResult, WatchLabels, WatchOf};
+use crate::metrics::{Call, UpdateResult};
 use crate::turns::Turns;
 
 /// Keys worked on under one taking of the directory's lock: 0.1 ms of lookups, 0.4 ms of changes.
@@ -38,9 +33,6 @@ pub struct DirectoryService {
     cluster: Arc<Cluster>,
     turns: Turns,
 }
-
-/// The stream of directory changes.
-pub type DirectoryChanges = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
 impl DirectoryService {
     /// A service over the shared state.
@@ -68,7 +60,7 @@ impl DirectoryService {
         UpdateReply { fenced: false, expected_sequence }
     }
 
-    /// Applies one part and tells the watchers what of it was new, in one taking of the lock.
+    /// Applies one part and records what of it was new, in one taking of the lock.
     fn apply_part(&self, batch: &Batch, part: std::ops::Range<usize>) -> Updated {
         let (node, first) = (batch.node, part.start);
         let begin = if first == 0 { batch.begin } else { Begin::Continue };
@@ -77,18 +69,14 @@ impl DirectoryService {
         let mut directory = self.cluster.directory_mut();
         let updated = directory.update(&Update { node, epoch: batch.epoch, sequence, begin, changes });
         if let Updated::Expecting { applied, expected } = &updated {
-            // An inventory that was taken has moved what is expected to its own end.
-            if begin == Begin::Inventory && *expected == sequence + changes.len() as u64 {
-                self.cluster.tell_changes(|| replaced(node));
+            // An inventory that was taken is applied whole and has moved what is expected to its own end; one that came
+            // twice is not, and what was announced stays.
+            let whole = applied.len() == changes.len() && *expected == sequence + changes.len() as u64;
+            if begin == Begin::Inventory && whole {
+                self.cluster.events.cleared(Scope::node(node));
             }
             if !applied.is_empty() {
-                let of = first + applied.start..first + applied.end;
-                self.cluster.tell_changes(|| WatchReply {
-                    node: u32::from(node.0),
-                    keys: batch.keys.slice(of.start * BlockKey::SIZE..of.end * BlockKey::SIZE),
-                    operations: batch.operations.slice(of),
-                    missed: false,
-                });
+                self.cluster.events.changed(node, changes.range(applied.clone()));
                 self.cluster.metrics.changes.inc_by(applied.len() as u64);
             }
         }
@@ -176,25 +164,6 @@ impl Directory for DirectoryService {
             updates: size.updates,
             nodes: nodes.collect(),
         }))
-    }
-
-    type WatchStream = DirectoryChanges;
-
-    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<DirectoryChanges>, Status> {
-        let seat = self.cluster.take_seat(WatchOf::directory)?;
-        let metrics = self.cluster.metrics.clone();
-        let changes = BroadcastStream::new(self.cluster.watch_directory()).map(move |news| {
-            let _open = &seat;
-            match news {
-                Ok(News::Change(change)) => Ok(change),
-                Ok(News::Closing) => Err(Status::unavailable("the control plane is shutting down")),
-                Err(BroadcastStreamRecvError::Lagged(_)) => {
-                    metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
-                    Ok(WatchReply { missed: true, ..WatchReply::default() })
-                }
-            }
-        });
-        Ok(Response::new(Box::pin(changes)))
     }
 }
 

@@ -9,6 +9,7 @@ use reprise_controlplane_core::MemberSettings;
 use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store, TimeToLive};
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
+use reprise_proto::controlplane::events_server::EventsServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -21,6 +22,8 @@ use crate::admin::{self, Admin};
 use crate::cluster::Cluster;
 use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
+use crate::events::Events;
+use crate::events::service::EventsService;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
@@ -76,7 +79,9 @@ impl ControlPlane {
             dead_after: config.membership.dead_after.0,
             forget_after: config.membership.forget_after.0,
         };
-        let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, metrics));
+        let history = usize::try_from(config.events.history.0).context("events.history")?;
+        let events = Events::new(history);
+        let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, events, metrics));
         cluster.restore(known);
 
         let grpc_listener = bind("listen", config.listen).await?;
@@ -98,6 +103,7 @@ impl ControlPlane {
                 store_lost,
             ),
             directory: DirectoryService::new(cluster.clone(), turns),
+            events: EventsService::new(cluster.clone()),
         };
         let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
         let routes = admin::router(admin_state.clone());
@@ -181,6 +187,7 @@ impl ControlPlane {
 struct Services {
     membership: MembershipService,
     directory: DirectoryService,
+    events: EventsService,
 }
 
 async fn serve_grpc(
@@ -198,6 +205,7 @@ async fn serve_grpc(
         .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
         .add_service(membership)
         .add_service(directory)
+        .add_service(EventsServer::new(services.events).max_decoding_message_size(MESSAGE_BYTES_MAX))
         .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), wait(stop))
         .await
 }

@@ -52,9 +52,9 @@ pub struct Follower {
 /// Where the next part comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// [`Follower::from_log`].
+    /// [`Follower::read_log`].
     Log,
-    /// [`Follower::from_directory`].
+    /// [`Follower::read_directory`].
     Directory,
 }
 
@@ -131,7 +131,7 @@ impl Follower {
     }
 
     /// Asks the log.
-    pub fn from_log(&mut self, log: &Log) -> Step {
+    pub fn read_log(&mut self, log: &Log) -> Step {
         match self.phase {
             Phase::New { from } => self.begin(from, log),
             Phase::Snapshot { next, .. } => self.between_parts(next, log),
@@ -144,7 +144,7 @@ impl Follower {
     }
 
     /// Asks the directory; only in its turn.
-    pub fn from_directory(&mut self, directory: &Directory) -> Told {
+    pub fn read_directory(&mut self, directory: &Directory) -> Told {
         let Phase::Snapshot { cursor, turn: Source::Directory, next } = &mut self.phase else {
             unreachable!("asked out of turn: follow source()")
         };

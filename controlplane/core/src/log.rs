@@ -39,7 +39,7 @@ const SEGMENTS_MIN: usize = 8;
 const CLEARING: u8 = 0;
 /// Hash slot of a clearing record that means every slot.
 const EVERY_SLOT: u16 = u16::MAX;
-const _: () = assert!(EVERY_SLOT >= HASH_SLOTS, "no slot has this number");
+const _: () = assert!(HASH_SLOTS < EVERY_SLOT, "no slot has this number");
 /// Node of a clearing record that means every node; node numbers begin with 1.
 const EVERY_NODE: NodeId = NodeId(0);
 

@@ -152,11 +152,11 @@ impl Reader {
         loop {
             match self.follower.source() {
                 Source::Directory => {
-                    let told = self.follower.from_directory(&world.directory);
+                    let told = self.follower.read_directory(&world.directory);
                     self.take(told, world);
                     return true;
                 }
-                Source::Log => match self.follower.from_log(&world.log) {
+                Source::Log => match self.follower.read_log(&world.log) {
                     Step::Tell(told) => {
                         self.take(told, world);
                         return true;

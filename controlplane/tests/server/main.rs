@@ -2,6 +2,7 @@
 //! process, on free loopback ports.
 
 mod directory;
+mod events;
 mod harness;
 mod membership;
 mod restart;
