@@ -13,7 +13,14 @@
 //! A reader costs its follower and one message of at most 1,024 changes (24 KiB) and those that gRPC holds (a stream window,
 //! 1 MiB); the log is shared.
 
+mod format;
+mod publisher;
+mod replay;
 pub mod service;
+mod sockets;
+mod zmtp;
+
+pub use publisher::Publisher;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -82,11 +89,6 @@ impl Events {
         self.end.send_replace(End::Closing);
     }
 
-    /// Behind the last change.
-    pub(crate) fn position(&self) -> Position {
-        self.log().end()
-    }
-
     fn grown(&self, log: &Log) {
         self.end.send_modify(|end| {
             if let End::At(next) = end {
@@ -102,10 +104,10 @@ impl Events {
 }
 
 impl Reading {
-    /// A reader that knows everything before `from`, or nothing.
-    pub fn new(cluster: Arc<Cluster>, from: Option<Position>) -> Reading {
+    /// A reader that knows everything before `from`, or nothing; parts have `part_max` changes.
+    pub fn new(cluster: Arc<Cluster>, from: Option<Position>, part_max: usize) -> Reading {
         let end = cluster.events.end.subscribe();
-        Reading { cluster, follower: Follower::new(from, PART_CHANGES), end }
+        Reading { cluster, follower: Follower::new(from, part_max), end }
     }
 
     /// The next message; none when the member is going away. Nothing is lost when the wait is given up.

@@ -22,8 +22,8 @@ use crate::admin::{self, Admin};
 use crate::cluster::Cluster;
 use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
-use crate::events::Events;
 use crate::events::service::EventsService;
+use crate::events::{Events, Publisher};
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
@@ -54,6 +54,8 @@ pub struct ControlPlane {
     pub grpc: SocketAddr,
     /// Where the admin endpoint listens.
     pub admin: SocketAddr,
+    /// What publishes KV events, if something does.
+    pub publisher: Option<Publisher>,
     cluster: Arc<Cluster>,
     admin_state: Arc<Admin>,
     stop: watch::Sender<bool>,
@@ -87,6 +89,7 @@ impl ControlPlane {
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
+        let publisher = Publisher::start(cluster.clone(), &config.events).await?;
         let shards = Arc::new(shards(&config, store, grpc)?);
         let admin_state = Admin::new(cluster.clone(), shards.clone(), metric_registry);
         let stop = watch::Sender::new(false);
@@ -122,6 +125,7 @@ impl ControlPlane {
         Ok(ControlPlane {
             grpc,
             admin,
+            publisher,
             cluster,
             admin_state,
             stop,
@@ -143,6 +147,7 @@ impl ControlPlane {
         for task in &self.background {
             task.abort();
         }
+        drop(self.publisher);
         let (mut grpc_task, mut admin_task) = (self.grpc_task, self.admin_task);
         let mut registration = self.registration;
         let all = async {

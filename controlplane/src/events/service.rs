@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::Reading;
+use super::{PART_CHANGES, Reading};
 use crate::cluster::{Cluster, WatcherSeat};
 use crate::metrics::{WatchLabels, WatchOf};
 
@@ -45,7 +45,7 @@ impl Events for EventsService {
         let from = request.into_inner().from;
         let from = from.map(|from| Position { log: LogId(from.log), next: from.next });
         let (sender, messages) = mpsc::channel(READY_MESSAGES);
-        let reading = Reading::new(self.cluster.clone(), from);
+        let reading = Reading::new(self.cluster.clone(), from, PART_CHANGES);
         tokio::spawn(tell(self.cluster.clone(), reading, sender, seat));
         Ok(Response::new(ReceiverStream::new(messages)))
     }

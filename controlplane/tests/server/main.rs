@@ -4,6 +4,7 @@
 mod directory;
 mod events;
 mod harness;
+mod kv_events;
 mod membership;
 mod restart;
 mod watches;
