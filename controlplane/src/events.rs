@@ -13,9 +13,9 @@
 //! A reader costs its follower and one message of at most 1,024 changes (24 KiB) and those that gRPC holds (a stream window,
 //! 1 MiB); the log is shared.
 
-mod format;
+pub(crate) mod format;
 mod publisher;
-mod replay;
+pub(crate) mod replay;
 pub mod service;
 mod sockets;
 mod zmtp;

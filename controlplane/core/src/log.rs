@@ -18,7 +18,7 @@
 //! Arithmetic: a record is 20 bytes (key 16, node 2, kind 1, and one to align). 32 MiB are 1.6 million. One of 16 members at
 //! 10⁶ changes a second in the cluster records 62,500 a second, so a reader may be away for 26 s, or be that slow, and
 //! loses nothing. Recording copies 20 bytes, about 2 ns, under a lock that readers hold for one part (1,024 records, 20 KiB,
-//! about 2 µs). Segments come one by one and are used again when the ring is full, so nothing is ever moved.
+//! about 3 µs). Segments come one by one and are used again when the ring is full, so nothing is ever moved.
 //!
 //! Deliberately absent: locks, waiting, what readers know already ([`crate::Follower`]).
 
@@ -133,10 +133,17 @@ impl Log {
         Log { id, segments: VecDeque::new(), segment_records, segments_max, oldest: 0, next: 0 }
     }
 
-    /// Records changes of a node, in order. Hot: two nanoseconds a change.
+    /// Records changes of a node, in order. Hot.
     pub fn changed(&mut self, node: NodeId, changes: Changes<'_>) {
-        for (key, operation) in changes.iter() {
-            self.push(Record { key: key.0, node, kind: operation.wire() });
+        let mut first = 0;
+        while first < changes.len() {
+            let segment_records = self.segment_records;
+            let segment = self.segment_with_room();
+            let last = changes.len().min(first + segment_records - segment.len());
+            let part = changes.range(first..last).iter();
+            segment.extend(part.map(|(key, operation)| Record { key: key.0, node, kind: operation.wire() }));
+            self.next += (last - first) as u64;
+            first = last;
         }
     }
 
@@ -144,7 +151,9 @@ impl Log {
     pub fn cleared(&mut self, scope: Scope) {
         let mut key = [0; BlockKey::SIZE];
         key[..2].copy_from_slice(&scope.slot.unwrap_or(EVERY_SLOT).to_le_bytes());
-        self.push(Record { key, node: scope.node.unwrap_or(EVERY_NODE), kind: CLEARING });
+        let record = Record { key, node: scope.node.unwrap_or(EVERY_NODE), kind: CLEARING };
+        self.segment_with_room().push(record);
+        self.next += 1;
     }
 
     /// Behind the last record.
@@ -168,9 +177,14 @@ impl Log {
         if from < self.oldest {
             return Read::Gone;
         }
-        let Some(first) = self.record(from) else { return Read::UpToDate };
-        let rest = (from..).map_while(|number| self.record(number)).take(records_max.max(1));
-        let run = if first.kind == CLEARING { clearing(first, rest) } else { changes(rest) };
+        let ahead = usize::try_from(self.next.saturating_sub(from)).unwrap_or(usize::MAX);
+        let count_max = records_max.max(1).min(ahead);
+        let Some(first) = self.slices(from).find_map(<[Record]>::first) else { return Read::UpToDate };
+        let run = if first.kind == CLEARING {
+            clearing(first, self.slices(from).flatten().take(count_max))
+        } else {
+            changes(self.slices(from), count_max)
+        };
         let next = from + run.records();
         Read::Run(run, next)
     }
@@ -180,19 +194,21 @@ impl Log {
         self.segments.iter().map(|segment| segment.capacity() * RECORD_BYTES).sum()
     }
 
-    fn record(&self, number: u64) -> Option<&Record> {
-        // What is in memory is counted in less than 64 bits.
-        let index = usize::try_from(number.checked_sub(self.oldest)?).ok()?;
-        self.segments.get(index / self.segment_records)?.get(index % self.segment_records)
+    /// The records from a number on that is not below the oldest.
+    fn slices(&self, from: u64) -> impl Iterator<Item = &[Record]> {
+        // What is beyond memory is beyond the end.
+        let index = usize::try_from(from - self.oldest).unwrap_or(usize::MAX);
+        let segments = self.segments.iter().skip(index / self.segment_records);
+        let offsets = std::iter::once(index % self.segment_records).chain(std::iter::repeat(0));
+        segments.zip(offsets).map(|(segment, offset)| segment.get(offset..).unwrap_or_default())
     }
 
-    fn push(&mut self, record: Record) {
+    fn segment_with_room(&mut self) -> &mut Vec<Record> {
         if self.segments.back().is_none_or(|last| last.len() == self.segment_records) {
             let segment = self.segment();
             self.segments.push_back(segment);
         }
-        self.segments.back_mut().expect("there is one with room").push(record);
-        self.next += 1;
+        self.segments.back_mut().expect("there is one with room")
     }
 
     /// An empty segment: the oldest, when there are enough.
@@ -258,12 +274,20 @@ impl Record {
     }
 }
 
-fn changes<'a>(records: impl Iterator<Item = &'a Record>) -> Run {
-    let changes = records.map_while(|record| {
-        let operation = Operation::from_wire(record.kind)?;
-        Some(ReplicaChange { node: record.node, key: BlockKey(record.key), operation })
-    });
-    Run::Changes(changes.collect())
+/// The leading changes, at most `count_max`.
+fn changes<'a>(slices: impl Iterator<Item = &'a [Record]>, count_max: usize) -> Run {
+    let mut changes = Vec::with_capacity(count_max);
+    for slice in slices {
+        let count = slice.len().min(count_max - changes.len());
+        for record in &slice[..count] {
+            let Some(operation) = Operation::from_wire(record.kind) else { return Run::Changes(changes) };
+            changes.push(ReplicaChange { node: record.node, key: BlockKey(record.key), operation });
+        }
+        if changes.len() == count_max {
+            break;
+        }
+    }
+    Run::Changes(changes)
 }
 
 fn clearing<'a>(first: &Record, records: impl Iterator<Item = &'a Record>) -> Run {

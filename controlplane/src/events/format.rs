@@ -18,7 +18,7 @@ use reprise_policy::{BlockKey, NodeId, Tier};
 use rmp::encode::{write_array_len, write_bin, write_f64, write_map_len, write_nil, write_str, write_uint};
 
 /// Blocks of a batch at the most: 18 bytes each are 4.5 KiB.
-pub(super) const BLOCKS_PER_BATCH_MAX: usize = 256;
+pub(crate) const BLOCKS_PER_BATCH_MAX: usize = 256;
 /// Who holds the blocks, for routers that also hear of an engine's own.
 const OWNERSHIP: &str = "reprise";
 /// Relative to the node that the batch is about.

@@ -232,3 +232,84 @@ pub(super) fn clearings(known: &[NodeId]) -> impl Iterator<Item = Vec<u8>> {
 pub(super) fn now() -> Seconds {
     Seconds(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use reprise_controlplane_core::{Begin, Changes, MemberSettings, Scope, Update};
+    use reprise_policy::{BlockKey, Epoch};
+    use rmpv::Value;
+
+    use super::*;
+    use crate::events::Events;
+    use crate::metrics::Metrics;
+
+    const NODE: NodeId = NodeId(7);
+
+    fn cluster() -> Arc<Cluster> {
+        let settings =
+            MemberSettings { dead_after: Duration::from_secs(1), forget_after: Duration::from_secs(1) };
+        let cluster = Cluster::new(settings, 1, Events::new(1 << 20), Metrics::new().0);
+        cluster.directory_mut().register(NODE, Epoch(1));
+        Arc::new(cluster)
+    }
+
+    /// A change of one key, numbered by the caller.
+    fn change(cluster: &Cluster, sequence: u64, key: BlockKey, operation: u8) {
+        let operations = [operation];
+        let changes = Changes::parse(&key.0, &operations).expect("well formed");
+        let begin = Begin::Continue;
+        let update = Update { node: NODE, epoch: Epoch(1), sequence, begin, changes };
+        let mut directory = cluster.directory_mut();
+        directory.update(&update);
+        cluster.events.changed(NODE, changes);
+    }
+
+    fn key(slot: u8) -> BlockKey {
+        BlockKey([slot; 16])
+    }
+
+    /// Node, type and number of blocks of the only event of a batch.
+    fn told(batch: &[u8]) -> (Option<u64>, String, usize) {
+        let batch = rmpv::decode::read_value(&mut &*batch).expect("msgpack");
+        let event: &Value = &batch[1][0];
+        let blocks = event["block_hashes"].as_array().map_or(0, Vec::len);
+        (batch[2].as_u64(), event["type"].as_str().expect("a type").to_owned(), blocks)
+    }
+
+    /// Takes batches until one satisfies `last`.
+    async fn until(hub: &Hub, next: &mut u64, last: impl Fn(&(Option<u64>, String, usize)) -> bool) {
+        let mut published = hub.published();
+        loop {
+            match hub.batch(*next) {
+                Batch::There(batch) => {
+                    *next += 1;
+                    if last(&told(&batch)) {
+                        return;
+                    }
+                }
+                Batch::NotYet => published.changed().await.expect("it is published"),
+                Batch::Gone { .. } => panic!("all are kept"),
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn hash_slots_that_went_to_another_member_are_told_by_a_new_snapshot() {
+        let cluster = cluster();
+        let hub = Arc::new(Hub::new(cluster.clone(), &EventsConfig::default()));
+        let publishing = tokio::spawn(publish_for_ever(hub.clone()));
+        let mut next = 0;
+        change(&cluster, 0, key(1), 1);
+        change(&cluster, 1, key(2), 1);
+        until(&hub, &mut next, |event| *event == (Some(7), "BlockStored".to_owned(), 2)).await;
+        change(&cluster, 2, key(1), 0x81);
+        cluster.events.cleared(Scope::slot(key(1).hash_slot()));
+        until(&hub, &mut next, |event| *event == (None, "AllBlocksCleared".to_owned(), 0)).await;
+        until(&hub, &mut next, |event| *event == (Some(7), "AllBlocksCleared".to_owned(), 0)).await;
+        until(&hub, &mut next, |event| *event == (Some(7), "BlockStored".to_owned(), 1)).await;
+        cluster.events.close();
+        publishing.await.expect("it ends with the member");
+    }
+}

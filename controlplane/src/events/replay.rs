@@ -38,7 +38,7 @@ const ROUND_REPLICAS_MAX: u64 = 1 << 20;
 /// Replicas in the smallest round: a few batches for each node of a small cluster.
 const ROUND_REPLICAS_MIN: u64 = 8192;
 /// Blocks of one batch at the most: 1.2 MB.
-const BLOCKS_PER_BATCH_LIMIT: u64 = 1 << 16;
+pub(crate) const BLOCKS_PER_BATCH_LIMIT: u64 = 1 << 16;
 
 /// The numbers that a snapshot may use, the next one first.
 struct Numbers {
