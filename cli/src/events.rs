@@ -115,7 +115,7 @@ async fn tell(args: &EventsArgs, address: &str, lines: mpsc::Sender<Vec<Line>>) 
         lines,
         extent: if args.follow { Extent::ForEver } else { Extent::UntilCurrent },
     };
-    streams.set(&members(&list, address));
+    streams.set(&members(list, address));
     if args.follow {
         return streams.follow(address).await;
     }
@@ -171,7 +171,7 @@ impl Streams {
         while let Some(list) = lists.message().await? {
             // A member that has just started, or lost its store, knows nobody yet.
             if !list.members.is_empty() {
-                self.set(&list.members);
+                self.set(&members(list, address));
             }
         }
         Ok(())
@@ -197,11 +197,37 @@ async fn list(address: &str) -> anyhow::Result<MemberList> {
     })?
 }
 
-/// The members, and the one that was asked when it knows of none: its store is away.
-fn members(list: &MemberList, address: &str) -> Vec<MemberInfo> {
-    if list.members.is_empty() {
-        let name = list.answering.clone();
-        return vec![MemberInfo { name, address: address.to_owned(), incarnation: 0 }];
+/// The members: the one that was asked at the address at which it answered, which may lead through a tunnel, and alone
+/// when it knows of nobody since its store is away.
+fn members(list: MemberList, asked: &str) -> Vec<MemberInfo> {
+    let MemberList { answering, mut members, .. } = list;
+    if members.is_empty() {
+        return vec![MemberInfo { name: answering, address: asked.to_owned(), incarnation: 0 }];
     }
-    list.members.clone()
+    if let Some(member) = members.iter_mut().find(|member| member.name == answering) {
+        member.address = asked.to_owned();
+    }
+    members
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_member_that_was_asked_is_followed_where_it_answered() {
+        let member =
+            |name: &str| MemberInfo { name: name.to_owned(), address: format!("{name}:1"), incarnation: 1 };
+        let list = |members: &[&str]| MemberList {
+            answering: "a".to_owned(),
+            members: members.iter().map(|name| member(name)).collect(),
+            ..MemberList::default()
+        };
+        let addresses = |list: MemberList| -> Vec<String> {
+            members(list, "here:2").into_iter().map(|member| member.address).collect()
+        };
+        assert_eq!(addresses(list(&["a", "b"])), ["here:2", "b:1"]);
+        assert_eq!(addresses(list(&[])), ["here:2"], "alone, without its store");
+        assert_eq!(addresses(list(&["b"])), ["b:1"]);
+    }
 }

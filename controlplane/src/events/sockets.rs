@@ -4,6 +4,7 @@
 //! written, and what the kernel holds. One that takes nothing for [`STALLED_AFTER`] is cut; one whose machine is gone is found by
 //! TCP's keep-alive. Connections are as many as `events.subscribers` says, for each of both sockets; more are closed at once.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -74,7 +75,7 @@ pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, conn
 }
 
 /// Talks to a peer until one of both has enough.
-async fn talk(mut stream: TcpStream, role: Role, hub: &Hub) -> Result<Never, ZmtpError> {
+async fn talk(mut stream: TcpStream, role: Role, hub: &Hub) -> Result<Infallible, ZmtpError> {
     keep_alive(&stream)?;
     timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role))
         .await
@@ -93,10 +94,6 @@ async fn talk(mut stream: TcpStream, role: Role, hub: &Hub) -> Result<Never, Zmt
     }
 }
 
-/// Nobody returns this.
-#[derive(Debug)]
-enum Never {}
-
 fn keep_alive(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
@@ -108,7 +105,7 @@ fn keep_alive(stream: &TcpStream) -> std::io::Result<()> {
 async fn listen<R: AsyncRead + Unpin>(
     mut read: R,
     sender: mpsc::Sender<Received>,
-) -> Result<Never, ZmtpError> {
+) -> Result<Infallible, ZmtpError> {
     loop {
         let received = zmtp::receive(&mut read).await?;
         if sender.send(received).await.is_err() {
@@ -123,7 +120,7 @@ async fn publish<W: AsyncWrite + Unpin>(
     hub: &Hub,
     mut received: mpsc::Receiver<Received>,
     mut out: Out<W>,
-) -> Result<Never, ZmtpError> {
+) -> Result<Infallible, ZmtpError> {
     let mut subscriptions = Subscriptions::default();
     let mut published = hub.published();
     let mut next = 0;
@@ -175,7 +172,7 @@ async fn answer<W: AsyncWrite + Unpin>(
     hub: &Hub,
     mut received: mpsc::Receiver<Received>,
     mut out: Out<W>,
-) -> Result<Never, ZmtpError> {
+) -> Result<Infallible, ZmtpError> {
     loop {
         match received.recv().await {
             Some(Received::Message(frames)) => {

@@ -40,7 +40,7 @@ impl Directory {
     pub fn read(&self, cursor: &mut Cursor, entries_max: usize, read: &mut Vec<HeldReplica>) {
         let mut looked_at = 0;
         while !cursor.is_at_end() {
-            for entry in self.slots[usize::from(cursor.slot)].from_hash(cursor.hash) {
+            for entry in self.slots[usize::from(cursor.slot)].starting_at(cursor.hash) {
                 let hash = entry.key.table_hash();
                 if looked_at >= entries_max.max(1) && hash != cursor.hash {
                     cursor.hash = hash;
