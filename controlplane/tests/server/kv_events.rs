@@ -7,7 +7,7 @@ use reprise_controlplane::server::ControlPlane;
 use reprise_policy::BlockKey;
 use rmpv::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
@@ -253,6 +253,73 @@ async fn a_subscriber_of_another_topic_gets_nothing() {
     receive(&mut socket).await;
     assert!(futures_are_pending(&mut elsewhere).await);
     member.shutdown().await;
+}
+
+/// Written by hand, so that nothing is read that the test does not read.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_subscriber_that_does_not_read_misses_batches_and_sees_it_and_keeps_nobody() {
+    let member = start(16).await;
+    let (publish, _) = addresses(&member);
+    let mut node = Node::register(&member, "a").await;
+    let socket = TcpSocket::new_v4().expect("a socket");
+    socket.set_recv_buffer_size(4096).expect("a small window");
+    let mut stream = socket.connect(publish).await.expect("connected");
+    let mut hello = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 0];
+    hello.extend_from_slice(b"NULL");
+    hello.resize(64, 0);
+    hello.extend_from_slice(b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB");
+    hello.extend_from_slice(b"\x00\x01\x01");
+    stream.write_all(&hello).await.expect("sent");
+    let mut greeting = [0; 64 + 27];
+    stream.read_exact(&mut greeting).await.expect("greeted");
+
+    // 960,000 blocks are 17 MiB of batches: more than the kernel holds for one connection.
+    let keys = harness::keys(0..8000);
+    for round in 0..120 {
+        node.announce(keys.clone(), if round % 2 == 0 { 1 } else { 0x81 }).await;
+    }
+    let (mut last, mut gaps) = (None::<u64>, 0);
+    let read = async {
+        loop {
+            let (topic, number) = (frame(&mut stream).await, frame(&mut stream).await);
+            frame(&mut stream).await;
+            assert_eq!(topic, b"kv-events");
+            let number = u64::from_be_bytes(number.try_into().expect("8 bytes"));
+            assert!(last.is_none_or(|last| last < number), "{number} after {last:?}");
+            gaps += u64::from(last.is_some_and(|last| last + 1 < number));
+            last = Some(number);
+            if gaps == 0 {
+                continue;
+            }
+            // What follows the gap is near the end.
+            let (_, metrics) = harness::http(&member, "/metrics").await;
+            let published = metric(&metrics, "reprise_controlplane_event_batches_total");
+            if number + 1 == published {
+                return metric(&metrics, "reprise_controlplane_event_batches_skipped_total");
+            }
+        }
+    };
+    let skipped = timeout(PATIENCE, read).await.expect("it catches up");
+    assert!(skipped > 0, "{gaps} gaps");
+    member.shutdown().await;
+}
+
+/// The body of the next frame.
+async fn frame(stream: &mut TcpStream) -> Vec<u8> {
+    let flags = stream.read_u8().await.expect("a frame");
+    let length = if flags & 2 == 0 {
+        u64::from(stream.read_u8().await.expect("a length"))
+    } else {
+        stream.read_u64().await.expect("a length")
+    };
+    let mut body = vec![0; usize::try_from(length).expect("small")];
+    stream.read_exact(&mut body).await.expect("a body");
+    body
+}
+
+fn metric(metrics: &str, name: &str) -> u64 {
+    let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.expect("a metric").parse().expect("a number")
 }
 
 /// Whether nothing has arrived.
