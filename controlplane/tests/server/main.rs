@@ -2,7 +2,9 @@
 //! process, on free loopback ports.
 
 mod directory;
+mod events;
 mod harness;
+mod kv_events;
 mod membership;
 mod restart;
 mod watches;
