@@ -10,8 +10,8 @@
 mod stopping;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -132,6 +132,7 @@ impl Runtime {
             inbox: inbox.clone(),
             arena: arena.clone(),
             node: settings.node.name.clone(),
+            tenants: Mutex::default(),
             draining: AtomicBool::new(false),
         });
         let server =

@@ -67,6 +67,8 @@ struct Device {
 struct Session {
     session: u64,
     client: String,
+    /// Whose session it says it is.
+    tenant: String,
     pid: i32,
     uid: u32,
     /// What it compares with, in hexadecimal.
@@ -149,6 +151,7 @@ fn session(view: &crate::executor::SessionView) -> Session {
     Session {
         session: view.id.0,
         client: view.peer.client_name.clone(),
+        tenant: view.peer.tenant.to_string(),
         pid: view.peer.pid,
         uid: view.peer.uid,
         namespace: view.namespace.0.iter().map(|byte| format!("{byte:02x}")).collect(),

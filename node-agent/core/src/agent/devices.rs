@@ -409,7 +409,7 @@ impl AgentCore {
             let known: Option<BlockKey> = self.index.find(&block.key).map(|_| block.key);
             let shape = match known {
                 Some(_) => None,
-                None => self.intern(reprise_policy::TenantId::DEFAULT, block.layout),
+                None => self.intern(block.tenant, block.layout),
             };
             let Some(shape) = shape else {
                 self.devices.free(device, block.page);

@@ -233,6 +233,7 @@ impl AgentCore {
         let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
         BlockWrite {
             key: entry.key(),
+            tenant: self.shapes.get(state.shape).tenant,
             layout: self.shapes.get(state.shape).layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),
