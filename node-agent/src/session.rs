@@ -83,7 +83,7 @@ pub(crate) struct SessionContext {
     pub(crate) arena: Arc<Arena>,
     pub(crate) node: String,
     /// Who is who; in each greeting's hands for an instant.
-    pub(crate) tenants: Mutex<TenantRegistry>,
+    pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set while the agent is about to stop: requests are refused, notices still go out.
     pub(crate) draining: AtomicBool,
 }

@@ -323,8 +323,6 @@ fn make_way(path: &Path) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 
     use super::*;
@@ -353,7 +351,7 @@ mod tests {
             inbox: Inbox::new().0,
             arena: Arc::new(Arena::new(&config).expect("2 MiB are to be had")),
             node: "test".to_owned(),
-            tenants: Mutex::default(),
+            tenants: Arc::default(),
             draining: AtomicBool::new(false),
         };
         let settings = SessionServerSettings { session: settings(directory), context: Arc::new(context) };
