@@ -20,6 +20,8 @@
 //! Deliberately absent: weights, time (a tenant that was idle has no claim on what it did not use), and clusters
 //! (`controlplane` splits a tenant's budget among nodes).
 
+use std::cmp::Reverse;
+
 use crate::units::ByteSize;
 
 /// What a tenant is sure of and may have at the most, in bytes of one kind of room.
@@ -82,6 +84,24 @@ pub enum GiveWay {
     },
     /// Its limit is below what it wants: never.
     Never,
+}
+
+/// A tenant wants more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Want {
+    /// Its place among the holdings.
+    pub tenant: usize,
+    /// How much more.
+    pub bytes: u64,
+}
+
+/// A tenant that gives way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Giver {
+    /// Its place among the holdings.
+    pub tenant: usize,
+    /// So many bytes of it at the most.
+    pub bytes_max: u64,
 }
 
 impl Quota {
@@ -170,19 +190,32 @@ pub fn who_gives_way(holdings: &[Holding], wanting: usize, bytes: u64, free: u64
     if free >= bytes {
         return GiveWay::Nobody;
     }
-    let would_be_over = (own.used + bytes).saturating_sub(own.quota.reserved);
-    match furthest_over(holdings, Some(wanting)) {
-        Some((tenant, bytes_max)) if bytes_max >= would_be_over || own.used == 0 => {
-            GiveWay::Other { tenant, bytes_max }
+    match givers(holdings, Some(Want { tenant: wanting, bytes })).first() {
+        Some(Giver { tenant, bytes_max }) if *tenant != wanting => {
+            GiveWay::Other { tenant: *tenant, bytes_max: *bytes_max }
         }
         _ => GiveWay::Itself,
     }
 }
 
-/// The tenant that is furthest over its reservation, but for `except`, and by how many bytes; the first of equals.
-pub fn furthest_over(holdings: &[Holding], except: Option<usize>) -> Option<(usize, u64)> {
-    let over = holdings.iter().enumerate().map(|(tenant, holding)| (tenant, holding.over()));
-    over.filter(|(tenant, over)| *over > 0 && Some(*tenant) != except).rev().max_by_key(|(_, over)| *over)
+/// Who gives way to a want, or to room that is made ahead of need, first the one furthest over its reservation: whoever comes
+/// next does when nothing of those before can go. O(tenants).
+pub fn givers(holdings: &[Holding], want: Option<Want>) -> Vec<Giver> {
+    let mut givers: Vec<(u64, bool, Giver)> = Vec::new();
+    for (tenant, holding) in holdings.iter().enumerate() {
+        let own = want.filter(|want| want.tenant == tenant);
+        let over = match own {
+            Some(want) => (holding.used + want.bytes).saturating_sub(holding.quota.reserved),
+            None => holding.over(),
+        };
+        // What is reserved goes for its own tenant only.
+        let bytes_max = if own.is_some() { holding.used } else { over };
+        if bytes_max > 0 {
+            givers.push((over, own.is_some(), Giver { tenant, bytes_max }));
+        }
+    }
+    givers.sort_by_key(|(over, own, giver)| (Reverse(*over), *own, giver.tenant));
+    givers.into_iter().map(|(_, _, giver)| giver).collect()
 }
 
 #[cfg(test)]
@@ -229,6 +262,10 @@ mod tests {
         assert_eq!(who_gives_way(&holdings, 2, 1, 0), other(0, 20));
         assert_eq!(who_gives_way(&holdings, 1, 1, 0), other(0, 20));
         assert_eq!(who_gives_way(&holdings, 0, 1, 0), GiveWay::Itself);
+        let order = |want| givers(&holdings, want).iter().map(|giver| giver.tenant).collect::<Vec<_>>();
+        assert_eq!(order(None), [0, 1], "what is reserved is not made room of ahead of need");
+        assert_eq!(order(Some(Want { tenant: 2, bytes: 1 })), [0, 1, 2], "its own goes last");
+        assert_eq!(order(Some(Want { tenant: 1, bytes: 11 })), [1, 0], "it counts with what it wants");
     }
 
     #[test]

@@ -17,12 +17,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::eviction::{EntryIndex, Group, Standing};
-use reprise_policy::quota::{self, Holding, Quota, QuotaError};
+use reprise_policy::quota::{self, Giver, Holding, Quota, QuotaError, Want};
 use reprise_policy::{TenantId, Tick};
 
 use super::AgentCore;
 use super::limits::{SHRINK_EVERY, SHRINK_EVICTIONS_PER_APPLY, TENANTS_MAX};
 use super::shapes::ShapeId;
+use super::writeback::Lane;
 use crate::effect::{Effect, Report, Room};
 use crate::event::Grant;
 
@@ -239,14 +240,6 @@ impl Tenants {
     pub(super) fn shrink_at(&self) -> Option<Tick> {
         self.shrink_at
     }
-
-    /// Tenants that are over their reservation of NVMe, the furthest one first. O(tenants).
-    fn over_nvme(&self) -> Vec<(TenantIndex, u64)> {
-        let over = self.ids().map(|index| (index, self.nvme(index).over()));
-        let mut over: Vec<_> = over.filter(|(_, over)| *over > 0).collect();
-        over.sort_by_key(|(index, over)| (std::cmp::Reverse(*over), *index));
-        over
-    }
 }
 
 /// Bytes that a block takes on a device.
@@ -359,19 +352,22 @@ impl AgentCore {
         true
     }
 
-    /// The stored block that goes next when somebody wants room on a device, no longer in the order: of the tenant
-    /// furthest over its reservation that has one; nothing that is reserved, unless for its own tenant.
-    pub(super) fn take_nvme_victim(&mut self, wanting: Option<TenantIndex>) -> Option<EntryIndex> {
-        for (index, over) in self.tenants.over_nvme() {
-            let Some(entry) = self.devices.take_victim(Group(index.0)) else { continue };
-            let bytes = nvme_bytes(self.shapes.get(self.index.entry(entry).shape()).slot_bytes);
-            if bytes <= over || wanting == Some(index) {
+    /// The stored block that goes next for blocks of a lane, or ahead of need, no longer in the order: of the first tenant
+    /// that gives way ([`quota::givers`]) and has one that can go and is not too much.
+    pub(super) fn take_nvme_victim(&mut self, wanting: Option<Lane>) -> Option<EntryIndex> {
+        let holdings: Vec<Holding> = self.tenants.ids().map(|index| self.tenants.nvme(index)).collect();
+        let want =
+            |lane: Lane| Want { tenant: usize::from(lane.tenant.0), bytes: nvme_bytes(lane.slot_bytes) };
+        for Giver { tenant, bytes_max } in quota::givers(&holdings, wanting.map(want)) {
+            let group = Group(u16::try_from(tenant).expect("bounded by TENANTS_MAX"));
+            let Some(entry) = self.devices.take_victim(group) else { continue };
+            if nvme_bytes(self.shapes.get(self.index.entry(entry).shape()).slot_bytes) <= bytes_max {
                 return Some(entry);
             }
             let standing = self.nvme_standing(entry);
             self.devices.put_back(entry, standing);
         }
-        self.devices.take_victim(Group(wanting?.0))
+        None
     }
 
     /// Whether these blocks may go for the sake of a tenant: nobody else loses what is reserved.

@@ -52,7 +52,7 @@ impl AgentCore {
         let (mut evicted, mut passed) = (0, Vec::new());
         let mut tried: Vec<(DeviceId, u32)> = Vec::new();
         while evicted < POOL_EVICTIONS_FOR_SIZE && passed.len() < POOL_VICTIMS_TRIED {
-            let Some(entry) = self.take_nvme_victim(Some(lane.tenant)) else { break };
+            let Some(entry) = self.take_nvme_victim(Some(lane)) else { break };
             let stored = self.index.entry(entry).stored().expect("only stored blocks are in the order");
             match self.victim_for(stored, lane, &tried) {
                 Victim::Slot => {
