@@ -176,8 +176,9 @@ impl AgentCore {
         self.dispatch(event);
         self.fire_timers();
         self.begin_serves();
-        self.write_back();
+        // Before the write-back, which it may urge.
         self.shrink_tenants();
+        self.write_back();
         self.keep_pool_free();
         self.announce_changes();
         self.update_gauges();

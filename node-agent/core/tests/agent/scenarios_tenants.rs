@@ -205,6 +205,18 @@ fn what_is_read_while_a_grant_is_lowered_goes_when_it_is_released() {
 }
 
 #[test]
+fn what_is_not_saved_yet_is_saved_at_once_when_a_grant_is_lowered() {
+    let (mut world, a, _) = with(Vec::new());
+    world.reserve(a, 1);
+    world.commit(a, &keys(0..1), Priority::Normal);
+    assert!(world.jobs.is_empty(), "it waits for company");
+    grant(&mut world, 1, 0, nvme(4));
+    assert!(!world.jobs.is_empty(), "its memory is wanted");
+    world.finish_jobs();
+    assert_eq!((usage(&world, A).dram.used, usage(&world, A).nvme.used), (0, nvme(1)));
+}
+
+#[test]
 fn the_limit_of_the_configuration_holds_whatever_is_granted() {
     let (mut world, a, _) = with(vec![quotas(A, quota(0, dram(2)), Quota::UNLIMITED)]);
     grant(&mut world, 1, dram(16), nvme(64));
