@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use indicatif::ProgressBar;
-use reprise_policy::ByteSize;
+use reprise_policy::{ByteSize, TenantName};
 use serde::Serialize;
 
 use crate::cluster::{AgentAddresses, AgentSizes, Cluster};
@@ -53,6 +53,9 @@ pub(crate) struct DemoArgs {
     /// Where the cluster keeps its data [default: the cache folder's demo].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+    /// Tenant whose blocks these are: 1 to 63 of a-z, 0-9 and '-'.
+    #[arg(long, value_name = "NAME", default_value = "default")]
+    tenant: TenantName,
     /// Keep the cluster running after the demo, until Ctrl-C.
     #[arg(long)]
     hold: bool,
@@ -153,7 +156,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         .file()
         .agents
         .iter()
-        .map(|agent| EngineSettings { socket: agent.socket.clone(), layout })
+        .map(|agent| EngineSettings { socket: agent.socket.clone(), layout, tenant: args.tenant.clone() })
         .collect();
     let mut engines = settings.iter().map(EngineProcess::start).collect::<anyhow::Result<Vec<_>>>()?;
 

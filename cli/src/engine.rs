@@ -15,7 +15,7 @@ use reprise_client::{
     BlockStatus, Client, ClientError, ConnectOptions, LoadRequest, Priority, Scope, Source, Ticket,
 };
 use reprise_policy::key::KeyPart;
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, prefix_hash};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 
 pub(crate) use outcome::{DurableCheck, HitCounts, RequestOutcome};
 
@@ -63,6 +63,8 @@ pub(crate) struct EngineSettings {
     pub(crate) socket: std::path::PathBuf,
     /// Geometry of the blocks.
     pub(crate) layout: Layout,
+    /// Whose blocks they are.
+    pub(crate) tenant: TenantName,
 }
 
 /// One block of a prompt: its prefix hash, which the bytes follow from, and its key.
@@ -87,8 +89,9 @@ impl Loaded {
     }
 }
 
-/// The namespace of the reference engine's blocks.
-pub(crate) fn namespace(layout: &Layout) -> NamespaceDigest {
+/// The namespace of the reference engine's blocks of a tenant.
+pub(crate) fn namespace(layout: &Layout, tenant: &TenantName) -> NamespaceDigest {
+    let salt = if *tenant == TenantName::default_tenant() { "" } else { tenant.as_str() };
     NamespaceSpec {
         model: "reference/keyed-function".into(),
         revision: "1".into(),
@@ -96,7 +99,7 @@ pub(crate) fn namespace(layout: &Layout) -> NamespaceDigest {
         hash_algorithm: "sha256_cbor".into(),
         hash_seed: HASH_SEED.into(),
         engine_format: "reference:LBHNC".into(),
-        tenant_salt: String::new(),
+        tenant_salt: salt.to_owned(),
     }
     .digest()
 }
@@ -104,7 +107,7 @@ pub(crate) fn namespace(layout: &Layout) -> NamespaceDigest {
 impl Engine {
     /// Connects to the agent.
     pub(crate) fn connect(settings: &EngineSettings) -> anyhow::Result<Engine> {
-        let namespace = namespace(&settings.layout);
+        let namespace = namespace(&settings.layout, &settings.tenant);
         Ok(Engine {
             settings: settings.clone(),
             client: connect(settings, namespace)?,
@@ -373,6 +376,7 @@ impl Engine {
 
 fn connect(settings: &EngineSettings, namespace: NamespaceDigest) -> anyhow::Result<Client> {
     let options = ConnectOptions::new(settings.socket.clone(), namespace, settings.layout)
+        .tenant(settings.tenant.clone())
         .client_name("reference-engine");
     Client::connect(options)
         .with_context(|| format!("connecting to the agent at {}", settings.socket.display()))

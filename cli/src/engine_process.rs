@@ -3,11 +3,9 @@
 //! `reprise engine` is what the demo and the replay start, one a node; [`EngineProcess`] is their side.
 
 use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, bail};
-use reprise_policy::Layout;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::{DurableCheck, Engine, EngineSettings, RequestOutcome};
@@ -61,6 +59,8 @@ impl EngineProcess {
             .arg(&settings.socket)
             .arg("--layout")
             .arg(hex(&settings.layout.encode()))
+            .arg("--tenant")
+            .arg(settings.tenant.as_str())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -132,10 +132,9 @@ impl Drop for EngineProcess {
 }
 
 /// `reprise engine`: serves commands from standard input until it ends.
-pub(crate) fn serve(socket: PathBuf, layout: Layout) -> anyhow::Result<()> {
-    let settings = EngineSettings { socket, layout };
+pub(crate) fn serve(settings: &EngineSettings) -> anyhow::Result<()> {
     let mut output = std::io::stdout().lock();
-    let mut engine = Engine::connect(&settings)?;
+    let mut engine = Engine::connect(settings)?;
     send(&mut output, &EngineAnswer::Connected)?;
     for line in std::io::stdin().lock().lines() {
         let line = line.context("reading commands")?;

@@ -73,6 +73,9 @@ enum Command {
         /// Encoded layout, 32 hexadecimal digits.
         #[arg(long, value_parser = model::layout_from_hex)]
         layout: reprise_policy::Layout,
+        /// Whose blocks they are.
+        #[arg(long, default_value = "default")]
+        tenant: reprise_policy::TenantName,
     },
 }
 
@@ -107,7 +110,9 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
-        Some(Command::Engine { socket, layout }) => engine_process::serve(socket, layout),
+        Some(Command::Engine { socket, layout, tenant }) => {
+            engine_process::serve(&engine::EngineSettings { socket, layout, tenant })
+        }
         None => anyhow::bail!("name a command: `reprise --help` lists them"),
     }
 }

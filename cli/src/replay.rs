@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use hdrhistogram::Histogram;
+use reprise_policy::TenantName;
 use serde::Serialize;
 
 use crate::cluster::ClusterFile;
@@ -36,6 +37,9 @@ pub(crate) struct ReplayArgs {
     /// Scale of the model: bytes of Llama-3-8B's KV cache divided by this [default: 1024].
     #[arg(long)]
     scale: Option<u32>,
+    /// Tenant whose blocks these are: 1 to 63 of a-z, 0-9 and '-'.
+    #[arg(long, value_name = "NAME", default_value = "default")]
+    tenant: TenantName,
 }
 
 /// Sums over a replay.
@@ -268,7 +272,7 @@ pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) ->
     };
     let mut engines = sockets
         .into_iter()
-        .map(|socket| EngineProcess::start(&EngineSettings { socket, layout }))
+        .map(|socket| EngineProcess::start(&EngineSettings { socket, layout, tenant: args.tenant.clone() }))
         .collect::<anyhow::Result<Vec<_>>>()?;
     let requests = &trace.requests[..args.requests.unwrap_or(usize::MAX).min(trace.requests.len())];
     let subject = Subject { trace: trace.name.clone(), scale, block_bytes: layout.block_bytes() };

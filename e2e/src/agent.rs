@@ -121,6 +121,12 @@ impl Agent {
         Engine::connect(&self.files.socket, layout)
     }
 
+    /// A session of a tenant; there must be one.
+    pub fn engine_of(&self, layout: Layout, tenant: &str) -> Engine {
+        Engine::connect_as(&self.files.socket, layout, tenant)
+            .unwrap_or_else(|error| panic!("the agent takes no session of {tenant}: {error}"))
+    }
+
     /// A session; there must be one.
     pub fn engine(&self, layout: Layout) -> Engine {
         self.connect(layout).unwrap_or_else(|error| panic!("the agent takes no session: {error}"))

@@ -7,7 +7,7 @@ use reprise_client::{
     BlockStatus, Client, ClientError, CommitOutcome, ConnectOptions, CopyError, Load, LoadRequest, Priority,
     Reservation, Scope, Source,
 };
-use reprise_policy::{BlockKey, Layout};
+use reprise_policy::{BlockKey, Layout, TenantName};
 
 use crate::content::{NAMESPACE, first_difference, key, keys, write_object};
 use crate::wait::PATIENCE;
@@ -68,6 +68,18 @@ impl Engine {
     pub fn connect(socket: &Path, layout: Layout) -> Result<Engine, ClientError> {
         let options =
             ConnectOptions::new(socket, NAMESPACE, layout).client_name("e2e").call_timeout(PATIENCE);
+        Client::connect(options).map(|client| Engine { client })
+    }
+
+    /// Opens a session of a tenant, in a namespace of its own.
+    ///
+    /// # Errors
+    /// As `Client::connect`.
+    pub fn connect_as(socket: &Path, layout: Layout, tenant: &str) -> Result<Engine, ClientError> {
+        let tenant: TenantName = tenant.parse().expect("tests name tenants right");
+        let mut namespace = NAMESPACE;
+        namespace.0.iter_mut().zip(tenant.number().0.to_le_bytes()).for_each(|(byte, salt)| *byte ^= salt);
+        let options = ConnectOptions::new(socket, namespace, layout).tenant(tenant).call_timeout(PATIENCE);
         Client::connect(options).map(|client| Engine { client })
     }
 

@@ -24,6 +24,7 @@ pub fn hello(layout: &Layout) -> local::Hello {
         namespace: NAMESPACE.0.to_vec().into(),
         layout: Some(wire_layout(layout)),
         client_name: "raw".to_owned(),
+        tenant: String::new(),
     }
 }
 

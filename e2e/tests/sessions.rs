@@ -52,6 +52,11 @@ fn a_greeting_that_does_not_fit_is_refused_with_words_and_the_session_ends() {
             FailureKind::BadRequest,
             ["namespace", "0"],
         ),
+        (
+            local::Hello { tenant: "Team A".to_owned(), ..fits.clone() },
+            FailureKind::BadRequest,
+            ["'Team A'", "a-z"],
+        ),
         (local::Hello { layout: None, ..fits.clone() }, FailureKind::BadRequest, ["layout", ""]),
         (with_layout(|layout| layout.layers = 0), FailureKind::BadRequest, ["layers", "at least 1"]),
         (with_layout(|layout| layout.layers = 1 << 20), FailureKind::BadRequest, ["layers", "1048576"]),
@@ -73,6 +78,32 @@ fn a_greeting_that_does_not_fit_is_refused_with_words_and_the_session_ends() {
     assert!(session.refusal().2.contains("first message"));
     assert!(session.is_closed());
     agent.engine(small()).save_durably(&[1]);
+}
+
+#[test]
+fn a_namespace_of_one_tenant_is_refused_to_another_for_the_life_of_the_agent() {
+    let (world, agent) = world_with_agent();
+    world.allow("session refused");
+    let of = |tenant: &str| local::Hello { tenant: tenant.to_owned(), ..hello(&small()) };
+    let greet = |greeting: local::Hello| {
+        let mut session = RawSession::connect(&agent.files().socket);
+        session.send(5, request::Body::Hello(greeting));
+        session
+    };
+    let welcome = |mut session: RawSession| {
+        matches!(session.receive().and_then(|answer| answer.body), Some(response::Body::Welcome(_)))
+    };
+    assert!(welcome(greet(of("team-a"))));
+    for other in ["team-b", ""] {
+        let mut session = greet(of(other));
+        let (id, kind, message) = session.refusal();
+        assert_eq!((id, kind), (5, FailureKind::BadRequest));
+        assert!(message.contains("belongs to tenant 'team-a'"), "{message}");
+        assert!(session.is_closed());
+    }
+    let elsewhere = local::Hello { namespace: vec![9; 32].into(), ..of("team-b") };
+    assert!(welcome(greet(elsewhere)), "in another namespace it is welcome");
+    assert!(welcome(greet(of("team-a"))));
 }
 
 #[test]

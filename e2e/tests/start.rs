@@ -137,7 +137,7 @@ fn a_pool_of_a_newer_format_is_refused_with_both_versions() {
     copies.iter().for_each(|copy| pool.forge_version(*copy, 41));
     let before = pool.read(0, 4096);
     let refused = agent.try_start().expect_err("a pool of the future");
-    refused.assert_says(DEVICE, &["format version 41", "up to 1", "newer agent"]);
+    refused.assert_says(DEVICE, &["format version 41", "up to 2", "newer agent"]);
     assert_eq!(pool.read(0, 4096), before, "the pool was changed");
 }
 

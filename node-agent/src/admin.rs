@@ -10,10 +10,13 @@ mod status;
 mod tests;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use reprise_policy::TenantId;
+use reprise_policy::tenant::TenantRegistry;
 
 use axum::Router;
 use axum::extract::State;
@@ -29,7 +32,7 @@ use crate::core_loop::{CoreView, Inbox, Input, Pulse};
 use crate::device::DeviceInfo;
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
-use crate::metrics::{CORE, Metrics, PEER, describe};
+use crate::metrics::{CORE, Metrics, PEER, TenantRows, describe};
 use crate::peer::Peers;
 
 /// The core answers within microseconds, or behind a full inbox (0.4 s at the worst).
@@ -48,6 +51,7 @@ pub(crate) struct AdminContext {
     pub(crate) devices: Vec<DeviceInfo>,
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
+    pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set when the agent serves, cleared when it stops.
     pub(crate) ready: AtomicBool,
 }
@@ -161,6 +165,12 @@ async fn view(context: &AdminContext) -> Option<CoreView> {
     waited.await.ok().flatten()
 }
 
+/// A tenant as people know it; one that only blocks on devices speak of is known by its number.
+fn tenant_name(context: &AdminContext, tenant: TenantId) -> String {
+    let tenants = context.tenants.lock().expect("nobody panics with the registry in hand");
+    tenants.name(tenant).map_or_else(|| format!("number.{}", tenant.0), ToString::to_string)
+}
+
 fn unavailable(text: &'static str) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, text).into_response()
 }
@@ -172,7 +182,8 @@ async fn metrics(State(context): State<Arc<AdminContext>>) -> Response {
         numbers.extend(describe("peer_", PEER, peers.stats().fields()));
     }
     numbers.extend(status::directory_numbers(&context.directory.status()));
-    match context.metrics.render(numbers, view.inbox_waiting) {
+    let tenants = TenantRows::new(&view.tenants, |tenant| tenant_name(&context, tenant));
+    match context.metrics.render(numbers, tenants, view.inbox_waiting) {
         Ok(text) => ([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response(),
         Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "metrics cannot be encoded\n").into_response(),
     }

@@ -6,11 +6,12 @@
 
 mod defaults;
 mod settings;
+mod tenants;
 
 use std::path::{Path, PathBuf};
 
 use reprise_policy::eviction::EvictionKind;
-use reprise_policy::{ByteSize, Interval};
+use reprise_policy::{ByteSize, Interval, TenantName};
 use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
@@ -19,6 +20,7 @@ pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
     Settings,
 };
+pub(crate) use tenants::TenantSettings;
 
 /// A configuration file of this size is a mistake, for example a device given as the configuration.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -32,6 +34,8 @@ pub(crate) struct Config {
     pub(crate) arena: ArenaSection,
     pub(crate) pool: PoolSection,
     pub(crate) cache: CacheSection,
+    /// Who may have how much; others get no reservation and no limit.
+    pub(crate) tenants: Vec<TenantSection>,
     pub(crate) writeback: WritebackSection,
     pub(crate) peers: PeersSection,
     pub(crate) controlplane: ControlPlaneSection,
@@ -122,6 +126,29 @@ pub(crate) struct CacheSection {
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
     pub(crate) arena_serves_permille: u16,
+}
+
+/// One tenant.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TenantSection {
+    pub(crate) name: TenantName,
+    /// What its blocks on devices carry; by default it follows from the name.
+    #[serde(default)]
+    pub(crate) number: Option<u16>,
+    #[serde(default)]
+    pub(crate) dram: QuotaSection,
+    #[serde(default)]
+    pub(crate) nvme: QuotaSection,
+}
+
+/// Bytes that a tenant is sure of, and may have at the most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct QuotaSection {
+    pub(crate) reserved: ByteSize,
+    /// Absent: no limit.
+    pub(crate) limit: Option<ByteSize>,
 }
 
 /// When committed blocks go to disk.
@@ -249,6 +276,14 @@ pool_free_permille = {pool_free}    # of the pool, kept free ahead of writes
 arena_unsaved_permille = {unsaved} # of the arena, for slots that engines fill and blocks not yet on a device
 arena_session_permille = {share} # of the arena, for slots that one session fills
 arena_serves_permille = {serves}  # of the arena, for blocks that peers are waiting for
+
+# Tenants that are sure of some of the memory and of the devices, or may have only so much. Others get no reservation and
+# no limit. Memory is reserved in whole regions; on devices a block counts with its header page.
+# [[tenants]]
+# name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions that name none are "default"
+# number = 7               # what its blocks on devices carry; by default it follows from the name
+# dram = {{ reserved = "1GiB", limit = "4GiB" }}
+# nvme = {{ reserved = "100GiB", limit = "1TiB" }}
 
 [writeback]
 delay = "{delay}"          # a committed block waits at most this long before it is written

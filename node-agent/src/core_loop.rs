@@ -10,8 +10,7 @@ mod pulse;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::agent::AgentCore;
-use reprise_agent_core::agent::Counters;
+use reprise_agent_core::agent::{AgentCore, Counters, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, OpToken};
@@ -90,6 +89,7 @@ pub(crate) struct Opened {
 #[derive(Default)]
 pub(crate) struct CoreView {
     pub(crate) counters: Counters,
+    pub(crate) tenants: Vec<TenantUsage>,
     pub(crate) sessions: Vec<SessionView>,
     pub(crate) device_queues: Vec<usize>,
     pub(crate) inbox_waiting: usize,
@@ -284,6 +284,7 @@ impl CoreLoop {
     fn view(&self) -> CoreView {
         CoreView {
             counters: self.core.counters().clone(),
+            tenants: self.core.tenant_usage().collect(),
             sessions: self.executor.session_views(),
             device_queues: self.executor.device_queues(),
             inbox_waiting: self.inbox.len(),

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use reprise_agent_core::effect::{
-    DeviceId, Effect, FillId, LoadId, PeerFetch, ProgressEntry, ProgressUpdate, Reply, Report,
+    DeviceId, Effect, FillId, LoadId, PeerFetch, ProgressEntry, ProgressUpdate, Reply, Report, Room,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
@@ -293,6 +293,13 @@ impl Executor {
                     payload_bytes_max,
                     "blocks of this layout fit no segment of the pool and are never durable; format the pool with a larger pool.segment_bytes"
                 );
+            }
+            Report::Overcommitted { room, error } => {
+                let room = match room {
+                    Room::Dram => "memory",
+                    Room::Nvme => "devices",
+                };
+                tracing::warn!(room, %error, "tenants are promised more than there is; reservations of devices shrink in proportion");
             }
             Report::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);

@@ -1,12 +1,14 @@
 //! Every metric of the agent: name, help, unit, labels.
 //!
 //! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are bounded:
-//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices of a configuration. What the core counts is listed in
+//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices of a configuration, `tenant` by [`tenants`]. What the
+//! core counts is listed in
 //! [`CORE`], one line per counter (a test compares), and read from the core at each scrape.
 //!
 //! Latencies are taken where an effect meets its event (executor, device worker), not in handlers.
 
 mod tables;
+mod tenants;
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -28,6 +30,7 @@ use reprise_buffers::{PageCoverage, PageKind};
 
 use crate::device::DeviceInfo;
 pub(crate) use tables::{CORE, PEER};
+pub(crate) use tenants::TenantRows;
 
 /// 10 µs to 10 s in steps of 1.78 (four a decade).
 const LATENCY_BUCKETS: (f64, f64, u16) = (10e-6, 1.778_279, 25);
@@ -151,6 +154,7 @@ pub(crate) struct Queued {
 #[derive(Debug, Default)]
 struct Snapshot {
     numbers: Mutex<Vec<Number>>,
+    tenants: Mutex<TenantRows>,
 }
 
 /// A number of somebody else.
@@ -270,10 +274,12 @@ impl Metrics {
     pub(crate) fn render(
         &self,
         numbers: Vec<Number>,
+        tenants: TenantRows,
         inbox_waiting: usize,
     ) -> Result<String, std::fmt::Error> {
         self.inbox_waiting.set(i64::try_from(inbox_waiting).unwrap_or(i64::MAX));
         *self.snapshot.numbers.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
+        *self.snapshot.tenants.lock().unwrap_or_else(PoisonError::into_inner) = tenants;
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.registry)?;
         Ok(text)
@@ -400,7 +406,7 @@ impl Collector for Snapshot {
                 }
             }
         }
-        Ok(())
+        self.tenants.lock().unwrap_or_else(PoisonError::into_inner).encode(&mut encoder)
     }
 }
 
@@ -432,7 +438,7 @@ mod tests {
         metrics.phase(Phase::Match, Duration::from_micros(120));
         metrics.device(DeviceId(0)).read(4096, Duration::from_millis(1));
         let number = Number { name: "loads".to_owned(), help: "Loads", kind: Kind::Counter, value: 7 };
-        let text = metrics.render(vec![number], 3).expect("renders");
+        let text = metrics.render(vec![number], TenantRows::default(), 3).expect("renders");
         for line in [
             "reprise_agent_loads_total 7",
             "reprise_agent_phase_seconds_count{phase=\"match\"} 1",

@@ -10,8 +10,8 @@
 mod stopping;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -88,6 +88,7 @@ impl Runtime {
     /// What is missing, of which kind, and what to do.
     pub(crate) fn start(settings: Settings) -> Result<Runtime, AgentError> {
         let clock = Clock::start();
+        let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
         let (inbox, inputs) = Inbox::new();
         let arena = Arc::new(take_memory(&settings.arena)?);
         let metrics = Arc::new(Metrics::new(&settings.node.name, arena.coverage()));
@@ -132,6 +133,7 @@ impl Runtime {
             inbox: inbox.clone(),
             arena: arena.clone(),
             node: settings.node.name.clone(),
+            tenants: tenants.clone(),
             draining: AtomicBool::new(false),
         });
         let server =
@@ -150,6 +152,7 @@ impl Runtime {
                 page_kind: arena.coverage().to_string(),
             },
             ready: AtomicBool::new(true),
+            tenants,
             settings,
         });
         let admin = admin.serve(admin_context.clone())?;
@@ -228,6 +231,7 @@ fn core_settings(settings: &Settings) -> CoreSettings {
         reservation_timeout: settings.reservation,
         load_hold_timeout: settings.load_hold,
         eviction: cache.eviction,
+        tenants: settings.tenants.iter().map(|tenant| tenant.quotas).collect(),
         ..CoreSettings::default()
     }
 }

@@ -21,15 +21,16 @@ mod handshake;
 mod listener;
 mod outbound;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use reprise_agent_core::agent::limits;
 use reprise_agent_core::effect::{Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
-use reprise_policy::{BlockKey, SessionId};
+use reprise_policy::tenant::TenantRegistry;
+use reprise_policy::{BlockKey, SessionId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
@@ -68,6 +69,8 @@ pub(crate) struct Session {
 pub(crate) struct Peer {
     /// As it named itself.
     pub(crate) client_name: String,
+    /// Whose session it says it is.
+    pub(crate) tenant: TenantName,
     /// Process id at the time of connecting.
     pub(crate) pid: i32,
     /// User id at the time of connecting.
@@ -79,6 +82,8 @@ pub(crate) struct SessionContext {
     pub(crate) inbox: Inbox,
     pub(crate) arena: Arc<Arena>,
     pub(crate) node: String,
+    /// Who is who; in each greeting's hands for an instant.
+    pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set while the agent is about to stop: requests are refused, notices still go out.
     pub(crate) draining: AtomicBool,
 }

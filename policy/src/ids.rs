@@ -14,12 +14,13 @@ pub struct NodeId(pub u16);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
-/// A tenant. There is one, [`TenantId::DEFAULT`], until isolation arrives; it is carried everywhere already.
+/// A tenant's number: what blocks on devices carry. 16 bits, because that is what a journal record has room for. It follows
+/// from the tenant's name unless a configuration sets it ([`TenantName::number`](crate::tenant::TenantName::number)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct TenantId(pub u32);
+pub struct TenantId(pub u16);
 
 impl TenantId {
-    /// The tenant of every session until tenants are configured.
+    /// The tenant of sessions that name none, and of blocks that were stored before blocks had tenants.
     pub const DEFAULT: TenantId = TenantId(0);
 }
 

@@ -51,6 +51,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
+        tenant: "team-a".into(),
     };
     let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
     let load =
@@ -58,7 +59,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 1, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\"",
+            "version 1, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\"",
             Body::Hello(hello),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3 })),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use reprise_client::{Client, ConnectOptions, Priority, Reservation, Ticket};
-use reprise_policy::{BlockKey, ByteSize, Layout};
+use reprise_policy::{BlockKey, ByteSize, Layout, TenantName};
 
 use crate::cluster::{AgentSizes, Cluster};
 use crate::engine;
@@ -46,7 +46,8 @@ impl Fixture {
 
 /// A client with the benchmarks' namespace.
 pub(super) fn connect(socket: &std::path::Path, layout: &Layout) -> anyhow::Result<Client> {
-    let options = ConnectOptions::new(socket, engine::namespace(layout), *layout).client_name("bench");
+    let namespace = engine::namespace(layout, &TenantName::default_tenant());
+    let options = ConnectOptions::new(socket, namespace, *layout).client_name("bench");
     Client::connect(options).with_context(|| format!("connecting to {}", socket.display()))
 }
 

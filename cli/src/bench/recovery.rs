@@ -14,7 +14,7 @@ use reprise_agent_core::pool::{
     BatchId, BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PoolEvent, PoolParams, Recovery,
     SEGMENT_BYTES_DEFAULT,
 };
-use reprise_policy::{BlockKey, ByteSize, ContentId, Layout};
+use reprise_policy::{BlockKey, ByteSize, ContentId, Layout, TenantId};
 
 use crate::cluster::{AgentSizes, Cluster};
 use crate::http;
@@ -202,6 +202,7 @@ fn block(pool: &mut DevicePool, key: BlockKey, layout: Layout) -> anyhow::Result
     let page = pool.allocate(layout.slot_bytes()).context("the pool is too small for the benchmark")?;
     Ok(BlockWrite {
         key,
+        tenant: TenantId::DEFAULT,
         layout,
         content: ContentId::UNKNOWN,
         priority: 1,

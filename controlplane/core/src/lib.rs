@@ -3,6 +3,7 @@
 //! * [`Members`]: nodes, their registrations (epochs) and whether their heartbeats arrive.
 //! * [`Directory`]: block key → replicas, in 4,096 hash slots. Soft state: it can be lost whole and is rebuilt from
 //!   the agents' inventories.
+//! * [`Budgets`]: how many bytes each tenant may hold on each node.
 //! * [`LiveNodes`]: what the one tells the other. The two are apart so that a runtime can keep them behind locks of
 //!   their own: a heartbeat never waits for an update of the directory.
 //! * [`Log`]: the last changes of the directory, in order; [`Follower`]: what one reader of it is to be told next.
@@ -12,12 +13,14 @@
 //! Deliberately absent: persistence (`reprise-controlplane-store`), gRPC (`reprise-controlplane`), choice among the
 //! replicas found (policy).
 
+pub mod budgets;
 pub mod directory;
 pub mod follower;
 pub mod live;
 pub mod log;
 pub mod members;
 
+pub use budgets::{Amounts, Budgets, Order, Report, TenantReport};
 pub use directory::{
     BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
     Operation, Replica, Standing, Update, Updated, Voided,

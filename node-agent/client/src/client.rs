@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::bounded;
-use reprise_policy::{BlockKey, Layout, NamespaceDigest};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
 use crate::commit::{CommitOutcome, Priority, commit_message, commit_outcome};
@@ -43,6 +43,8 @@ pub struct ConnectOptions {
     pub namespace: NamespaceDigest,
     /// Geometry of the blocks.
     pub layout: Layout,
+    /// Whose blocks these are: their bytes count against this tenant's quotas. The namespace must be this tenant's alone.
+    pub tenant: TenantName,
     /// For logs and status; at most [`CLIENT_NAME_BYTES_MAX`] bytes.
     pub client_name: String,
     /// How long a call waits for its answer; a load waits for its own deadline on top.
@@ -72,6 +74,7 @@ impl ConnectOptions {
             socket: socket.into(),
             namespace,
             layout,
+            tenant: TenantName::default_tenant(),
             client_name: "client".to_owned(),
             call_timeout: CALL_TIMEOUT_DEFAULT,
         }
@@ -80,6 +83,12 @@ impl ConnectOptions {
     /// The same with a name for logs and status.
     pub fn client_name(mut self, name: impl Into<String>) -> ConnectOptions {
         self.client_name = name.into();
+        self
+    }
+
+    /// The same for another tenant than the default one.
+    pub fn tenant(mut self, tenant: TenantName) -> ConnectOptions {
+        self.tenant = tenant;
         self
     }
 
@@ -105,6 +114,7 @@ impl ConnectOptions {
                 tp_size: u32::from(spec.tp_size),
             }),
             client_name: self.client_name,
+            tenant: self.tenant.into(),
         }
     }
 }
@@ -113,7 +123,7 @@ impl Client {
     /// Opens a session.
     ///
     /// # Errors
-    /// `AgentAbsent`, `Forbidden`, `Version`, `BadRequest` (the agent refuses namespace, layout or user), `Timeout`,
+    /// `AgentAbsent`, `Forbidden`, `Version`, `BadRequest` (the agent refuses namespace, layout, tenant or user), `Timeout`,
     /// `AgentLost`.
     pub fn connect(options: ConnectOptions) -> Result<Client, ClientError> {
         if options.client_name.len() > CLIENT_NAME_BYTES_MAX {

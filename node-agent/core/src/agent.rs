@@ -19,7 +19,7 @@
 //! NVMe eviction 10, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
 //! region, order of DRAM eviction 10.
 //!
-//! Deliberately absent: bytes, sockets, clocks, quotas of tenants, prefetch, a cold tier.
+//! Deliberately absent: bytes, sockets, clocks, prefetch, a cold tier.
 
 use std::collections::BTreeMap;
 
@@ -53,12 +53,14 @@ mod settings;
 mod shapes;
 mod slab;
 mod suspects;
+mod tenants;
 mod tickets;
 mod timers;
 mod writeback;
 
 pub use counters::Counters;
 pub use settings::Settings;
+pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
 
 use arena::Arena;
 use devices::Devices;
@@ -72,6 +74,7 @@ use serves::{Serve, ServeShare};
 use sessions::{Reservation, ReservationGroup, Session};
 use shapes::{ShapeId, Shapes};
 use slab::{Slab, SlabId};
+use tenants::Tenants;
 use tickets::TicketState;
 use timers::{Timer, Timers};
 use writeback::WriteBack;
@@ -86,6 +89,7 @@ pub struct AgentCore {
     /// Replica changes of the event being applied.
     changes: Vec<ReplicaChange>,
     shapes: Shapes,
+    tenants: Tenants,
     arena: Arena,
     frames: Frames,
     index: Index,
@@ -128,6 +132,7 @@ impl AgentCore {
             out: Vec::new(),
             changes: Vec::new(),
             shapes: Shapes::default(),
+            tenants: Tenants::new(&settings.tenants),
             arena: Arena::new(regions, settings.eviction),
             frames: Frames::default(),
             index: Index::new(),
@@ -154,6 +159,7 @@ impl AgentCore {
         for (device, blocks) in core.devices.ids().zip(stored) {
             core.adopt_stored(device, blocks);
         }
+        core.begin_tenants();
         core.start_devices();
         core.keep_pool_free();
         // Not cleared: it has grown by every recovered block.
@@ -171,6 +177,8 @@ impl AgentCore {
         self.dispatch(event);
         self.fire_timers();
         self.begin_serves();
+        // Before the write-back, which it may urge.
+        self.shrink_tenants();
         self.write_back();
         self.keep_pool_free();
         self.announce_changes();
@@ -180,7 +188,7 @@ impl AgentCore {
 
     /// When `Event::Tick` is wanted if nothing happens before; `None` when time alone changes nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        [self.timers.next(), self.writeback_deadline()].into_iter().flatten().min()
+        [self.timers.next(), self.writeback_deadline(), self.tenants.shrink_at()].into_iter().flatten().min()
     }
 
     /// Counters, and gauges as of the last event.
@@ -205,6 +213,7 @@ impl AgentCore {
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
+            Event::Budget(grant) => self.take_grant(grant),
             Event::Flush => self.urge_writeback(),
             Event::Tick => {}
         }
@@ -232,7 +241,9 @@ impl AgentCore {
             }
             Request::Stats => {
                 self.update_gauges();
-                let stats = self.counters.fields().collect();
+                let shape = self.sessions.get(&session).map(|session| session.shape);
+                let own = shape.map(|shape| self.tenants.usage(self.tenant_of(shape)).fields());
+                let stats = self.counters.fields().chain(own.into_iter().flatten()).collect();
                 self.reply(session, request, Reply::Stats(stats));
             }
         }
@@ -255,7 +266,8 @@ impl AgentCore {
 
     /// The number of a tenant's layout, if there is room for it.
     fn intern(&mut self, tenant: TenantId, layout: Layout) -> Option<ShapeId> {
-        self.shapes.intern(tenant, layout, &mut self.arena)
+        let index = self.tenants.enter(tenant)?;
+        self.shapes.intern((tenant, index), layout, &mut self.arena)
     }
 
     /// Adds a block to the index; the caller says where it is.

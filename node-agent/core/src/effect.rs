@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, Tier};
 
+use reprise_policy::quota::QuotaError;
+
 use crate::event::RequestId;
 use crate::pool::{DeviceOp, PageNumber};
 
@@ -444,6 +446,14 @@ pub enum Report {
         /// Bytes of the largest block that a segment has room for.
         payload_bytes_max: u64,
     },
+    /// Tenants were promised more than there is (any more): reservations of NVMe shrink in proportion, those of DRAM are
+    /// met in the order in which tenants come.
+    Overcommitted {
+        /// Of what.
+        room: Room,
+        /// By how much, and what to do.
+        error: QuotaError,
+    },
     /// A device had too many errors and is no longer used.
     DeviceLost {
         /// Which.
@@ -451,4 +461,13 @@ pub enum Report {
         /// Why.
         reason: String,
     },
+}
+
+/// What tenants have quotas of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    /// The arena.
+    Dram,
+    /// The devices.
+    Nvme,
 }

@@ -89,6 +89,8 @@ pub enum Event {
         /// The peer's request.
         serve: ServeId,
     },
+    /// The control plane has granted a tenant's budget on this node.
+    Budget(Grant),
     /// The control plane asks for everything in some hash slots: announce the inventory of these.
     InventoryWanted {
         /// The slots.
@@ -98,6 +100,20 @@ pub enum Event {
     Flush,
     /// Time passed; sent whenever the instant of [`AgentCore::next_deadline`](crate::agent::AgentCore) is reached.
     Tick,
+}
+
+/// What the control plane lets a tenant hold on this node, until the next grant. The limits of the configuration hold
+/// besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// Whose.
+    pub tenant: TenantId,
+    /// Grows with every grant to this node for this tenant; older ones are passed over.
+    pub version: u64,
+    /// Of the arena, at the most.
+    pub dram_bytes: u64,
+    /// Of all devices together, at the most, header pages included.
+    pub nvme_bytes: u64,
 }
 
 /// A new session.

@@ -30,7 +30,7 @@ mod slots;
 mod superblock;
 
 use reprise_policy::layout::PAGE_BYTES;
-use reprise_policy::{BlockKey, ContentId, Generation, Layout};
+use reprise_policy::{BlockKey, ContentId, Generation, Layout, TenantId};
 
 use crate::effect::ArenaSlot;
 
@@ -115,6 +115,8 @@ pub enum DeviceOpKind {
 pub struct BlockWrite {
     /// Its key.
     pub key: BlockKey,
+    /// Whose it is.
+    pub tenant: TenantId,
     /// Its geometry.
     pub layout: Layout,
     /// Content id, or unknown.
@@ -134,6 +136,8 @@ pub struct BlockWrite {
 pub struct StoredBlock {
     /// Its key.
     pub key: BlockKey,
+    /// Whose it is.
+    pub tenant: TenantId,
     /// Its geometry.
     pub layout: Layout,
     /// Its header page.

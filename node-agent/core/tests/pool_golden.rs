@@ -1,4 +1,4 @@
-//! The bytes of format version 1, fixed for ever by files that were made by another program from `docs/FORMAT.md`.
+//! The bytes of format version 2, fixed for ever by files that were made by another program from `docs/FORMAT.md`.
 //!
 //! A difference here means that pools in the field can no longer be read: change the version, not the fixtures.
 
@@ -16,7 +16,7 @@ use reprise_agent_core::pool::{
     BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PageNumber, PoolParams, SUPERBLOCK_OFFSETS,
 };
 use reprise_policy::layout::OBJECTS_MAX;
-use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
+use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, TenantId};
 
 const SUPERBLOCK: &str = include_str!("fixtures/superblock.hex");
 const BANK_HEADER: &str = include_str!("fixtures/bank_header.hex");
@@ -25,6 +25,11 @@ const LOG_PAGE: &str = include_str!("fixtures/log_page.hex");
 const LOG_PAGE_2: &str = include_str!("fixtures/log_page_2.hex");
 const CHECKPOINT_PAGE: &str = include_str!("fixtures/checkpoint_page.hex");
 const TAIL_PAGE: &str = include_str!("fixtures/tail_page.hex");
+const SUPERBLOCK_V1: &str = include_str!("fixtures/v1/superblock.hex");
+const LOG_PAGE_V1: &str = include_str!("fixtures/v1/log_page.hex");
+const LOG_PAGE_2_V1: &str = include_str!("fixtures/v1/log_page_2.hex");
+const CHECKPOINT_PAGE_V1: &str = include_str!("fixtures/v1/checkpoint_page.hex");
+const TAIL_PAGE_V1: &str = include_str!("fixtures/v1/tail_page.hex");
 const SLOT_HEADER: &str = include_str!("fixtures/slot_header.hex");
 
 const DEVICE_BYTES: u64 = 64 << 20;
@@ -150,6 +155,7 @@ fn a_pool_of_the_fixtures_opens() {
     assert_eq!((stored[1].page, stored[1].priority), (PageNumber(DATA_PAGE + 4), 1));
     assert_eq!(stored[1].generation, Generation(FIRST_GENERATION + 1));
     assert_eq!(stored[1].layout, layout(3));
+    assert_eq!(stored.iter().map(|block| block.tenant.0).collect::<Vec<_>>(), [0x0204, 0x0102]);
 
     let two = [one.as_slice(), &[(LOG_0 + PAGE, LOG_PAGE_2)]].concat();
     let (_, stored, report) = recover(&disk_of(&two)).expect("opens");
@@ -167,6 +173,54 @@ fn a_pool_of_the_fixtures_opens() {
     let mut keys: Vec<BlockKey> = stored.iter().map(|block| block.key).collect();
     keys.sort();
     assert_eq!(keys, [0x33].into_iter().chain(0x40..0x5E).map(key).collect::<Vec<_>>());
+}
+
+/// A device of version 1, after its second bank was begun.
+fn disk_of_version_1() -> Disk {
+    disk_of(&[
+        (0, SUPERBLOCK_V1),
+        (1 << 20, SUPERBLOCK_V1),
+        (BANK_0, BANK_HEADER),
+        (BANK_1 - PAGE, BANK_HEADER),
+        (LOG_0, LOG_PAGE_V1),
+        (LOG_0 + PAGE, LOG_PAGE_2_V1),
+        (BANK_1, BANK_HEADER_2),
+        (2 * BANK_1 - BANK_0 - PAGE, BANK_HEADER_2),
+        (BANK_1 + PAGE, CHECKPOINT_PAGE_V1),
+        (LOG_1, TAIL_PAGE_V1),
+    ])
+}
+
+#[test]
+fn a_pool_of_version_1_opens_with_all_its_blocks_as_the_default_tenants() {
+    let (_, stored, report) = recover(&disk_of_version_1()).expect("opens");
+    assert_eq!((stored.len(), report.slots_quarantined, report.records_rejected), (31, 1, 0));
+    assert!(stored.iter().all(|block| block.tenant == TenantId::DEFAULT));
+    assert!(report.is_clean() && report.repair_due, "{report:?}");
+    assert_eq!(report.superblock_copies_older, 2);
+}
+
+#[test]
+fn a_pool_of_version_1_becomes_one_of_version_2_one_copy_of_its_superblock_at_a_time() {
+    let mut disk = disk_of_version_1();
+    for copies in [[SUPERBLOCK, SUPERBLOCK_V1], [SUPERBLOCK, SUPERBLOCK]] {
+        let (mut pool, before, _) = recover(&disk).expect("opens");
+        let mut written = BTreeMap::new();
+        let ops = pool.flush_frees();
+        settle(&mut pool, ops, &mut written);
+        assert!(
+            written.contains_key(&BANK_0) || written.contains_key(&BANK_1),
+            "a whole new bank is written"
+        );
+        written.iter().for_each(|(offset, bytes)| disk.write_durably(*offset, bytes));
+        for (offset, expected) in SUPERBLOCK_OFFSETS.into_iter().zip(copies) {
+            assert_page(&disk.read(offset, 4096).expect("readable"), expected, "superblock");
+        }
+        let (_, after, _) = recover(&disk).expect("opens");
+        assert_eq!(before, after);
+    }
+    let (_, _, report) = recover(&disk).expect("opens");
+    assert_eq!((report.superblock_copies_older, report.repair_due), (0, false));
 }
 
 fn golden_header() -> (Vec<u8>, ExpectedHeader) {

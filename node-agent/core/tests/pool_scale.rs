@@ -13,7 +13,7 @@ use reprise_agent_core::effect::{ArenaSlot, RegionId};
 use reprise_agent_core::pool::{
     BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PoolParams, SEGMENT_BYTES_DEFAULT, StoredBlock,
 };
-use reprise_policy::{BlockKey, ContentId, Layout};
+use reprise_policy::{BlockKey, ContentId, Layout, TenantId};
 
 const BLOCKS: u64 = 1_000_000;
 const BATCH: u64 = 4_000;
@@ -53,7 +53,8 @@ fn fill(pool: &mut DevicePool, disk: &mut Disk, layout: Layout) {
             let slot = ArenaSlot { region: RegionId(0), offset: 0, bytes: layout.slot_bytes() };
             let checksums = vec![0; layout.objects() as usize].into();
             let content = ContentId::UNKNOWN;
-            BlockWrite { key: key(number), layout, content, priority: 1, checksums, slot, page }
+            let tenant = TenantId(number as u16 % 4);
+            BlockWrite { key: key(number), tenant, layout, content, priority: 1, checksums, slot, page }
         });
         let blocks = blocks.collect();
         let ops = pool.write_batch(batch(first), blocks);

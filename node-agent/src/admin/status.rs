@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use reprise_policy::{ByteSize, Interval};
+use reprise_agent_core::agent::TenantUsage;
+use reprise_policy::{ByteSize, Interval, quota};
 use serde::Serialize;
 
 use super::AdminContext;
@@ -21,6 +22,7 @@ pub(super) struct Status {
     writeback: Writeback,
     devices: Vec<Device>,
     sessions: Vec<Session>,
+    tenants: Vec<Tenant>,
     peers: Option<Peers>,
     controlplane: ControlPlane,
     /// Inputs waiting for the core.
@@ -67,11 +69,30 @@ struct Device {
 struct Session {
     session: u64,
     client: String,
+    /// Whose session it says it is.
+    tenant: String,
     pid: i32,
     uid: u32,
     /// What it compares with, in hexadecimal.
     namespace: String,
     requests_in_flight: usize,
+}
+
+/// What a tenant holds and may hold; no limit is `null`.
+#[derive(Serialize)]
+struct Tenant {
+    name: String,
+    number: u16,
+    grant_version: u64,
+    dram: Holding,
+    nvme: Holding,
+}
+
+#[derive(Serialize)]
+struct Holding {
+    used: u64,
+    reserved: u64,
+    limit: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -126,6 +147,7 @@ impl Status {
             },
             devices: context.devices.iter().zip(&view.device_queues).map(device).collect(),
             sessions: view.sessions.iter().map(session).collect(),
+            tenants: view.tenants.iter().map(|usage| tenant(context, usage)).collect(),
             peers: peers(context),
             controlplane: control_plane(&context.directory.status()),
             inbox_waiting: view.inbox_waiting,
@@ -152,10 +174,26 @@ fn session(view: &crate::executor::SessionView) -> Session {
     Session {
         session: view.id.0,
         client: view.peer.client_name.clone(),
+        tenant: view.peer.tenant.to_string(),
         pid: view.peer.pid,
         uid: view.peer.uid,
         namespace: view.namespace.0.iter().map(|byte| format!("{byte:02x}")).collect(),
         requests_in_flight: view.in_flight,
+    }
+}
+
+fn tenant(context: &AdminContext, usage: &TenantUsage) -> Tenant {
+    let holding = |held: &quota::Holding| Holding {
+        used: held.used,
+        reserved: held.quota.reserved(),
+        limit: Some(held.quota.limit()).filter(|limit| *limit < u64::MAX),
+    };
+    Tenant {
+        name: super::tenant_name(context, usage.tenant),
+        number: usage.tenant.0,
+        grant_version: usage.grant_version,
+        dram: holding(&usage.dram),
+        nvme: holding(&usage.nvme),
     }
 }
 

@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use super::{
     Addresses, ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection,
-    LogSection, NodeSection, PeersSection, PoolSection, SessionSection,
+    LogSection, NodeSection, PeersSection, PoolSection, SessionSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -51,6 +51,7 @@ pub(crate) struct Settings {
     pub(crate) arena: ArenaSettings,
     pub(crate) pool: PoolSettings,
     pub(crate) cache: CacheSettings,
+    pub(crate) tenants: Vec<TenantSettings>,
     pub(crate) writeback_delay: Duration,
     pub(crate) writeback_bytes: u64,
     pub(crate) load_deadline: Duration,
@@ -176,6 +177,7 @@ impl Config {
             arena: self.arena.validate()?,
             pool: self.pool.validate()?,
             cache: self.cache.validate()?,
+            tenants: self.validate_tenants()?,
             writeback_delay: self.writeback.delay.0,
             writeback_bytes: self.writeback.bytes.0,
             load_deadline: load_deadline.0,

@@ -95,6 +95,23 @@ pub(crate) const CORE: &[Described] = &[
     counter("journal_records", "Records written to the journals of the pools that are in use"),
 ];
 
+/// What the core says of each tenant, in its order.
+pub(crate) const TENANT: &[Described; 10] = &[
+    gauge("tenant_dram_used_bytes", "Bytes of arena slots taken for a tenant"),
+    gauge("tenant_dram_reserved_bytes", "Bytes of the arena that a tenant is sure of"),
+    gauge(
+        "tenant_dram_limit_bytes",
+        "Bytes of the arena that a tenant may take at the most; 2^63-1 when any",
+    ),
+    gauge("tenant_nvme_used_bytes", "Bytes of pool slots that hold blocks of a tenant or are being written"),
+    gauge("tenant_nvme_reserved_bytes", "Bytes of the pool that a tenant is sure of"),
+    gauge("tenant_nvme_limit_bytes", "Bytes of the pool that a tenant may take at the most; 2^63-1 when any"),
+    counter("tenant_dram_evictions", "Blocks of a tenant dropped from DRAM"),
+    counter("tenant_nvme_evictions", "Blocks of a tenant dropped from NVMe"),
+    counter("tenant_dram_limited_bytes", "Bytes that a tenant's own limit dropped from DRAM, or refused"),
+    counter("tenant_nvme_limited_bytes", "Bytes that a tenant's own limit dropped from NVMe"),
+];
+
 /// The transport's totals, in its order; exported as `peer_<name>`.
 pub(crate) const PEER: &[Described] = &[
     counter("received_bytes", "Payload bytes received for blocks that were wanted"),

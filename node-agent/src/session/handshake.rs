@@ -1,4 +1,6 @@
-//! The greeting of a session: protocol version, namespace and layout are checked before anything else.
+//! The greeting of a session: protocol version, namespace, layout and tenant are checked before anything else.
+//!
+//! The tenant is believed: authentication comes later. What is checked is that the namespace is this tenant's.
 //!
 //! A greeting that is refused is answered with words, then the session ends. The greeting has a deadline, so that
 //! somebody who connects and says nothing does not hold one of the sessions.
@@ -11,7 +13,8 @@ use std::time::{Duration, Instant};
 use prost::Message;
 use reprise_agent_core::event::SessionOpened;
 use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
-use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId};
+use reprise_policy::tenant::TenantError;
+use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName};
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
 use super::frame::{Descriptor, FrameError, FrameReader, Limits};
@@ -49,6 +52,7 @@ struct Hello {
     id: u64,
     namespace: NamespaceDigest,
     layout: Layout,
+    tenant: TenantName,
     client_name: String,
 }
 
@@ -66,8 +70,12 @@ pub(super) fn greet(
             return None;
         }
     };
-    let hello = match read_hello(&mut frames) {
-        Ok(hello) => hello,
+    let greeting = read_hello(&mut frames).and_then(|hello| {
+        let tenant = bind_tenant(context, &hello).map_err(Some)?;
+        Ok((hello, tenant))
+    });
+    let (hello, tenant) = match greeting {
+        Ok(greeting) => greeting,
         Err(None) => return None,
         Err(Some(refused)) => {
             tracing::warn!(session = id.0, pid = peer.pid, message = %refused.message, "session refused");
@@ -77,7 +85,7 @@ pub(super) fn greet(
             return None;
         }
     };
-    open(context, socket, frames, (id, peer, hello))
+    open(context, socket, frames, (id, peer, hello, tenant))
 }
 
 fn prepare(socket: &UnixStream) -> std::io::Result<FrameReader> {
@@ -90,7 +98,7 @@ fn open(
     context: &SessionContext,
     socket: UnixStream,
     mut frames: FrameReader,
-    (id, peer, hello): (SessionId, Peer, Hello),
+    (id, peer, hello, tenant): (SessionId, Peer, Hello, TenantId),
 ) -> Option<Greeted> {
     let (progress, page) = match progress_page() {
         Ok(made) => made,
@@ -110,15 +118,10 @@ fn open(
         progress_entries: u32::from(PROGRESS_ENTRIES),
         progress_entry_bytes: u32::try_from(PROGRESS_ENTRY_BYTES).expect("entries are a few KiB"),
     };
-    let opened = SessionOpened {
-        session: id,
-        tenant: TenantId::DEFAULT,
-        namespace: hello.namespace,
-        layout: hello.layout,
-    };
+    let opened = SessionOpened { session: id, tenant, namespace: hello.namespace, layout: hello.layout };
     let session = Session {
         id,
-        peer: Peer { client_name: hello.client_name, ..peer },
+        peer: Peer { client_name: hello.client_name, tenant: hello.tenant, ..peer },
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),
         load_blocks_max: encode::load_blocks_max(hello.layout),
@@ -132,6 +135,20 @@ fn progress_page() -> Result<(ProgressWriter, OwnedFd), Box<dyn std::error::Erro
     let writer = ProgressWriter::create()?;
     let page = writer.readonly_fd().try_clone_to_owned()?;
     Ok((writer, page))
+}
+
+/// Which tenant a greeting is of, if it may have its namespace.
+fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refused> {
+    let mut tenants = context.tenants.lock().expect("nobody panics with the registry in hand");
+    tenants.bind(&hello.tenant, &hello.namespace).map_err(|error| {
+        let kind = match error {
+            TenantError::Full(_) => FailureKind::Busy,
+            TenantError::Name(_) | TenantError::Number { .. } | TenantError::Namespace { .. } => {
+                FailureKind::BadRequest
+            }
+        };
+        Refused { id: hello.id, kind, message: error.to_string() }
+    })
 }
 
 /// `Err(None)`: the client went away without a word.
@@ -184,8 +201,9 @@ fn check(id: u64, hello: local::Hello) -> Result<Hello, (FailureKind, String)> {
     })?;
     let layout = hello.layout.ok_or_else(|| bad("layout is missing".to_owned()))?;
     let layout = convert_layout(&layout).map_err(bad)?;
+    let tenant = hello.tenant.parse().map_err(|error: TenantError| bad(error.to_string()))?;
     let client_name = cut(hello.client_name, CLIENT_NAME_BYTES_MAX);
-    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, client_name })
+    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, tenant, client_name })
 }
 
 fn convert_layout(layout: &local::Layout) -> Result<Layout, String> {
@@ -237,6 +255,7 @@ mod tests {
             namespace: vec![1; 32].into(),
             layout: Some(layout),
             client_name: "test".to_owned(),
+            tenant: String::new(),
         }
     }
 
@@ -253,6 +272,7 @@ mod tests {
             Err((_, message)) => panic!("refused: {message}"),
         };
         assert_eq!((greeting.layout.objects(), greeting.namespace.0), (4, [1; 32]));
+        assert_eq!(greeting.tenant, TenantName::default_tenant(), "who names none is the default tenant");
     }
 
     #[test]
@@ -266,6 +286,9 @@ mod tests {
     fn namespace_and_layout_are_refused_by_field() {
         assert!(refused(|hello| hello.namespace = vec![1; 31].into()).1.contains("31"));
         assert!(refused(|hello| hello.layout = None).1.contains("layout"));
+        assert!(
+            refused(|hello| hello.tenant = "Team A".to_owned()).1.contains("'Team A' is no tenant's name")
+        );
         let with =
             |change: fn(&mut local::Layout)| refused(|hello| change(hello.layout.as_mut().expect("set"))).1;
         assert!(with(|layout| layout.layers = 0).contains("layers"));

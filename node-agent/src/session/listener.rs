@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use reprise_buffers::peer_credentials;
-use reprise_policy::SessionId;
+use reprise_policy::{SessionId, TenantName};
 
 use super::handshake::{Greeted, greet};
 use super::{Peer, SESSIONS_MAX, SessionContext, encode, outbound, read_requests};
@@ -165,7 +165,12 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
 /// Checks who it is and that there is room, then serves the session on threads of its own.
 fn admit(shared: &Arc<Shared>, socket: UnixStream) {
     let peer = match peer_credentials(socket.as_fd()) {
-        Ok(who) => Peer { client_name: String::new(), pid: who.pid, uid: who.uid },
+        Ok(who) => Peer {
+            client_name: String::new(),
+            tenant: TenantName::default_tenant(),
+            pid: who.pid,
+            uid: who.uid,
+        },
         Err(error) => {
             tracing::warn!(%error, "session refused: the kernel does not say who it is");
             return;
@@ -207,7 +212,8 @@ fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer:
     let _session = tracing::info_span!("session", id = id.0, pid = peer.pid, uid = peer.uid).entered();
     let Some(greeted) = greet(context, socket, id, peer) else { return };
     let Greeted { opened, session, progress, mut frames, welcome } = greeted;
-    tracing::info!(client = %session.peer().client_name, "session opened");
+    let Peer { client_name, tenant, .. } = session.peer();
+    tracing::info!(client = %client_name, %tenant, "session opened");
     let writer = spawn(&format!("session-{id}-out"), {
         let session = session.clone();
         move || session.outbound.write_queued()
@@ -345,6 +351,7 @@ mod tests {
             inbox: Inbox::new().0,
             arena: Arc::new(Arena::new(&config).expect("2 MiB are to be had")),
             node: "test".to_owned(),
+            tenants: Arc::default(),
             draining: AtomicBool::new(false),
         };
         let settings = SessionServerSettings { session: settings(directory), context: Arc::new(context) };

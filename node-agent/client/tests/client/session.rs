@@ -56,16 +56,18 @@ fn a_session_that_is_refused_before_its_greeting_is_read_ends_in_the_words_of_th
 }
 
 #[test]
-fn the_greeting_carries_version_namespace_layout_and_name() {
+fn the_greeting_carries_version_namespace_layout_tenant_and_name() {
     let agent = FakeAgent::start(|peer| {
         let hello = peer.greet();
         assert_eq!(hello.protocol_version, local::PROTOCOL_VERSION);
         assert_eq!(hello.namespace.as_ref(), [7; 32]);
-        assert_eq!(hello.client_name, "engine-3");
+        assert_eq!((hello.client_name.as_str(), hello.tenant.as_str()), ("engine-3", "team-a"));
         let layout = hello.layout.expect("a layout");
         assert_eq!((layout.layers, layout.parts, layout.head_dim, layout.dtype), (2, 2, 72, 1));
     });
-    let client = Client::connect(agent.options().client_name("engine-3")).expect("a session");
+    let tenant = "team-a".parse().expect("a name");
+    let options = agent.options().client_name("engine-3").tenant(tenant);
+    let client = Client::connect(options).expect("a session");
     assert_eq!((client.node(), client.agent_version()), ("node-a", "test"));
     agent.join();
 }

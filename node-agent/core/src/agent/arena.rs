@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Allocation and freeing are O(1). A region that has ever belonged to a tenant is never given to another one:
-//! nothing in this core zeroes memory.
+//! nothing in this core zeroes memory. So regions that nobody has had are kept for tenants with a reservation
+//! ([`reservations`]).
 //!
 //! The class also keeps the order of eviction of its readable, unleased, clean slots, because what helps a class
 //! that needs a slot is a slot of that class. A class that has no victim may take over a region of another class
@@ -16,10 +17,16 @@
 //!
 //! Deliberately absent: memory, and what is in a slot (`frames`).
 
+mod reservations;
+
 use std::collections::BTreeSet;
 
 use reprise_policy::TenantId;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
+
+use reprise_policy::quota::{self, Quota, QuotaError};
+
+use reservations::Reservations;
 
 use super::frames::FrameIndex;
 use super::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
@@ -50,6 +57,9 @@ pub(super) struct Arena {
     /// Evictable slots by frame; a class is a group. One for all classes, because an order costs memory by the largest
     /// frame number.
     order: Box<dyn EvictionPolicy>,
+    /// Regions that nobody has had.
+    fresh: u64,
+    reservations: Reservations,
     bytes: u64,
     used_bytes: u64,
 }
@@ -114,6 +124,8 @@ impl Arena {
             unowned: (0..regions.len()).rev().map(|region| region as u16).collect(),
             bytes: regions.iter().map(|region| region.bytes).sum(),
             used_bytes: 0,
+            fresh: regions.len() as u64,
+            reservations: Reservations::default(),
             idle: BTreeSet::new(),
             classes: Vec::new(),
             order: eviction.build(),
@@ -134,6 +146,21 @@ impl Arena {
     /// Bytes of the largest region: no slot can be larger.
     pub(super) fn region_bytes_max(&self) -> u64 {
         self.regions.iter().map(|region| region.bytes).max().unwrap_or(0)
+    }
+
+    /// Keeps so many bytes for a tenant, in whole regions.
+    pub(super) fn reserve(&mut self, tenant: TenantId, bytes: u64) {
+        let regions = bytes.div_ceil(self.region_bytes_min());
+        self.reservations.reserve(tenant, regions);
+    }
+
+    /// Whether so much can be kept for all tenants.
+    pub(super) fn check_reservations(&self, quotas: &[Quota]) -> Result<u64, QuotaError> {
+        quota::check_reservations(self.bytes, self.region_bytes_min(), quotas.iter().copied())
+    }
+
+    fn region_bytes_min(&self) -> u64 {
+        self.regions.iter().map(|region| region.bytes).min().unwrap_or(1).max(1)
     }
 
     /// The class of a tenant's slots of a size; one shape more uses it.
@@ -224,6 +251,19 @@ impl Arena {
         self.order.victim(Group(class.0)).map(|victim| FrameIndex(victim.0))
     }
 
+    /// The frame that should go next of any class of the class's tenant, this class first.
+    pub(super) fn victim_of_tenant(&mut self, class: ClassId) -> Option<FrameIndex> {
+        let tenant = self.class(class).tenant;
+        self.victim(class).or_else(|| self.any_victim(tenant))
+    }
+
+    /// The frame that should go next of some class of a tenant. O(classes).
+    pub(super) fn any_victim(&mut self, tenant: TenantId) -> Option<FrameIndex> {
+        let of_tenant = |at: &u16| self.classes[usize::from(*at)].tenant == tenant;
+        let classes: Vec<u16> = (0..self.classes.len() as u16).filter(of_tenant).collect();
+        classes.into_iter().find_map(|class| self.victim(ClassId(class)))
+    }
+
     /// Completes [`Arena::victim`].
     pub(super) fn take_victim(&mut self, place: Place) {
         self.regions[usize::from(place.region)].evictable -= 1;
@@ -299,6 +339,10 @@ impl Arena {
             }
             used_bytes += u64::from(region.used()) * class.slot_bytes;
         }
+        let fresh = self.regions.iter().filter(|region| region.tenant.is_none()).count() as u64;
+        if fresh != self.fresh {
+            return Err(format!("{fresh} regions were nobody's, {} counted", self.fresh));
+        }
         let idle = |region: &Region| region.owner.is_some() && region.evictable == region.used();
         let idle: BTreeSet<u16> =
             (0..).zip(&self.regions).filter(|(_, region)| idle(region)).map(|(at, _)| at).collect();
@@ -337,13 +381,16 @@ impl Arena {
             let state = &self.regions[usize::from(*region)];
             state.tenant == wanted && state.bytes >= slot_bytes
         };
-        let at = self
-            .unowned
-            .iter()
-            .rposition(|region| suits(region, Some(tenant)))
-            .or_else(|| self.unowned.iter().rposition(|region| suits(region, None)))?;
+        let at = self.unowned.iter().rposition(|region| suits(region, Some(tenant))).or_else(|| {
+            let may_own = self.fresh > 0 && self.reservations.may_own(tenant, self.fresh);
+            self.unowned.iter().rposition(|region| may_own && suits(region, None))
+        })?;
         let region = self.unowned.swap_remove(at);
         let state = &mut self.regions[usize::from(region)];
+        if state.tenant.is_none() {
+            self.fresh -= 1;
+            self.reservations.own(tenant);
+        }
         state.tenant = Some(tenant);
         state.owner = Some(class);
         state.slots = (state.bytes / slot_bytes).min(SLOTS_PER_REGION_MAX) as u32;

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use reprise_policy::TenantId;
+
 use super::AgentCore;
 use super::fills::{Origin, WaitPlace, Waiter};
 use super::frames::{FrameIndex, FrameState};
@@ -10,6 +12,7 @@ use super::loads::{LoadBlock, Stage};
 use super::serves::ServeBlock;
 use super::slab::SlabId;
 use super::suspects::Doubt;
+use super::tenants::nvme_bytes;
 
 /// Returns an error from the calling function when a condition does not hold.
 macro_rules! ensure {
@@ -31,6 +34,7 @@ impl AgentCore {
         self.audit_index()?;
         self.audit_leases()?;
         self.audit_waiters()?;
+        self.audit_tenants()?;
         self.audit_sessions()?;
         self.audit_writeback()
     }
@@ -234,6 +238,33 @@ impl AgentCore {
             };
             ensure!(load.stage == stage, "{id:?} is {:?} and should be {stage:?}", load.stage);
         }
+        Ok(())
+    }
+
+    /// Every tenant has what it is said to have, and no more than it may.
+    fn audit_tenants(&self) -> Result<(), String> {
+        let mut held: BTreeMap<TenantId, (u64, u64)> = BTreeMap::new();
+        for (_, frame) in self.frames.iter() {
+            let shape = self.shapes.get(frame.shape);
+            held.entry(shape.tenant).or_default().0 += shape.slot_bytes;
+        }
+        for (_, entry) in self.index.iter().filter(|(_, entry)| entry.stored().is_some()) {
+            let shape = self.shapes.get(entry.shape());
+            held.entry(shape.tenant).or_default().1 += nvme_bytes(shape.slot_bytes);
+        }
+        for frame in self.writeback.being_written() {
+            let shape = self.shapes.get(self.frames.get(frame).shape);
+            held.entry(shape.tenant).or_default().1 += nvme_bytes(shape.slot_bytes);
+        }
+        for usage in self.tenant_usage() {
+            let (tenant, used) = (usage.tenant, (usage.dram.used, usage.nvme.used));
+            let counted = held.remove(&tenant).unwrap_or_default();
+            ensure!(used == counted, "{tenant:?} holds {counted:?}, {used:?} are kept");
+            let excess = usage.dram.excess() + usage.nvme.excess();
+            let shrinks = self.tenants.shrinks(tenant);
+            ensure!(excess == 0 || shrinks, "{tenant:?} holds {used:?}, beyond {usage:?}");
+        }
+        ensure!(held.is_empty(), "nobody's bytes: {held:?}");
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! The devices of the pool, as one store: where blocks go, which go when room is needed, what a failure means.
 //!
-//! One order of eviction covers all devices: blocks go to the emptiest device, so wherever room is made, writes
+//! One order of eviction for each tenant covers all devices: blocks go to the emptiest device, so wherever room is made, writes
 //! follow. A block that is being read is not in the order. Freed slots can be taken again only when the end of
 //! their block is durable, so room is made ahead: a share of the pool is kept free, of its bytes and of the entries that
 //! its journals have room for. Room for a slot size that has none is made by emptying a segment ([`room`]).
@@ -14,7 +14,7 @@ use reprise_policy::{BlockKey, Tier};
 use super::AgentCore;
 use super::index::{Dram, Stored};
 use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
-use super::shapes::ShapeId;
+use super::shapes::{Shape, ShapeId};
 use crate::effect::{Change, DeviceId, Effect, Report};
 use crate::event::FillError;
 use crate::pool::{
@@ -116,14 +116,19 @@ impl Devices {
     }
 
     /// A block may be evicted from its device, as the one used last.
-    pub(super) fn enter_order(&mut self, entry: EntryIndex, class: u8) {
-        self.order.insert(entry, Standing::of_class(class));
+    pub(super) fn enter_order(&mut self, entry: EntryIndex, standing: Standing) {
+        self.order.insert(entry, standing);
         self.attention = Attention::Wanted;
     }
 
     /// A victim that cannot go after all goes next.
-    fn put_back(&mut self, entry: EntryIndex, class: u8) {
-        self.order.put_back(entry, Standing::of_class(class));
+    pub(super) fn put_back(&mut self, entry: EntryIndex, standing: Standing) {
+        self.order.put_back(entry, standing);
+    }
+
+    /// Takes the block of a tenant out of the order that should go next.
+    pub(super) fn take_victim(&mut self, tenant: Group) -> Option<EntryIndex> {
+        self.order.victim(tenant)
     }
 
     /// It may not.
@@ -259,7 +264,9 @@ impl AgentCore {
     /// A block is durable on a device.
     pub(super) fn keep_stored(&mut self, entry: EntryIndex, device: DeviceId, block: &StoredBlock) {
         self.index.set_stored(entry, Some(Stored { device, page: block.page }));
-        self.devices.enter_order(entry, self.index.entry(entry).class());
+        let Shape { tenant_index, slot_bytes, .. } = *self.shapes.get(self.index.entry(entry).shape());
+        self.tenants.take_nvme(tenant_index, slot_bytes);
+        self.enter_nvme_order(entry);
         self.replica_changed(entry, Tier::Nvme, Change::Added);
     }
 
@@ -303,8 +310,22 @@ impl AgentCore {
     /// A stored block is not read after all: it may be evicted again.
     pub(super) fn stay_stored(&mut self, entry: EntryIndex) {
         if self.index.entry(entry).stored().is_some() {
-            self.devices.enter_order(entry, self.index.entry(entry).class());
+            self.enter_nvme_order(entry);
         }
+    }
+
+    /// A stored block may be evicted from its device, as the one of its tenant and class that was used last.
+    pub(super) fn enter_nvme_order(&mut self, entry: EntryIndex) {
+        let standing = self.nvme_standing(entry);
+        self.devices.enter_order(entry, standing);
+    }
+
+    /// A block is on no device any more.
+    fn unstore(&mut self, entry: EntryIndex) {
+        self.index.set_stored(entry, None);
+        let Shape { tenant_index, slot_bytes, .. } = *self.shapes.get(self.index.entry(entry).shape());
+        self.tenants.give_nvme(tenant_index, slot_bytes);
+        self.replica_changed(entry, Tier::Nvme, Change::Removed);
     }
 
     /// A stored block could not be read or did not verify: forgets it. Its slot is taken out of use when the medium
@@ -314,8 +335,7 @@ impl AgentCore {
         let Some(stored) = self.index.entry(entry).stored() else { return };
         let key = self.index.entry(entry).key();
         self.devices.leave_order(entry);
-        self.index.set_stored(entry, None);
-        self.replica_changed(entry, Tier::Nvme, Change::Removed);
+        self.unstore(entry);
         if error == FillError::Corrupt {
             self.devices.free(stored.device, stored.page);
             self.counters.corrupt_blocks += 1;
@@ -352,22 +372,23 @@ impl AgentCore {
             || usage.entries_free + usage.entries_pending < target(usage.entries_max)
     }
 
-    /// Drops the stored block that should go next; `false` when there is none.
+    /// Drops the stored block that should go next; `false` when there is none, or all the rest is reserved.
     fn evict_stored(&mut self) -> bool {
-        let Some(entry) = self.devices.order.victim(Group::default()) else { return false };
+        let Some(entry) = self.take_nvme_victim(None) else { return false };
         self.drop_victim(entry);
         true
     }
 
     /// Drops a stored block that is no longer in the order.
-    fn drop_victim(&mut self, entry: EntryIndex) {
+    pub(super) fn drop_victim(&mut self, entry: EntryIndex) {
         let state = self.index.entry(entry);
         let stored = state.stored().expect("only stored blocks are in the order");
         self.counters.nvme_evictions += 1;
         self.counters.nvme_evicted_bytes += self.shapes.get(state.shape()).slot_bytes;
+        let tenant = self.tenant_of(state.shape());
+        self.tenants.get_mut(tenant).counts.nvme_evictions += 1;
         self.devices.free(stored.device, stored.page);
-        self.index.set_stored(entry, None);
-        self.replica_changed(entry, Tier::Nvme, Change::Removed);
+        self.unstore(entry);
         self.forget_if_nowhere(entry);
     }
 
@@ -388,10 +409,10 @@ impl AgentCore {
             .collect();
         for entry in lost {
             self.devices.leave_order(entry);
-            self.index.set_stored(entry, None);
-            self.replica_changed(entry, Tier::Nvme, Change::Removed);
+            self.unstore(entry);
             self.forget_if_nowhere(entry);
         }
+        self.quotas_changed();
     }
 
     /// Starts the repairs that recovery has found necessary.
@@ -409,7 +430,7 @@ impl AgentCore {
             let known: Option<BlockKey> = self.index.find(&block.key).map(|_| block.key);
             let shape = match known {
                 Some(_) => None,
-                None => self.intern(reprise_policy::TenantId::DEFAULT, block.layout),
+                None => self.intern(block.tenant, block.layout),
             };
             let Some(shape) = shape else {
                 self.devices.free(device, block.page);

@@ -12,6 +12,7 @@ use super::AgentCore;
 use super::arena::ClassId;
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
+use super::tenants::TenantIndex;
 use crate::effect::Change;
 use crate::event::Priority;
 
@@ -19,8 +20,7 @@ impl AgentCore {
     /// Makes a slot of a class free, or a region; `false` when nothing may go.
     pub(super) fn make_room(&mut self, class: ClassId) -> bool {
         if let Some(victim) = self.arena.victim(class) {
-            self.arena.take_victim(self.frames.get(victim).place);
-            self.evict_frame(victim);
+            self.drop_frame_victim(victim);
             return true;
         }
         let Some(frames) = self.arena.reclaimable(class) else { return false };
@@ -29,6 +29,39 @@ impl AgentCore {
             self.evict_frame(frame);
         }
         true
+    }
+
+    /// Makes a tenant's slots so few that one more of so many bytes is within its limit; `false` when not enough may go.
+    pub(super) fn make_room_below_limit(
+        &mut self,
+        tenant: TenantIndex,
+        class: ClassId,
+        slot_bytes: u64,
+    ) -> bool {
+        while self.tenants.dram(tenant).room() < slot_bytes {
+            let victim = self.arena.victim_of_tenant(class);
+            let bytes = victim.map_or(slot_bytes, |victim| self.frame_slot(victim).bytes);
+            self.tenants.get_mut(tenant).counts.dram_limited_bytes += bytes;
+            let Some(victim) = victim else { return false };
+            self.drop_frame_victim(victim);
+        }
+        true
+    }
+
+    /// Drops the DRAM copy that a tenant's own order names first; `false` when it has none that can go.
+    pub(super) fn evict_dram_of(&mut self, tenant: TenantIndex) -> bool {
+        let id = self.tenants.get(tenant).id;
+        let Some(victim) = self.arena.any_victim(id) else { return false };
+        let bytes = self.frame_slot(victim).bytes;
+        self.tenants.get_mut(tenant).counts.dram_limited_bytes += bytes;
+        self.drop_frame_victim(victim);
+        true
+    }
+
+    /// Drops what an order of the arena has named.
+    fn drop_frame_victim(&mut self, victim: FrameIndex) {
+        self.arena.take_victim(self.frames.get(victim).place);
+        self.evict_frame(victim);
     }
 
     /// Drops clean, unleased DRAM copies of blocks that are on NVMe; returns how many.
@@ -53,6 +86,8 @@ impl AgentCore {
         let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
         self.counters.dram_evictions += 1;
         self.counters.dram_evicted_bytes += self.frame_slot(frame).bytes;
+        let tenant = self.tenant_of(self.frames.get(frame).shape);
+        self.tenants.get_mut(tenant).counts.dram_evictions += 1;
         self.frames.get_mut(frame).set_entry(None);
         self.free_frame(frame);
         self.index.entry_mut(entry).set_dram(Dram::Absent);
@@ -71,11 +106,12 @@ impl AgentCore {
         if class == before {
             return;
         }
-        let is_read = matches!(state.dram(), Dram::Filling(_));
+        let dram = state.dram();
+        let is_read = matches!(dram, Dram::Filling(_));
         if state.stored().is_some() && !is_read {
-            self.devices.enter_order(entry, class);
+            self.enter_nvme_order(entry);
         }
-        if let Dram::Resident(index) = state.dram() {
+        if let Dram::Resident(index) = dram {
             let frame = self.frames.get(index);
             if frame.state == FrameState::Clean && frame.leases == 0 {
                 let place = frame.place;

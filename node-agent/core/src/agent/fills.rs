@@ -113,7 +113,7 @@ impl AgentCore {
         self.devices.leave_order(entry);
         let Some((frame, fill)) = self.begin_fill(shape, key, Origin::Device(stored.device), Vec::new())
         else {
-            self.devices.enter_order(entry, self.index.entry(entry).class());
+            self.enter_nvme_order(entry);
             return None;
         };
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
@@ -253,7 +253,7 @@ impl AgentCore {
         self.resident_blocks += 1;
         self.set_frame_state(fill.frame, FrameState::Clean);
         if self.index.entry(entry).stored().is_some() {
-            self.devices.enter_order(entry, self.index.entry(entry).class());
+            self.enter_nvme_order(entry);
         }
         self.replica_changed(entry, Tier::Dram, Change::Added);
     }

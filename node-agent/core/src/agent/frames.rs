@@ -20,7 +20,7 @@ use reprise_policy::eviction::EntryIndex;
 use super::AgentCore;
 use super::arena::Place;
 use super::checksums::{ChecksumRow, Checksums};
-use super::shapes::ShapeId;
+use super::shapes::{Shape, ShapeId};
 use super::suspects::Doubt;
 use crate::effect::ArenaSlot;
 
@@ -131,10 +131,14 @@ impl Frames {
 }
 
 impl AgentCore {
-    /// A frame with a slot for a shape; evicts what may go when the arena is full. `None`: everything is read,
-    /// reserved, being filled or not saved yet.
+    /// A frame with a slot for a shape; evicts what may go when the arena is full or the tenant at its limit. `None`:
+    /// everything of the tenant's is read, reserved, being filled or not saved yet, or the rest of the arena is others'.
     pub(super) fn allocate_frame(&mut self, shape: ShapeId, state: FrameState) -> Option<FrameIndex> {
-        let class = self.shapes.get(shape).class;
+        let Shape { class, slot_bytes, tenant_index: tenant, .. } = *self.shapes.get(shape);
+        if !self.make_room_below_limit(tenant, class, slot_bytes) {
+            self.urge_writeback();
+            return None;
+        }
         let place = loop {
             match self.arena.allocate(class) {
                 Some(place) => break place,
@@ -151,6 +155,7 @@ impl AgentCore {
         let frame = self.frames.insert(frame);
         self.arena.set_frame(place, frame);
         self.shapes.hold(shape);
+        self.tenants.take_dram(tenant, slot_bytes);
         Some(frame)
     }
 
@@ -166,6 +171,8 @@ impl AgentCore {
         self.frames.checksums.remove(checksums, self.shapes.objects(shape));
         self.frames.free.push(frame);
         self.arena.free(place);
+        let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(shape);
+        self.tenants.give_dram(tenant_index, slot_bytes);
         self.shapes.release(shape);
     }
 

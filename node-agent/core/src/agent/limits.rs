@@ -52,6 +52,16 @@ pub const SERVE_ROUND_BYTES: u64 = 1 << 20;
 /// Pairs of tenant and layout at once: 8 ranks × a few hundred models.
 pub const SHAPES_MAX: usize = 4096;
 
+/// Tenants at once, those of blocks on devices included: as many as there can be shapes. A decision on NVMe looks at all,
+/// which is 4 µs for so many and nothing for a few.
+pub const TENANTS_MAX: usize = SHAPES_MAX;
+
+/// Blocks of tenants over their lowered limits that one event drops at the most, about 1 µs each.
+pub const SHRINK_EVICTIONS_PER_APPLY: usize = 256;
+
+/// When the next of them go if nothing else happens: 256,000 blocks a second, 10 % of a core.
+pub const SHRINK_EVERY: Duration = Duration::from_millis(1);
+
 /// Regions of the arena: 256 MiB each gives 16 TiB.
 pub const REGIONS_MAX: usize = 65_536;
 

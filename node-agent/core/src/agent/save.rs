@@ -114,6 +114,13 @@ impl AgentCore {
             return Some(refusal);
         }
         let (block, arena) = (self.shapes.get(shape).slot_bytes, self.arena.bytes());
+        let limit = self.tenants.dram_limit_configured(self.tenant_of(shape));
+        if block > limit {
+            return Some(Reply::BadRequest(format!(
+                "a block of this layout has {block} bytes and this tenant may have {limit} in memory: raise its \
+                 dram.limit under [[tenants]] in the agent's configuration, or use fewer tokens per block"
+            )));
+        }
         let share = self.share_of_arena(self.settings.arena_unsaved_permille);
         let of_session = self.share_of_arena(self.settings.arena_session_permille);
         (block > share.min(of_session)).then(|| {
@@ -292,10 +299,13 @@ impl AgentCore {
 
     /// A readable block that is on no device: it is saved, or nothing will ever save it.
     fn save_or_lose(&mut self, frame: FrameIndex, key: BlockKey, ticket: SlabId) {
-        if self.devices.can_hold(self.frame_slot(frame).bytes) {
+        let lane = self.lane_of(frame);
+        if self.may_be_saved(lane) {
             return self.save_later(frame, ticket);
         }
-        self.report_unstorable(self.frames.get(frame).shape);
+        if !self.devices.can_hold(lane.slot_bytes) {
+            self.report_unstorable(self.frames.get(frame).shape);
+        }
         self.set_frame_state(frame, FrameState::Clean);
         self.count_item(ticket, key, ItemEnd::Lost);
     }

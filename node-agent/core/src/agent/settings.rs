@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use reprise_policy::eviction::EvictionKind;
 
+use super::tenants::TenantQuotas;
+
 /// Settings of an agent core. Times are spans, sizes bytes.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -34,6 +36,8 @@ pub struct Settings {
     pub retry_after: Duration,
     /// Order of eviction, in DRAM and on NVMe.
     pub eviction: EvictionKind,
+    /// Quotas of tenants; those that are not named get no reservation and no limit.
+    pub tenants: Vec<TenantQuotas>,
 }
 
 impl Default for Settings {
@@ -60,6 +64,7 @@ impl Default for Settings {
             // 2 MiB blocks free at 3.6 GB/s come every 0.6 ms.
             retry_after: Duration::from_millis(2),
             eviction: EvictionKind::default(),
+            tenants: Vec::new(),
         }
     }
 }

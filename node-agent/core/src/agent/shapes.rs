@@ -8,6 +8,7 @@ use reprise_policy::{Layout, TenantId};
 
 use super::arena::{Arena, ClassId};
 use super::limits::SHAPES_MAX;
+use super::tenants::TenantIndex;
 
 /// Number of a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -17,6 +18,7 @@ pub(super) struct ShapeId(pub(super) u16);
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
     pub(super) tenant: TenantId,
+    pub(super) tenant_index: TenantIndex,
     pub(super) layout: Layout,
     /// Where its slots come from.
     pub(super) class: ClassId,
@@ -42,7 +44,12 @@ pub(super) struct Shapes {
 
 impl Shapes {
     /// The number of a tenant's layout; `None` when there are too many.
-    pub(super) fn intern(&mut self, tenant: TenantId, layout: Layout, arena: &mut Arena) -> Option<ShapeId> {
+    pub(super) fn intern(
+        &mut self,
+        (tenant, tenant_index): (TenantId, TenantIndex),
+        layout: Layout,
+        arena: &mut Arena,
+    ) -> Option<ShapeId> {
         let known = self.shapes.iter().position(|shape| shape.tenant == tenant && shape.layout == layout);
         if let Some(known) = known {
             return Some(ShapeId(known as u16));
@@ -50,13 +57,13 @@ impl Shapes {
         let (slot_bytes, unstorable) = (layout.slot_bytes(), Unstorable::Untold);
         if self.shapes.len() < SHAPES_MAX {
             let class = arena.join_class(tenant, slot_bytes);
-            self.shapes.push(Shape { tenant, layout, class, slot_bytes, unstorable, uses: 0 });
+            self.shapes.push(Shape { tenant, tenant_index, layout, class, slot_bytes, unstorable, uses: 0 });
             return Some(ShapeId((self.shapes.len() - 1) as u16));
         }
         let vacant = self.shapes.iter().position(|shape| shape.uses == 0)?;
         arena.leave_class(self.shapes[vacant].class);
         let class = arena.join_class(tenant, slot_bytes);
-        self.shapes[vacant] = Shape { tenant, layout, class, slot_bytes, unstorable, uses: 0 };
+        self.shapes[vacant] = Shape { tenant, tenant_index, layout, class, slot_bytes, unstorable, uses: 0 };
         Some(ShapeId(vacant as u16))
     }
 

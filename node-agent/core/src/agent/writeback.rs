@@ -1,9 +1,10 @@
 //! Write-back: from commit to durable.
 //!
-//! Unsaved blocks wait in order of commit, each slot size in a queue of its own. The queues are flushed when the oldest
-//! block has waited for the delay, when enough bytes wait, or when somebody found the arena full. A flush gives batches
+//! Unsaved blocks wait in order of commit, each tenant and slot size in a queue of its own. The queues are flushed when
+//! the oldest block has waited for the delay, when enough bytes wait, or when somebody found the arena full. A flush gives batches
 //! to devices (the emptiest first), which the pools turn into writes and syncs. A block whose write fails is tried
-//! elsewhere a few times. A size for which no device has a slot waits for room, and the others pass it.
+//! elsewhere a few times. A queue for whose size no device has a slot, or whose tenant is at its limit, waits for room,
+//! and the others pass it.
 //!
 //! An agent without a usable device saves nothing: its tickets end as lost at once, and its blocks are clean, that
 //! is, cached until the room is needed.
@@ -16,10 +17,13 @@ use super::AgentCore;
 use super::devices::Room;
 use super::frames::{FrameIndex, FrameState};
 use super::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
+use super::shapes::Shape;
 use super::slab::{Slab, SlabId};
+use super::tenants::nvme_bytes;
 use super::tickets::{ItemEnd, TicketList};
 use crate::effect::DeviceId;
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
+pub(super) use queue::Lane;
 use queue::Queue;
 
 mod queue;
@@ -88,6 +92,12 @@ impl WriteBack {
         self.unsaved_bytes
     }
 
+    /// Frames that devices are writing.
+    pub(super) fn being_written(&self) -> impl Iterator<Item = FrameIndex> {
+        let records = self.batches.iter().flat_map(|batch| &batch.blocks);
+        records.filter_map(|record| self.unsaved.get(*record)).map(|block| block.frame)
+    }
+
     /// Every record is in the queue or in one batch, and the bytes that wait are counted.
     pub(super) fn audit(&self) -> Result<(), String> {
         let queued = self.queue.iter().map(|(_, id)| (id, SaveState::Queued));
@@ -133,7 +143,7 @@ impl AgentCore {
         let id = self.writeback.unsaved.insert(record);
         let bytes = self.frame_slot(frame).bytes;
         self.writeback.unsaved_bytes += bytes;
-        self.writeback.queue.push(bytes, id, self.now);
+        self.writeback.queue.push(self.lane_of(frame), id, self.now);
         self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
     }
 
@@ -156,20 +166,59 @@ impl AgentCore {
                 full.push(device);
             }
         }
-        for slot_bytes in self.writeback.queue.sizes() {
-            let hopeless = !self.devices.has_slot(slot_bytes)
-                && (!self.devices.can_hold(slot_bytes) || self.make_pool_room(slot_bytes) == Room::Never);
-            if hopeless {
-                self.give_up(slot_bytes);
+        for lane in self.writeback.queue.lanes() {
+            if self.is_hopeless(lane) {
+                self.give_up(lane);
             }
         }
         self.writeback.pace = if self.writeback.queue.is_empty() { Pace::Patient } else { Pace::Stalled };
+    }
+
+    /// Whether nothing that is under way or could be evicted will ever make room for the blocks of a lane. Makes room where
+    /// there is none.
+    fn is_hopeless(&mut self, lane: Lane) -> bool {
+        if !self.may_be_saved(lane) {
+            return true;
+        }
+        // At its limit a tenant waits for the end of its own reads and writes.
+        let at_limit = self.tenants.nvme(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
+        !at_limit && !self.devices.has_slot(lane.slot_bytes) && self.make_pool_room(lane) == Room::Never
+    }
+
+    /// Whether blocks of a lane fit a device, and their tenant may have one of them there.
+    pub(super) fn may_be_saved(&self, lane: Lane) -> bool {
+        self.devices.can_hold(lane.slot_bytes)
+            && self.tenants.nvme(lane.tenant).quota.limit() >= nvme_bytes(lane.slot_bytes)
+    }
+
+    /// Where the block of a frame waits.
+    pub(super) fn lane_of(&self, frame: FrameIndex) -> Lane {
+        let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(self.frames.get(frame).shape);
+        Lane { slot_bytes, tenant: tenant_index }
+    }
+
+    /// Sees to it that one more block of a lane is within its tenant's limit; `false` when not enough may go.
+    fn make_nvme_room_below_limit(&mut self, lane: Lane) -> bool {
+        let bytes = nvme_bytes(lane.slot_bytes);
+        while self.tenants.nvme(lane.tenant).room() < bytes {
+            if !self.evict_nvme_of(lane.tenant) {
+                return false;
+            }
+        }
+        true
     }
 
     /// A pool reports a batch.
     pub(super) fn batch_done(&mut self, id: BatchId, stored: &[StoredBlock]) {
         let Some(at) = self.writeback.batches.iter().position(|batch| batch.id == id) else { return };
         let batch = self.writeback.batches.swap_remove(at);
+        for record in &batch.blocks {
+            let frame =
+                self.writeback.unsaved.get(*record).expect("what is being written has a record").frame;
+            let lane = self.lane_of(frame);
+            // What was stored is counted again by its entry.
+            self.tenants.give_nvme(lane.tenant, lane.slot_bytes);
+        }
         if self.devices.is_usable(batch.device) {
             for block in stored {
                 self.block_stored(batch.device, block);
@@ -203,12 +252,17 @@ impl AgentCore {
     fn start_batch(&mut self, device: DeviceId, bytes_max: u64) -> bool {
         let id = BatchId(self.writeback.batches_started + 1);
         let (mut writes, mut blocks, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for slot_bytes in self.writeback.queue.sizes() {
+        for lane in self.writeback.queue.lanes() {
+            let slot_bytes = lane.slot_bytes;
             let room =
                 |count, bytes| count == 0 || (bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX);
-            while self.writeback.queue.holds(slot_bytes) && room(writes.len(), bytes) {
+            while self.writeback.queue.holds(lane) && room(writes.len(), bytes) {
+                if !self.make_nvme_room_below_limit(lane) {
+                    break;
+                }
                 let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
-                let record = self.writeback.queue.pop(slot_bytes).expect("just seen");
+                self.tenants.take_nvme(lane.tenant, slot_bytes);
+                let record = self.writeback.queue.pop(lane).expect("just seen");
                 let block = self.writeback.unsaved.get_mut(record).expect("queued records live");
                 block.state = SaveState::Writing(id);
                 let frame = block.frame;
@@ -233,6 +287,7 @@ impl AgentCore {
         let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
         BlockWrite {
             key: entry.key(),
+            tenant: self.shapes.get(state.shape).tenant,
             layout: self.shapes.get(state.shape).layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),
@@ -276,14 +331,14 @@ impl AgentCore {
     fn requeue(&mut self, record: SlabId) {
         let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
         block.state = SaveState::Queued;
-        let since = block.since;
-        let bytes = self.arena.slot(self.frames.get(block.frame).place).bytes;
-        self.writeback.queue.put_back(bytes, record, since);
+        let (since, frame) = (block.since, block.frame);
+        let lane = self.lane_of(frame);
+        self.writeback.queue.put_back(lane, record, since);
     }
 
-    /// Nothing that is under way or could be evicted will ever make room for blocks of a size.
-    fn give_up(&mut self, slot_bytes: u64) {
-        while let Some(record) = self.writeback.queue.pop(slot_bytes) {
+    /// Nothing will ever make room for the blocks of a lane.
+    fn give_up(&mut self, lane: Lane) {
+        while let Some(record) = self.writeback.queue.pop(lane) {
             self.end_unsaved(record, ItemEnd::Lost);
         }
     }

@@ -5,6 +5,7 @@ use super::error::PoolError;
 use super::geometry::{Geometry, PoolParams, SUPERBLOCK_OFFSETS};
 use super::header::{HeaderFields, encode_header};
 use super::journal::{Journal, JournalPart, JournalPosition, JournalWants, Queued};
+use super::layouts::Owned;
 use super::operations::{Operations, Purpose, SyncGate, Waiter};
 use super::record::{BankLife, Record, RecordKind};
 use super::slots::{SlotContent, Slots, short, slot_pages};
@@ -334,7 +335,8 @@ impl DevicePool {
     }
 
     fn start_block(&mut self, batch: &mut Batch, block: &BlockWrite, ops: &mut Vec<DeviceOp>) {
-        let Some(layout) = self.slots.acquire_layout(&block.layout) else {
+        let owned = Owned { tenant: block.tenant, layout: block.layout };
+        let Some(layout) = self.slots.acquire_layout(&owned) else {
             self.slots.release(block.page);
             batch.block_refused(block.key);
             return;

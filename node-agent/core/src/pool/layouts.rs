@@ -1,29 +1,39 @@
-//! The layouts of the blocks on a device, each kept once and named by two bytes.
+//! The layouts and tenants of the blocks on a device, each pair kept once and named by two bytes.
 //!
 //! A node serves a handful of models, so a linear search with the last hit first is both the smallest and the
-//! fastest table. Names are for memory only: on the device every record carries its whole layout.
+//! fastest table. Names are for memory only: on the device every record carries its whole layout and its tenant.
 
-use reprise_policy::Layout;
+use reprise_policy::{Layout, TenantId};
 
-/// Different layouts among the blocks of one device at the most. A node serves tens of models, not hundreds.
+/// Different pairs of tenant and layout among the blocks of one device at the most. A node serves tens of models, not
+/// hundreds.
 pub(super) const LAYOUTS_MAX: usize = 1024;
 
-/// Name of a layout while at least one slot uses it.
+/// Name of a tenant's layout while at least one slot uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LayoutIndex(pub(super) u16);
+
+/// A tenant's layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Owned {
+    /// Whose blocks they are.
+    pub(super) tenant: TenantId,
+    /// Their geometry.
+    pub(super) layout: Layout,
+}
 
 /// The table.
 #[derive(Debug, Default)]
 pub(super) struct Layouts {
-    /// Layouts with the number of slots that use each; unused places are taken again.
-    entries: Vec<(Layout, u32)>,
+    /// Pairs with the number of slots that use each; unused places are taken again.
+    entries: Vec<(Owned, u32)>,
     last: usize,
 }
 
 impl Layouts {
-    /// Names a layout and counts one more user; `None` when the table is full of others.
-    pub(super) fn acquire(&mut self, layout: &Layout) -> Option<LayoutIndex> {
-        let position = self.find(layout)?;
+    /// Names a pair and counts one more user; `None` when the table is full of others.
+    pub(super) fn acquire(&mut self, owned: &Owned) -> Option<LayoutIndex> {
+        let position = self.find(owned)?;
         self.entries[position].1 += 1;
         self.last = position;
         Some(LayoutIndex(u16::try_from(position).expect("bounded by LAYOUTS_MAX")))
@@ -35,27 +45,27 @@ impl Layouts {
         *users = users.checked_sub(1).expect("every release follows its acquire");
     }
 
-    /// The layout of that name.
-    pub(super) fn get(&self, index: LayoutIndex) -> Layout {
+    /// The pair of that name.
+    pub(super) fn get(&self, index: LayoutIndex) -> Owned {
         self.entries[usize::from(index.0)].0
     }
 
-    fn find(&mut self, layout: &Layout) -> Option<usize> {
-        if self.entries.get(self.last).is_some_and(|(known, _)| known == layout) {
+    fn find(&mut self, owned: &Owned) -> Option<usize> {
+        if self.entries.get(self.last).is_some_and(|(known, _)| known == owned) {
             return Some(self.last);
         }
-        let known = self.entries.iter().position(|(known, users)| known == layout && *users > 0);
+        let known = self.entries.iter().position(|(known, users)| known == owned && *users > 0);
         if known.is_some() {
             return known;
         }
         if let Some(unused) = self.entries.iter().position(|(_, users)| *users == 0) {
-            self.entries[unused].0 = *layout;
+            self.entries[unused].0 = *owned;
             return Some(unused);
         }
         if self.entries.len() == LAYOUTS_MAX {
             return None;
         }
-        self.entries.push((*layout, 0));
+        self.entries.push((*owned, 0));
         Some(self.entries.len() - 1)
     }
 }
@@ -65,7 +75,7 @@ mod tests {
     use super::*;
     use reprise_policy::{Dtype, LayoutSpec, Parts};
 
-    fn layout(layers: u16, heads: u16) -> Layout {
+    fn layout(layers: u16, heads: u16) -> Owned {
         let spec = LayoutSpec {
             layers,
             parts: Parts::KeyValue,
@@ -76,7 +86,7 @@ mod tests {
             tp_rank: 0,
             tp_size: 1,
         };
-        spec.validate().expect("valid")
+        Owned { tenant: TenantId(heads % 2), layout: spec.validate().expect("valid") }
     }
 
     #[test]
@@ -96,7 +106,7 @@ mod tests {
     #[test]
     fn a_table_full_of_used_layouts_refuses_one_more() {
         let mut layouts = Layouts::default();
-        let all: Vec<Layout> =
+        let all: Vec<Owned> =
             (1..=480).flat_map(|layers| (1..=3).map(move |heads| layout(layers, heads))).collect();
         for known in &all[..LAYOUTS_MAX] {
             layouts.acquire(known).expect("room");

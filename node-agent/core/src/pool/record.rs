@@ -7,7 +7,7 @@
 //! Invariant: a page is only accepted for the place that it names (pool, life of the bank, sequence), so stale pages of
 //! an earlier epoch or of an earlier pool on the same device, and misdirected writes, read as absent.
 
-use reprise_policy::{BlockKey, ContentId, Layout};
+use reprise_policy::{BlockKey, ContentId, Layout, TenantId};
 
 use super::PageNumber;
 use super::page::{CRC_AT, PAGE, bytes_at, intact, put, seal, u16_at, u32_at, u64_at};
@@ -38,14 +38,20 @@ const LAYOUT_AT: usize = 2;
 const PAGE_AT: usize = 16;
 const HEADER_CRC_AT: usize = 20;
 const GENERATION_AT: usize = 24;
+const TENANT_AT: usize = 30;
 const KEY_AT: usize = 32;
 const CONTENT_AT: usize = 48;
 
 /// Bytes of a layout's encoding that a record keeps; the other two are always zero.
 const LAYOUT_BYTES: usize = 14;
 
+/// Bytes of a generation in a record. Version 1 had eight; those beyond six were never anything but zero.
+const GENERATION_BYTES: usize = 6;
+
 const _: () = assert!(PAGE_HEADER + RECORDS_PER_PAGE * RECORD_BYTES == CRC_AT);
 const _: () = assert!(LAYOUT_AT + LAYOUT_BYTES == PAGE_AT && CONTENT_AT + 16 == RECORD_BYTES);
+const _: () = assert!(GENERATION_AT + GENERATION_BYTES == TENANT_AT && TENANT_AT + 2 == KEY_AT);
+const _: () = assert!(GENERATION_MAX == 1 << (8 * GENERATION_BYTES));
 const _: () = assert!(BEGUN_AT + 8 <= PAGE_HEADER);
 
 /// What a record says about its slot.
@@ -67,6 +73,8 @@ pub(super) struct Record {
     pub(super) kind: RecordKind,
     /// Priority class of the block.
     pub(super) priority: u8,
+    /// Whose block it is; in records of version 1 always the default tenant's.
+    pub(super) tenant: TenantId,
     /// Geometry of the block; gives the slot's size.
     pub(super) layout: Layout,
     /// The slot.
@@ -88,7 +96,9 @@ impl Record {
         put(out, LAYOUT_AT, &self.layout.encode()[..LAYOUT_BYTES]);
         put(out, PAGE_AT, &self.page.0.to_le_bytes());
         put(out, HEADER_CRC_AT, &self.header_crc.to_le_bytes());
-        put(out, GENERATION_AT, &self.generation.to_le_bytes());
+        assert!(self.generation < GENERATION_MAX, "a pool is not opened when its generations run out");
+        put(out, GENERATION_AT, &self.generation.to_le_bytes()[..GENERATION_BYTES]);
+        put(out, TENANT_AT, &self.tenant.0.to_le_bytes());
         put(out, KEY_AT, &self.key.0);
         put(out, CONTENT_AT, &self.content.0);
     }
@@ -100,17 +110,16 @@ impl Record {
             3 => RecordKind::Quarantine,
             _ => return None,
         };
-        let generation = u64_at(bytes, GENERATION_AT);
-        if generation >= GENERATION_MAX {
-            return None;
-        }
+        let mut generation = [0; 8];
+        generation[..GENERATION_BYTES].copy_from_slice(&bytes[GENERATION_AT..TENANT_AT]);
         Some(Record {
             kind,
             priority: bytes[PRIORITY_AT],
+            tenant: TenantId(u16_at(bytes, TENANT_AT)),
             layout: layouts.decode(bytes_at(bytes, LAYOUT_AT))?,
             page: PageNumber(u32_at(bytes, PAGE_AT)),
             header_crc: u32_at(bytes, HEADER_CRC_AT),
-            generation,
+            generation: u64::from_le_bytes(generation),
             key: BlockKey(bytes_at(bytes, KEY_AT)),
             content: ContentId(bytes_at(bytes, CONTENT_AT)),
         })

@@ -73,7 +73,7 @@ pub struct Recovery {
 #[derive(Debug)]
 struct JournalReader {
     superblock: Superblock,
-    superblock_copies_bad: [bool; 2],
+    superblock_copies: [bool; 2],
     slots: Slots,
     next_generation: u64,
     layouts: LayoutCache,
@@ -192,6 +192,9 @@ impl Recovery {
             return Err(PoolError::Unfinished);
         }
         let Some(reader) = self.journal else { return Err(PoolError::NotFormatted) };
+        if reader.next_generation >= GENERATION_MAX / 2 {
+            return Err(PoolError::Corrupt { what: "its generations have run out".to_owned() });
+        }
         Ok(reader.finish(self.report))
     }
 
@@ -252,14 +255,14 @@ impl Recovery {
     }
 
     fn superblock_known(&mut self) -> Result<(), PoolError> {
-        let (superblock, superblock_copies_bad) = match identify(&self.superblocks)? {
+        let (superblock, copies) = match identify(&self.superblocks)? {
             Identity::Blank => {
                 let bytes = SEGMENT_ALIGNMENT.min(self.device_bytes - self.device_bytes % PAGE_BYTES);
                 let pages = u32::try_from(bytes / PAGE_BYTES).expect("2 MiB at the most");
                 self.stages.push_back(Stage::new(Purpose::Blankness, 0, pages));
                 return Ok(());
             }
-            Identity::Pool(superblock, bad) => (superblock, bad),
+            Identity::Pool(superblock, copies) => (superblock, copies),
         };
         let geometry = &superblock.geometry;
         if self.device_bytes < geometry.device_bytes {
@@ -270,10 +273,11 @@ impl Recovery {
                 self.stages.push_back(Stage::new(Purpose::BankHeader { bank }, offset, 1));
             }
         }
-        self.report.superblock_copies_bad = superblock_copies_bad.iter().filter(|bad| **bad).count() as u64;
+        self.report.superblock_copies_bad = copies.bad;
+        self.report.superblock_copies_older = copies.older;
         self.journal = Some(JournalReader {
             superblock,
-            superblock_copies_bad,
+            superblock_copies: copies.rewritten,
             slots: Slots::new(geometry),
             next_generation: 0,
             layouts: LayoutCache::default(),
@@ -433,8 +437,11 @@ impl JournalReader {
         let stored = self.slots.finish_restore();
         report.blocks_stored = stored.len() as u64;
         report.slots_quarantined = self.slots.tally().quarantined_slots;
-        report.repair_due = !report.is_clean() || log.torn_inside > 0 || active.copies_bad > 0;
-        let repair = report.repair_due.then_some(Repair { superblock_copies: self.superblock_copies_bad });
+        report.repair_due = !report.is_clean()
+            || report.superblock_copies_older > 0
+            || log.torn_inside > 0
+            || active.copies_bad > 0;
+        let repair = report.repair_due.then_some(Repair { superblock_copies: self.superblock_copies });
         let position =
             JournalPosition { bank: active.index, life: active.header.life, log_next: log.next, repair };
         let recovered = Recovered {

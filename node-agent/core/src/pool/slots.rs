@@ -23,10 +23,10 @@ pub(super) use restore::Restored;
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::layout::PAGE_BYTES;
-use reprise_policy::{BlockKey, ContentId, Generation, Layout};
+use reprise_policy::{BlockKey, ContentId, Generation};
 
 use super::geometry::Geometry;
-use super::layouts::{LayoutIndex, Layouts};
+use super::layouts::{LayoutIndex, Layouts, Owned};
 use super::record::{Record, RecordKind};
 use super::{PageNumber, StoredBlock};
 
@@ -133,7 +133,7 @@ pub(super) struct Tally {
 pub(super) struct SlotContent {
     /// The block.
     pub(super) key: BlockKey,
-    /// Its geometry, already counted by [`Slots::acquire_layout`].
+    /// Whose it is and its geometry, already counted by [`Slots::acquire_layout`].
     pub(super) layout: LayoutIndex,
     /// Number of the write.
     pub(super) generation: u64,
@@ -231,9 +231,9 @@ impl Slots {
         self.push_free(place);
     }
 
-    /// Counts one more user of a layout; `None` when there are too many layouts.
-    pub(super) fn acquire_layout(&mut self, layout: &Layout) -> Option<LayoutIndex> {
-        self.layouts.acquire(layout)
+    /// Counts one more user of a tenant's layout; `None` when there are too many.
+    pub(super) fn acquire_layout(&mut self, owned: &Owned) -> Option<LayoutIndex> {
+        self.layouts.acquire(owned)
     }
 
     /// Notes what is being written to a reserved slot; returns the payload bytes that the slot has room for.
@@ -383,10 +383,12 @@ impl Slots {
 
     fn record(&self, place: SlotPlace, kind: RecordKind) -> Record {
         let (slot, page) = (self.slot(place), self.page_of(place));
+        let Owned { tenant, layout } = self.layouts.get(slot.layout);
         Record {
             kind,
             priority: slot.priority,
-            layout: self.layouts.get(slot.layout),
+            tenant,
+            layout,
             page,
             header_crc: slot.header_crc,
             generation: slot.generation,
@@ -397,9 +399,11 @@ impl Slots {
 
     fn stored_block(&self, place: SlotPlace) -> StoredBlock {
         let slot = self.slot(place);
+        let Owned { tenant, layout } = self.layouts.get(slot.layout);
         StoredBlock {
             key: slot.key,
-            layout: self.layouts.get(slot.layout),
+            tenant,
+            layout,
             page: self.page_of(place),
             generation: short(slot.generation),
             header_crc: slot.header_crc,

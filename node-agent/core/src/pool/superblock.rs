@@ -1,6 +1,6 @@
 //! The two fixed records of a device: its superblock and the headers of its journal banks.
 //!
-//! The superblock is written once, when the device is formatted, and afterwards only to replace a damaged copy. All
+//! The superblock is written once, when the device is formatted, and afterwards only to replace a damaged copy or one of the format before. All
 //! later versions keep its magic, its version field and the page checksum where they are, so that every agent can tell
 //! a newer pool from a damaged one.
 
@@ -9,8 +9,12 @@ use super::geometry::Geometry;
 use super::page::{PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
 use super::record::BankLife;
 
-/// The format that this build reads and writes.
-pub const FORMAT_VERSION: u32 = 1;
+/// The format that this build writes.
+pub const FORMAT_VERSION: u32 = 2;
+
+/// The format before: its records name no tenant, which reads as the default one. A pool of it is brought to
+/// [`FORMAT_VERSION`] when it is opened.
+const FORMAT_VERSION_BEFORE: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"REPRISE\0";
 const MAGIC_AT: usize = 0;
@@ -28,8 +32,9 @@ const DATA_OFFSET_AT: usize = 88;
 const SEGMENTS_AT: usize = 96;
 const CREATED_AT: usize = 104;
 
-/// Generations and epochs below this; a greater one on a device is not ours. Years of writes stay far below.
-pub(super) const GENERATION_MAX: u64 = 1 << 62;
+/// Generations and epochs below this; a greater one on a device is not ours. A record has 48 bits for it: at 150,000 blocks
+/// a second they last for 59 years, or for 268 million openings of 2²⁰ generations each.
+pub(super) const GENERATION_MAX: u64 = 1 << 48;
 
 /// Beginning of a bank header.
 pub(super) const BANK_MAGIC: [u8; 8] = *b"RPRBANK\0";
@@ -59,6 +64,8 @@ pub(super) struct Superblock {
 pub(super) enum FoundSuperblock {
     /// A copy.
     Valid(Superblock),
+    /// An intact copy of the format before this one, to be written again.
+    Older(Superblock),
     /// An intact copy of a later format.
     Newer(u32),
     /// Ours by its magic, but not intact.
@@ -114,6 +121,7 @@ impl Superblock {
         }
         match u32_at(page, VERSION_AT) {
             FORMAT_VERSION => Superblock::fields(page).map(FoundSuperblock::Valid),
+            FORMAT_VERSION_BEFORE => Superblock::fields(page).map(FoundSuperblock::Older),
             newer if newer > FORMAT_VERSION => Ok(FoundSuperblock::Newer(newer)),
             _ => Ok(FoundSuperblock::Damaged),
         }

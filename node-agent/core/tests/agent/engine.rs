@@ -10,7 +10,7 @@ use reprise_agent_core::effect::{
     Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
-use reprise_policy::{BlockKey, Layout, Tick};
+use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 
 use crate::memory::Memory;
 
@@ -18,6 +18,7 @@ use crate::memory::Memory;
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) layout: Layout,
+    pub(crate) tenant: TenantId,
     pub(crate) reserved: Vec<(LeaseId, ArenaSlot)>,
     pub(crate) loads: BTreeMap<LoadId, HeldLoad>,
     /// Commits whose notice has not come, with the items that it must account for.
@@ -66,9 +67,10 @@ pub(crate) struct Page {
 }
 
 impl Engine {
-    pub(crate) fn new(layout: Layout) -> Engine {
+    pub(crate) fn new(tenant: TenantId, layout: Layout) -> Engine {
         Engine {
             layout,
+            tenant,
             reserved: Vec::new(),
             loads: BTreeMap::new(),
             tickets: BTreeMap::new(),

@@ -21,5 +21,6 @@ mod scenarios_peers;
 mod scenarios_save;
 mod scenarios_scale;
 mod scenarios_suspect;
+mod scenarios_tenants;
 mod speed;
 mod world;

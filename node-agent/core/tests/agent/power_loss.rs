@@ -9,11 +9,11 @@ use std::time::Duration;
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{LoadedBlock, LossReason, Source};
 use reprise_agent_core::event::{Event, Scope};
-use reprise_policy::{BlockKey, SlotSet, TenantId, Tier};
+use reprise_policy::{BlockKey, Layout, Quota, SlotSet, TenantId, Tier};
 
-use crate::random::{random_setup, settle, step};
+use crate::random::{TENANTS, random_setup, settle, step};
 use crate::rng::{for_seeds, seed_wanted};
-use crate::world::{Faults, Setup, World, keys, large_layout, small_layout};
+use crate::world::{Faults, Setup, World, keys, large_layout, layout_of, small_layout};
 
 const QUIET: Faults = Faults {
     write_media: 0,
@@ -31,11 +31,16 @@ fn promised(world: &World) -> BTreeSet<BlockKey> {
     world.announced.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key).collect()
 }
 
-/// Loads all keys of a layout, a few at a time, from this node only; returns those that were there.
-fn load_everything(world: &mut World, small: bool) -> BTreeSet<BlockKey> {
-    let layout = if small { small_layout() } else { large_layout() };
-    let all = if small { keys(1000..1048) } else { keys(0..48) };
-    let session = world.open_session(TenantId::DEFAULT, layout);
+/// A tenant loads these keys, as far as they have a layout, a few at a time, from this node only; returns those that were
+/// there.
+fn load_everything(
+    world: &mut World,
+    tenant: TenantId,
+    layout: Layout,
+    all: &BTreeSet<BlockKey>,
+) -> BTreeSet<BlockKey> {
+    let all: Vec<BlockKey> = all.iter().copied().filter(|key| layout_of(key) == layout).collect();
+    let session = world.open_session(tenant, layout);
     let mut there = BTreeSet::new();
     for some in all.chunks(4) {
         world.load(session, some, Duration::from_secs(1), Scope::Local);
@@ -66,7 +71,11 @@ fn after_power_loss_what_was_announced_durable_is_there_and_the_rest_is_a_clean_
     for_seeds(40, |seed| {
         let setup = random_setup(seed, QUIET);
         let disks = if setup.disks.is_empty() { vec![8 << 20] } else { setup.disks.clone() };
-        let mut world = World::new(Setup { disks, ..setup });
+        let (mut settings, regions) = (setup.settings.clone(), 6);
+        // Every tenant has two regions, to load blocks of two layouts.
+        let two_regions = Quota::new(2 * setup.region_bytes, u64::MAX).expect("below the limit");
+        settings.tenants.iter_mut().for_each(|quotas| quotas.dram = two_regions);
+        let mut world = World::new(Setup { disks, settings, regions, ..setup });
         for _ in 0..4 {
             let steps = 200 + world.rng.below(600);
             for _ in 0..steps {
@@ -82,8 +91,16 @@ fn after_power_loss_what_was_announced_durable_is_there_and_the_rest_is_a_clean_
                 "durable blocks are gone: {:?}",
                 promised.difference(&found)
             );
-            let mut there = load_everything(&mut world, false);
-            there.extend(load_everything(&mut world, true));
+            let looked_for: BTreeSet<BlockKey> =
+                found.iter().copied().chain(keys(0..48)).chain(keys(1000..1048)).collect();
+            let mut there = BTreeSet::new();
+            for tenant in (0..TENANTS).map(TenantId) {
+                for layout in [large_layout(), small_layout()] {
+                    let of_tenant = load_everything(&mut world, tenant, layout, &looked_for);
+                    assert!(there.is_disjoint(&of_tenant), "a block is one tenant's");
+                    there.extend(of_tenant);
+                }
+            }
             assert_eq!(there, found, "what is in the index can be read");
             survivors.set(survivors.get() + promised.len());
         }
@@ -108,7 +125,8 @@ fn a_crash_right_after_the_notice_keeps_the_block() {
         }
         assert_eq!(world.engines[&session].notices[0].1, 3);
         let mut world = world.crash();
-        assert_eq!(load_everything(&mut world, false), keys(0..3).into_iter().collect());
+        let saved: BTreeSet<BlockKey> = keys(0..3).into_iter().collect();
+        assert_eq!(load_everything(&mut world, TenantId::DEFAULT, large_layout(), &saved), saved);
     });
 }
 

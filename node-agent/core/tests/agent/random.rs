@@ -3,16 +3,22 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
-use reprise_agent_core::event::{Event, Priority, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
+use reprise_agent_core::agent::{Settings, TenantQuotas};
+use reprise_agent_core::event::{Event, Grant, Priority, Request, Scope};
+use reprise_policy::{BlockKey, NodeId, Quota, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::rng::{Rng, for_seeds, seed_wanted};
 use crate::world::{Faults, SMALL_KEYS_FROM, Setup, World, key, large_layout, layout_of, small_layout};
 
-/// Keys of each layout.
+/// Keys of each tenant and layout.
 pub(crate) const KEYS: u64 = 48;
+
+/// The default one, and two with quotas.
+pub(crate) const TENANTS: u16 = 3;
+
+/// Between the first keys of two tenants.
+const TENANT_STRIDE: u64 = 100;
 
 const FAULTS: Faults = Faults {
     write_media: 20,
@@ -41,15 +47,27 @@ pub(crate) fn random_setup(seed: u64, faults: Faults) -> Setup {
             arena_unsaved_permille: [500, 1000][rng.below(2)],
             arena_serves_permille: [100, 1000][rng.below(2)],
             pool_free_permille: [30, 600][rng.below(2)],
+            tenants: (1..TENANTS).map(|tenant| random_quotas(&mut rng, TenantId(tenant))).collect(),
             ..Setup::default().settings
         },
         faults,
     }
 }
 
-/// Some keys: a run of a chain, now and then one of them twice or one of the other layout.
-fn some_keys(rng: &mut Rng, small: bool) -> Vec<BlockKey> {
-    let base = if small { SMALL_KEYS_FROM } else { 0 };
+/// Up to a region and a dozen blocks of a device are reserved; limits from nearly nothing to more than there is.
+fn random_quotas(rng: &mut Rng, tenant: TenantId) -> TenantQuotas {
+    let slot = large_layout().slot_bytes();
+    let mut quota = |reserved: u64, more: u64| {
+        let reserved = slot * rng.below(reserved as usize) as u64;
+        Quota::new(reserved, reserved + slot * (2 + rng.below(more as usize) as u64)).expect("more is more")
+    };
+    TenantQuotas { tenant, dram: quota(4, 12), nvme: quota(12, 60) }
+}
+
+/// Some keys of a tenant: a run of a chain, now and then one of them twice or one of the other layout.
+fn some_keys(rng: &mut Rng, tenant: TenantId, small: bool) -> Vec<BlockKey> {
+    let of_tenant = u64::from(tenant.0) * TENANT_STRIDE;
+    let base = of_tenant + if small { SMALL_KEYS_FROM } else { 0 };
     let start = rng.below(KEYS as usize) as u64;
     let mut keys: Vec<BlockKey> =
         (0..1 + rng.below(6) as u64).map(|offset| key(base + (start + offset) % KEYS)).collect();
@@ -57,7 +75,11 @@ fn some_keys(rng: &mut Rng, small: bool) -> Vec<BlockKey> {
         keys.push(keys[0]);
     }
     if rng.chance(20) {
-        keys.push(key(SMALL_KEYS_FROM - base + start));
+        keys.push(key(SMALL_KEYS_FROM + 2 * of_tenant - base + start));
+    }
+    if rng.chance(20) {
+        // Another tenant's.
+        keys.push(key((base + start + TENANT_STRIDE) % SMALL_KEYS_FROM));
     }
     keys
 }
@@ -91,12 +113,16 @@ fn engine_acts(world: &mut World) {
     let sessions: Vec<SessionId> = world.engines.keys().copied().collect();
     if sessions.len() < 2 || (sessions.len() < 5 && world.rng.chance(20)) {
         let layout = if world.rng.chance(400) { small_layout() } else { large_layout() };
-        world.open_session(TenantId::DEFAULT, layout);
+        let tenant = some_tenant(&mut world.rng);
+        world.open_session(tenant, layout);
         return;
     }
     let session = sessions[world.rng.below(sessions.len())];
-    let small = world.engines[&session].layout == small_layout();
-    let keys = some_keys(&mut world.rng, small);
+    let (tenant, small) = {
+        let engine = &world.engines[&session];
+        (engine.tenant, engine.layout == small_layout())
+    };
+    let keys = some_keys(&mut world.rng, tenant, small);
     match world.rng.below(100) {
         0..25 => {
             let count = world.rng.below(5) as u32;
@@ -128,6 +154,10 @@ fn engine_acts(world: &mut World) {
         }
         _ => world.close_session(session),
     }
+}
+
+fn some_tenant(rng: &mut Rng) -> TenantId {
+    TenantId(rng.below(usize::from(TENANTS)) as u16)
 }
 
 fn scope(rng: &mut Rng) -> Scope {
@@ -163,7 +193,8 @@ fn peer_acts(world: &mut World) {
     let serves: Vec<_> = world.serves.keys().copied().collect();
     if serves.len() < 3 && world.rng.chance(400) {
         let small = world.rng.chance(400);
-        let keys = some_keys(&mut world.rng, small);
+        let tenant = some_tenant(&mut world.rng);
+        let keys = some_keys(&mut world.rng, tenant, small);
         let layout = if small { small_layout() } else { large_layout() };
         let deadline = Duration::from_micros(world.rng.below(30_000) as u64);
         world.peer_request(&keys, layout, deadline);
@@ -183,7 +214,14 @@ fn peer_acts(world: &mut World) {
 }
 
 fn world_changes(world: &mut World) {
-    match world.rng.below(4) {
+    match world.rng.below(6) {
+        4 | 5 => {
+            let slot = large_layout().slot_bytes();
+            let (tenant, version) = (some_tenant(&mut world.rng), world.rng.below(40) as u64);
+            let dram_bytes = slot * world.rng.below(20) as u64;
+            let nvme_bytes = slot * world.rng.below(80) as u64;
+            world.apply(Event::Budget(Grant { tenant, version, dram_bytes, nvme_bytes }));
+        }
         0 => {
             let before = world.announced.clone();
             world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
@@ -193,7 +231,8 @@ fn world_changes(world: &mut World) {
             let small = world.rng.chance(400);
             let node = NodeId(1 + world.rng.below(3) as u16);
             let tier = [Tier::Dram, Tier::Nvme][world.rng.below(2)];
-            for key in some_keys(&mut world.rng, small) {
+            let tenant = some_tenant(&mut world.rng);
+            for key in some_keys(&mut world.rng, tenant, small) {
                 world.give_peer(node, key, tier);
             }
         }

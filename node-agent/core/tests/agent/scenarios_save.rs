@@ -289,7 +289,9 @@ fn stats_are_the_counters_by_name() {
         panic!("no stats")
     };
     assert_eq!(stats.iter().find(|(name, _)| *name == "committed_blocks"), Some(&("committed_blocks", 2)));
-    assert_eq!(stats.len(), world.core.counters().fields().count());
+    let own = world.core.tenant_usage().next().expect("the default tenant").fields();
+    assert!(own.iter().all(|field| stats.contains(field)), "and those of the session's tenant");
+    assert_eq!(stats.len(), world.core.counters().fields().count() + own.len());
 }
 
 #[test]

@@ -104,7 +104,7 @@ pub(crate) const SMALL_KEYS_FROM: u64 = 1000;
 
 /// The layout that blocks of a key have.
 pub(crate) fn layout_of(of: &BlockKey) -> Layout {
-    let small = (SMALL_KEYS_FROM..SMALL_KEYS_FROM + 100).any(|number| key(number) == *of);
+    let small = (SMALL_KEYS_FROM..2 * SMALL_KEYS_FROM).any(|number| key(number) == *of);
     if small { small_layout() } else { large_layout() }
 }
 
@@ -226,7 +226,7 @@ impl World {
     pub(crate) fn open_session(&mut self, tenant: TenantId, layout: Layout) -> SessionId {
         self.sessions += 1;
         let session = SessionId(self.sessions);
-        self.engines.insert(session, Engine::new(layout));
+        self.engines.insert(session, Engine::new(tenant, layout));
         let namespace = NamespaceDigest([0; 32]);
         self.apply(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
         session

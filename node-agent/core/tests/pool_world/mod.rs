@@ -16,7 +16,7 @@ use reprise_agent_core::pool::{
     BatchId, BlockWrite, DeviceError, DeviceOp, DeviceOpKind, DevicePool, PageNumber, PoolError, PoolEvent,
     PoolParams, Recovery, RecoveryReport, StoredBlock,
 };
-use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts};
+use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts, TenantId};
 
 use disk::Disk;
 use model::Model;
@@ -69,12 +69,18 @@ pub(crate) fn checksums(key: &BlockKey, layout: &Layout) -> Box<[u32]> {
     (0..layout.objects()).map(|object| base.wrapping_mul(31).wrapping_add(object)).collect()
 }
 
+/// Whose block it is: one of three tenants.
+pub(crate) fn tenant_of(key: &BlockKey) -> TenantId {
+    TenantId(u16::from(key.0[0] % 3) * 0x0102)
+}
+
 /// A block to write.
 pub(crate) fn block_write(key: BlockKey, layout: Layout, page: PageNumber) -> BlockWrite {
     let slot =
         ArenaSlot { region: RegionId(0), offset: u64::from(page.0) * PAGE, bytes: layout.slot_bytes() };
     BlockWrite {
         key,
+        tenant: tenant_of(&key),
         layout,
         content: ContentId::UNKNOWN,
         priority: key.0[0] % 3,

@@ -8,7 +8,7 @@ use reprise_policy::{BlockKey, Generation, Layout};
 
 use super::disk::Disk;
 use super::random::Random;
-use super::{PAGE, checksums, payload};
+use super::{PAGE, checksums, payload, tenant_of};
 
 /// What may have become of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -214,6 +214,7 @@ impl Model {
     fn check_block(&self, block: &StoredBlock) {
         let known = self.blocks.get(&block.key).expect("the pool invents no blocks");
         assert_eq!((block.page, block.layout), (known.page, known.layout));
+        assert_eq!(block.tenant, tenant_of(&block.key), "a block stays its tenant's");
         assert_eq!(block.priority, block.key.0[0] % 3);
     }
 }

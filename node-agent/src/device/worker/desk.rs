@@ -11,7 +11,7 @@ use reprise_agent_core::effect::{ArenaSlot, BlockRead, FillId, RegionId};
 use reprise_agent_core::pool::{BlockWrite, DevicePool, PageNumber, PoolEvent, PoolParams, StoredBlock};
 use reprise_buffers::{ArenaConfig, HugePolicy, PageCoverage, crc32c};
 use reprise_io::simulated::{Image, SimulatedDevice, SimulatedSettings};
-use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts};
+use reprise_policy::{BlockKey, ContentId, Dtype, Layout, LayoutSpec, Parts, TenantId};
 
 use super::*;
 use crate::device::open::Open;
@@ -179,7 +179,8 @@ impl Desk {
         self.write_arena(&slot, &payload);
         let checksums = payload.chunks(layout.object_bytes() as usize).map(crc32c).collect();
         let (key, content) = (key(number), ContentId::UNKNOWN);
-        BlockWrite { key, layout, content, priority: 0, checksums, slot, page }
+        let tenant = TenantId::DEFAULT;
+        BlockWrite { key, tenant, layout, content, priority: 0, checksums, slot, page }
     }
 
     /// Gives a place of the arena to somebody else, who writes to it.

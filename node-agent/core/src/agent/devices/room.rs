@@ -5,11 +5,12 @@
 //! than one segment at a time. Blocks that stand in segments which cannot be emptied now (one of their blocks is being
 //! read or written, or a slot is quarantined) are passed over and stay where they are in the order.
 
-use reprise_policy::eviction::{EntryIndex, Group};
+use reprise_policy::eviction::EntryIndex;
 
 use super::super::AgentCore;
 use super::super::index::{Dram, Stored};
 use super::super::limits::{POOL_EVICTIONS_FOR_SIZE, POOL_VICTIMS_TRIED};
+use super::super::writeback::Lane;
 use crate::effect::DeviceId;
 
 /// Whether there will be room on a device.
@@ -33,11 +34,11 @@ enum Victim {
 
 impl AgentCore {
     /// A block of some size found no slot anywhere: makes some room, unless some is on its way.
-    pub(in crate::agent) fn make_pool_room(&mut self, slot_bytes: u64) -> Room {
-        if self.devices.usable_devices().any(|device| device.pool.room_coming(slot_bytes)) {
+    pub(in crate::agent) fn make_pool_room(&mut self, lane: Lane) -> Room {
+        if self.devices.usable_devices().any(|device| device.pool.room_coming(lane.slot_bytes)) {
             return Room::Coming;
         }
-        if self.evict_for_size(slot_bytes) || self.empty_some_segment(slot_bytes) {
+        if self.evict_for_size(lane) || self.empty_some_segment(lane) {
             return Room::Coming;
         }
         // The end of a read or of a batch is an event, after which other segments can be emptied.
@@ -47,19 +48,19 @@ impl AgentCore {
     }
 
     /// Evicts in order until slots of the size or one segment will be free; whether anything went.
-    fn evict_for_size(&mut self, slot_bytes: u64) -> bool {
+    fn evict_for_size(&mut self, lane: Lane) -> bool {
         let (mut evicted, mut passed) = (0, Vec::new());
         let mut tried: Vec<(DeviceId, u32)> = Vec::new();
         while evicted < POOL_EVICTIONS_FOR_SIZE && passed.len() < POOL_VICTIMS_TRIED {
-            let Some(entry) = self.devices.order.victim(Group::default()) else { break };
+            let Some(entry) = self.take_nvme_victim(Some(lane)) else { break };
             let stored = self.index.entry(entry).stored().expect("only stored blocks are in the order");
-            match self.victim_for(stored, slot_bytes, &tried) {
+            match self.victim_for(stored, lane, &tried) {
                 Victim::Slot => {
                     self.drop_victim(entry);
                     evicted += 1;
                 }
                 Victim::Segment { segment, blocks } if evicted == 0 => {
-                    self.devices.put_back(entry, self.index.entry(entry).class());
+                    self.put_nvme_victim_back(entry);
                     self.empty_segment(stored.device, segment, blocks);
                     evicted = POOL_EVICTIONS_FOR_SIZE;
                 }
@@ -74,33 +75,38 @@ impl AgentCore {
             }
         }
         for entry in passed.into_iter().rev() {
-            self.devices.put_back(entry, self.index.entry(entry).class());
+            self.put_nvme_victim_back(entry);
         }
         evicted > 0
     }
 
-    fn victim_for(&self, stored: Stored, slot_bytes: u64, tried: &[(DeviceId, u32)]) -> Victim {
+    fn put_nvme_victim_back(&mut self, entry: EntryIndex) {
+        let standing = self.nvme_standing(entry);
+        self.devices.put_back(entry, standing);
+    }
+
+    fn victim_for(&self, stored: Stored, lane: Lane, tried: &[(DeviceId, u32)]) -> Victim {
         let pool = &self.devices.device(stored.device).pool;
         let segment = pool.segment_of(stored.page).expect("a stored block is in a segment");
-        if pool.has_size(stored.page, slot_bytes) || pool.usage().entries_free == 0 {
+        if pool.has_size(stored.page, lane.slot_bytes) || pool.usage().entries_free == 0 {
             return Victim::Slot;
         }
         if tried.contains(&(stored.device, segment)) {
             return Victim::Useless { segment };
         }
-        match self.drainable(stored.device, segment, slot_bytes) {
+        match self.drainable(stored.device, segment, lane) {
             Some(blocks) => Victim::Segment { segment, blocks },
             None => Victim::Useless { segment },
         }
     }
 
     /// None of the coldest blocks is in a segment that can be emptied: takes the one that costs least, wherever it is.
-    fn empty_some_segment(&mut self, slot_bytes: u64) -> bool {
+    fn empty_some_segment(&mut self, lane: Lane) -> bool {
         for device in self.devices.ids().filter(|id| self.devices.is_usable(*id)).collect::<Vec<_>>() {
-            let Some(segment) = self.devices.device(device).pool.emptiest_drainable(slot_bytes) else {
+            let Some(segment) = self.devices.device(device).pool.emptiest_drainable(lane.slot_bytes) else {
                 continue;
             };
-            if let Some(blocks) = self.drainable(device, segment, slot_bytes) {
+            if let Some(blocks) = self.drainable(device, segment, lane) {
                 self.empty_segment(device, segment, blocks);
                 return true;
             }
@@ -108,10 +114,11 @@ impl AgentCore {
         false
     }
 
-    /// The blocks of a segment, when all of them may go and the wanted size gains a segment by it.
-    fn drainable(&self, device: DeviceId, segment: u32, slot_bytes: u64) -> Option<Vec<EntryIndex>> {
-        let blocks = self.devices.device(device).pool.drainable(segment, slot_bytes)?;
-        blocks
+    /// The blocks of a segment, when all of them may go for the sake of the lane's tenant and the wanted size gains a
+    /// segment by it.
+    fn drainable(&self, device: DeviceId, segment: u32, lane: Lane) -> Option<Vec<EntryIndex>> {
+        let blocks = self.devices.device(device).pool.drainable(segment, lane.slot_bytes)?;
+        let blocks: Option<Vec<EntryIndex>> = blocks
             .into_iter()
             .map(|(key, page)| {
                 let entry = self.index.find(&key)?;
@@ -119,7 +126,8 @@ impl AgentCore {
                 let here = state.stored().is_some_and(|at| at.device == device && at.page == page);
                 (here && !matches!(state.dram(), Dram::Filling(_))).then_some(entry)
             })
-            .collect()
+            .collect();
+        blocks.filter(|blocks| self.may_drop(blocks, Some(lane.tenant)))
     }
 
     fn empty_segment(&mut self, device: DeviceId, segment: u32, blocks: Vec<EntryIndex>) {

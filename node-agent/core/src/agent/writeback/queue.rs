@@ -1,20 +1,31 @@
-//! What waits to be written: one queue per slot size, each in order of commit.
+//! What waits to be written: one queue per tenant and slot size, each in order of commit.
 //!
-//! A size for which no device has a slot waits without holding up the others. Among sizes the one goes first whose
-//! oldest block has waited longest. Sizes are few (those of the layouts in use), so walking them is cheap.
+//! A lane for which no device has a slot, or whose tenant is at its limit, waits without holding up the others. Among lanes
+//! the one goes first whose oldest block has waited longest. Lanes are few (those of the layouts in use), so walking them is
+//! cheap.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use reprise_policy::Tick;
 
 use super::super::slab::SlabId;
+use super::super::tenants::TenantIndex;
 
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    /// By slot bytes; only sizes that something waits for.
-    sizes: BTreeMap<u64, VecDeque<Waiting>>,
+    /// Only lanes that something waits in.
+    lanes: BTreeMap<Lane, VecDeque<Waiting>>,
     bytes: u64,
+}
+
+/// Blocks that wait for the same room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::agent) struct Lane {
+    /// Bytes of a slot.
+    pub(in crate::agent) slot_bytes: u64,
+    /// Whose blocks they are.
+    pub(in crate::agent) tenant: TenantIndex,
 }
 
 /// A block that waits.
@@ -26,12 +37,12 @@ struct Waiting {
 
 impl Queue {
     pub(super) fn is_empty(&self) -> bool {
-        self.sizes.is_empty()
+        self.lanes.is_empty()
     }
 
-    /// Whether a block of a size waits.
-    pub(super) fn holds(&self, slot_bytes: u64) -> bool {
-        self.sizes.contains_key(&slot_bytes)
+    /// Whether a block of a lane waits.
+    pub(super) fn holds(&self, lane: Lane) -> bool {
+        self.lanes.contains_key(&lane)
     }
 
     /// Slot bytes of all that waits.
@@ -41,46 +52,45 @@ impl Queue {
 
     /// Since when the oldest waits.
     pub(super) fn oldest(&self) -> Option<Tick> {
-        self.sizes.values().filter_map(|queue| queue.front()).map(|first| first.since).min()
+        self.lanes.values().filter_map(|queue| queue.front()).map(|first| first.since).min()
     }
 
     /// Appends a new block.
-    pub(super) fn push(&mut self, slot_bytes: u64, record: SlabId, since: Tick) {
-        self.bytes += slot_bytes;
-        self.sizes.entry(slot_bytes).or_default().push_back(Waiting { record, since });
+    pub(super) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
+        self.bytes += lane.slot_bytes;
+        self.lanes.entry(lane).or_default().push_back(Waiting { record, since });
     }
 
     /// A block that was taken goes first again.
-    pub(super) fn put_back(&mut self, slot_bytes: u64, record: SlabId, since: Tick) {
-        self.bytes += slot_bytes;
-        self.sizes.entry(slot_bytes).or_default().push_front(Waiting { record, since });
+    pub(super) fn put_back(&mut self, lane: Lane, record: SlabId, since: Tick) {
+        self.bytes += lane.slot_bytes;
+        self.lanes.entry(lane).or_default().push_front(Waiting { record, since });
     }
 
-    /// Takes the first block of a size.
-    pub(super) fn pop(&mut self, slot_bytes: u64) -> Option<SlabId> {
-        let queue = self.sizes.get_mut(&slot_bytes)?;
+    /// Takes the first block of a lane.
+    pub(super) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
+        let queue = self.lanes.get_mut(&lane)?;
         let first = queue.pop_front()?;
         if queue.is_empty() {
-            self.sizes.remove(&slot_bytes);
+            self.lanes.remove(&lane);
         }
-        self.bytes -= slot_bytes;
+        self.bytes -= lane.slot_bytes;
         Some(first.record)
     }
 
-    /// The sizes, that of the oldest block first.
-    pub(super) fn sizes(&self) -> Vec<u64> {
-        let mut sizes: Vec<(Option<Tick>, u64)> = self
-            .sizes
-            .iter()
-            .map(|(bytes, queue)| (queue.front().map(|first| first.since), *bytes))
-            .collect();
-        sizes.sort_unstable();
-        sizes.into_iter().map(|(_, bytes)| bytes).collect()
+    /// The lanes, that of the oldest block first.
+    pub(super) fn lanes(&self) -> Vec<Lane> {
+        let mut lanes: Vec<(Option<Tick>, Lane)> =
+            self.lanes.iter().map(|(lane, queue)| (queue.front().map(|first| first.since), *lane)).collect();
+        lanes.sort_unstable();
+        lanes.into_iter().map(|(_, lane)| lane).collect()
     }
 
     /// Everything that waits, for the audit.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, SlabId)> {
-        self.sizes.iter().flat_map(|(bytes, queue)| queue.iter().map(|waiting| (*bytes, waiting.record)))
+        self.lanes
+            .iter()
+            .flat_map(|(lane, queue)| queue.iter().map(|waiting| (lane.slot_bytes, waiting.record)))
     }
 }
 
@@ -89,19 +99,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_served_by_age_and_each_in_order() {
+    fn lanes_are_served_by_age_and_each_in_order() {
+        let lane = |slot_bytes, tenant| Lane { slot_bytes, tenant: TenantIndex(tenant) };
+        let (large, small, others) = (lane(8192, 0), lane(4096, 0), lane(4096, 1));
         let mut queue = Queue::default();
-        queue.push(8192, SlabId(1), Tick(2));
-        queue.push(4096, SlabId(2), Tick(1));
-        queue.push(4096, SlabId(3), Tick(3));
-        assert_eq!((queue.sizes(), queue.bytes(), queue.oldest()), (vec![4096, 8192], 16_384, Some(Tick(1))));
-        assert_eq!(queue.pop(4096), Some(SlabId(2)));
-        assert_eq!(queue.sizes(), [8192, 4096]);
-        queue.put_back(4096, SlabId(2), Tick(1));
+        queue.push(large, SlabId(1), Tick(2));
+        queue.push(small, SlabId(2), Tick(1));
+        queue.push(small, SlabId(3), Tick(3));
+        queue.push(others, SlabId(4), Tick(4));
+        assert_eq!((queue.lanes(), queue.bytes()), (vec![small, large, others], 20_480));
+        assert_eq!((queue.pop(small), queue.oldest()), (Some(SlabId(2)), Some(Tick(2))));
+        assert_eq!(queue.lanes(), [large, small, others]);
+        queue.put_back(small, SlabId(2), Tick(1));
         assert_eq!(
-            (queue.pop(4096), queue.pop(4096), queue.pop(4096)),
+            (queue.pop(small), queue.pop(small), queue.pop(small)),
             (Some(SlabId(2)), Some(SlabId(3)), None)
         );
-        assert_eq!((queue.pop(8192), queue.is_empty(), queue.bytes()), (Some(SlabId(1)), true, 0));
+        assert_eq!((queue.pop(others), queue.pop(large)), (Some(SlabId(4)), Some(SlabId(1))));
+        assert_eq!((queue.is_empty(), queue.bytes()), (true, 0));
     }
 }

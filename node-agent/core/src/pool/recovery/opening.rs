@@ -35,11 +35,23 @@ pub(super) struct Bank {
     pub(super) copies_bad: u64,
 }
 
+/// What is wrong with the copies of a superblock of which at least one is usable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Copies {
+    /// Which are to be written again: those that are bad, or, when none is, one that is older. Never both that are usable,
+    /// so that a power loss in that moment leaves one.
+    pub(super) rewritten: [bool; 2],
+    /// Those that are bad.
+    pub(super) bad: u64,
+    /// Those of the format before.
+    pub(super) older: u64,
+}
+
 /// What the copies of the superblock come to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Identity {
-    /// A pool; which copies are to be written again.
-    Pool(Superblock, [bool; 2]),
+    /// A pool.
+    Pool(Superblock, Copies),
     /// Neither copy was ever written: look whether there is something else on the device.
     Blank,
 }
@@ -57,28 +69,44 @@ pub(super) fn identify(copies: &[FoundSuperblock]) -> Result<Identity, PoolError
             FoundSuperblock::Newer(found) => {
                 return Err(PoolError::NewerVersion { found: *found, supported: FORMAT_VERSION });
             }
-            FoundSuperblock::Valid(superblock) if valid.is_some_and(|other| other != *superblock) => {
+            FoundSuperblock::Valid(superblock) | FoundSuperblock::Older(superblock)
+                if valid.is_some_and(|other| other != *superblock) =>
+            {
                 let what =
                     "the copies of its superblock name different pools; was formatting it interrupted?";
                 return Err(PoolError::Corrupt { what: what.to_owned() });
             }
-            FoundSuperblock::Valid(superblock) => valid = Some(*superblock),
+            FoundSuperblock::Valid(superblock) | FoundSuperblock::Older(superblock) => {
+                valid = Some(*superblock);
+            }
             FoundSuperblock::Damaged => damaged = true,
             FoundSuperblock::Blank => {}
             FoundSuperblock::Foreign(beginning) => foreign = foreign.or(Some(*beginning)),
         }
     }
     match (valid, foreign) {
-        (Some(superblock), _) => {
-            let bad = |copy: usize| copies.get(copy) != Some(&FoundSuperblock::Valid(superblock));
-            Ok(Identity::Pool(superblock, [bad(0), bad(1)]))
-        }
+        (Some(superblock), _) => Ok(Identity::Pool(superblock, judge(copies))),
         (None, _) if damaged => {
             Err(PoolError::Corrupt { what: "no copy of the superblock is readable".to_owned() })
         }
         (None, Some(beginning)) => Err(foreign_data(&beginning)),
         (None, None) => Ok(Identity::Blank),
     }
+}
+
+/// Which copies of a known superblock are to be written again.
+fn judge(copies: &[FoundSuperblock]) -> Copies {
+    let is_older = |copy: usize| matches!(copies.get(copy), Some(FoundSuperblock::Older(_)));
+    let is_bad =
+        |copy: usize| !is_older(copy) && !matches!(copies.get(copy), Some(FoundSuperblock::Valid(_)));
+    let (bad, older) = ([is_bad(0), is_bad(1)], [is_older(0), is_older(1)]);
+    let rewritten = match (bad, older) {
+        ([false, false], [true, _]) => [true, false],
+        ([false, false], [false, true]) => [false, true],
+        _ => bad,
+    };
+    let count = |copies: [bool; 2]| copies.iter().filter(|copy| **copy).count() as u64;
+    Copies { rewritten, bad: count(bad), older: count(older) }
 }
 
 /// The error for data that is not ours.

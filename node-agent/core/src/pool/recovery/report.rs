@@ -26,6 +26,9 @@ pub struct RecoveryReport {
     pub checkpoint_pages_bad: u64,
     /// Copies of the superblock that are damaged.
     pub superblock_copies_bad: u64,
+    /// Copies of the superblock of the format before this one: one of them is written again, and no agent of then opens the
+    /// pool any more. No damage.
+    pub superblock_copies_older: u64,
     /// Copies of the active bank's header that were durable once and are damaged.
     pub bank_headers_bad: u64,
     /// Pages that the device could not read.

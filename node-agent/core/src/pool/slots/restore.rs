@@ -11,6 +11,7 @@
 
 use reprise_policy::ContentId;
 
+use super::super::layouts::Owned;
 use super::super::record::{Record, RecordKind};
 use super::super::{PageNumber, StoredBlock};
 use super::{FREE_SLOT, Segment, SlotContent, SlotPlace, SlotState, Slots, Tally, slot_pages};
@@ -99,7 +100,8 @@ impl Slots {
             _ if there.generation > record.generation => return Restored::Outdated,
             _ => self.forget(place),
         }
-        let Some(layout) = self.acquire_layout(&record.layout) else { return Restored::Rejected };
+        let owned = Owned { tenant: record.tenant, layout: record.layout };
+        let Some(layout) = self.acquire_layout(&owned) else { return Restored::Rejected };
         let content = SlotContent {
             key: record.key,
             layout,
@@ -161,7 +163,7 @@ impl Slots {
 mod tests {
     use super::super::super::geometry::{Geometry, PoolParams};
     use super::*;
-    use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts};
+    use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId};
 
     /// Slots of 2 pages (256 a segment) and of 4 (128).
     const SMALL: u16 = 1;
@@ -198,6 +200,7 @@ mod tests {
         Record {
             kind,
             priority: 1,
+            tenant: TenantId(9),
             layout: layout(pages),
             page: PageNumber(data_page + slot * (u32::from(pages) + 1)),
             header_crc: 7,

@@ -1,0 +1,119 @@
+//! Checked quotas of tenants.
+
+use reprise_agent_core::agent::TenantQuotas;
+use reprise_policy::quota::{self, Quota};
+use reprise_policy::tenant::{TENANTS_MAX, TenantRegistry};
+use reprise_policy::{TenantId, TenantName};
+
+use super::{Config, QuotaSection, Settings, TenantSection};
+use crate::error::{AgentError, ErrorKind};
+
+/// One tenant.
+#[derive(Clone, Debug)]
+pub(crate) struct TenantSettings {
+    pub(crate) name: TenantName,
+    pub(crate) quotas: TenantQuotas,
+}
+
+impl Settings {
+    /// A registry that knows the tenants of the configuration.
+    pub(crate) fn tenant_registry(&self) -> TenantRegistry {
+        let mut registry = TenantRegistry::default();
+        for TenantSettings { name, quotas } in &self.tenants {
+            registry
+                .enter(name, Some(quotas.tenant))
+                .expect("the configuration was checked by the same rules");
+        }
+        registry
+    }
+}
+
+impl Config {
+    /// Checks names, numbers, each quota, and that memory and devices of a known size hold all reservations. What devices
+    /// really have is checked when they are open.
+    pub(super) fn validate_tenants(&self) -> Result<Vec<TenantSettings>, AgentError> {
+        let mut registry = TenantRegistry::default();
+        let mut tenants: Vec<TenantSettings> = Vec::with_capacity(self.tenants.len().min(TENANTS_MAX));
+        for section in &self.tenants {
+            let name = &section.name;
+            if tenants.iter().any(|other| other.name == *name) {
+                return Err(refuse(name, "is listed twice: list each tenant once"));
+            }
+            let number = section.number.map(TenantId);
+            let tenant = registry.enter(name, number).map_err(|error| refuse(name, &error.to_string()))?;
+            tenants.push(TenantSettings { name: name.clone(), quotas: section.quotas(tenant)? });
+        }
+        let sum_fits = |room: &str, checked: Result<u64, quota::QuotaError>| {
+            let error = |error| AgentError::new(ErrorKind::Config, format!("[[tenants]] {room}: {error}"));
+            checked.map(drop).map_err(error)
+        };
+        let dram = tenants.iter().map(|tenant| tenant.quotas.dram);
+        let region_bytes = self.arena.region_bytes.0.max(1);
+        sum_fits("dram", quota::check_reservations(self.arena.bytes.0, region_bytes, dram))?;
+        let sizes: Option<u64> =
+            self.pool.devices.iter().map(|device| Some(device.bytes.0).filter(|bytes| *bytes > 0)).sum();
+        if let Some(bytes) = sizes.filter(|_| !self.pool.devices.is_empty()) {
+            let usable = bytes - bytes / 1000 * u64::from(self.cache.pool_free_permille);
+            let nvme = tenants.iter().map(|tenant| tenant.quotas.nvme);
+            sum_fits("nvme", quota::check_reservations(usable, 1, nvme))?;
+        }
+        Ok(tenants)
+    }
+}
+
+impl TenantSection {
+    fn quotas(&self, tenant: TenantId) -> Result<TenantQuotas, AgentError> {
+        let quota = |room: &str, section: &QuotaSection| {
+            let limit = section.limit.map_or(u64::MAX, |limit| limit.0);
+            Quota::new(section.reserved.0, limit)
+                .map_err(|error| refuse(&self.name, &format!("{room}: {error}")))
+        };
+        Ok(TenantQuotas { tenant, dram: quota("dram", &self.dram)?, nvme: quota("nvme", &self.nvme)? })
+    }
+}
+
+fn refuse(name: &TenantName, what: &str) -> AgentError {
+    AgentError::new(ErrorKind::Config, format!("[[tenants]] '{name}': {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn validate(text: &str) -> Result<Settings, String> {
+        let config = Config::parse(text).map_err(|error| error.to_string())?;
+        config.validate().map_err(|error| error.chain())
+    }
+
+    #[test]
+    fn quotas_have_units_and_defaults() {
+        let text =
+            "[[tenants]]\nname = 'a'\nnumber = 7\ndram = { limit = '1GiB' }\nnvme = { reserved = '1GiB' }";
+        let settings = validate(text).expect("valid");
+        let quotas = &settings.tenants[0].quotas;
+        assert_eq!(quotas.tenant, TenantId(7));
+        assert_eq!((quotas.dram.reserved(), quotas.dram.limit()), (0, 1 << 30));
+        assert_eq!((quotas.nvme.reserved(), quotas.nvme.limit()), (1 << 30, u64::MAX));
+        assert_eq!(settings.tenant_registry().name(TenantId(7)), Some(&settings.tenants[0].name));
+    }
+
+    #[test]
+    fn what_contradicts_itself_or_the_capacity_is_refused_with_what_to_do() {
+        let refused = |text: &str| validate(text).map(drop).expect_err("refused");
+        let arena = "[arena]\nbytes = '512MiB'\nregion_bytes = '256MiB'\n";
+        let tenants = |first: &str, second: &str| {
+            format!("{arena}[[tenants]]\nname = 'a'\n{first}\n[[tenants]]\nname = 'b'\n{second}")
+        };
+        let text = refused(&tenants("dram = { reserved = '2MiB', limit = '1MiB' }", ""));
+        assert!(text.contains("'a': dram") && text.contains("raise the limit"), "{text}");
+        let text = refused(&tenants("dram = { reserved = '257MiB' }", "dram = { reserved = '1MiB' }"));
+        assert!(text.contains("dram: 768MiB") && text.contains("256MiB more"), "{text}");
+        let text = refused(&tenants("number = 9", "number = 9"));
+        assert!(text.contains("'b'") && text.contains("another `number`"), "{text}");
+        assert!(refused(&tenants("", "").replace("'b'", "'a'")).contains("list each tenant once"));
+        assert!(refused(&tenants("", "").replace("'b'", "'B'")).contains("a-z"));
+        let device = "[[pool.devices]]\npath = '/p'\nbytes = '100MiB'\n";
+        let text = refused(&(device.to_owned() + &tenants("nvme = { reserved = '98MiB' }", "")));
+        assert!(text.contains("nvme:") && text.contains("98MiB"), "{text}");
+    }
+}
