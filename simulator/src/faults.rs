@@ -63,7 +63,14 @@ impl World {
 
     pub(crate) fn repair(&mut self, repair: Repair) {
         match repair {
-            Repair::StartAgent(node) if self.nodes[node].process.is_none() => self.start_agent(node),
+            Repair::StartAgent(node) if self.nodes[node].process.is_none() => {
+                self.start_agent(node);
+                // What an agent has just believed of its disks must be on them.
+                if !self.calm && self.rng.below(8) == 0 {
+                    let delay = self.rng.millis(1..100);
+                    self.after(delay, Action::Outage(node));
+                }
+            }
             Repair::StartAgent(_) => {}
             Repair::Resume(node) => self.resume(node),
             Repair::StartMember if self.member.is_none() => self.start_member(),
@@ -99,6 +106,13 @@ impl World {
 
     fn hosts(&self) -> Vec<Host> {
         (0..self.nodes.len()).map(Host::Node).chain([Host::Member]).collect()
+    }
+
+    /// The power fails, unless faults are over or it has failed already.
+    pub(crate) fn outage(&mut self, node: usize) {
+        if !self.calm && self.nodes[node].process.is_some() {
+            self.stop_agent(node, Death::PowerLoss);
+        }
     }
 
     /// `SIGKILL` or power loss; a while later the agent starts again on what its disks have kept.

@@ -41,6 +41,8 @@ pub(crate) enum Action {
     Engine { node: usize, seat: usize },
     /// Something breaks.
     Fault,
+    /// The power of a node fails.
+    Outage(usize),
     /// Something is made whole.
     Repair(Repair),
 }
@@ -171,6 +173,7 @@ impl World {
             Action::Expire { life } => self.expire(life),
             Action::Engine { node, seat } => self.engine_turn(node, seat),
             Action::Fault => self.fault(),
+            Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
         }
     }
@@ -344,5 +347,6 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Engine { node, seat } => [6, *node as u64, *seat as u64],
         Action::Fault => [7, 0, 0],
         Action::Repair(_) => [8, 0, 0],
+        Action::Outage(node) => [9, *node as u64, 0],
     }
 }

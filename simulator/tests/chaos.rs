@@ -78,11 +78,11 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
     // Each is found often; the ranges begin where it is found soon.
     let flaws = [
         (Variant::RegainedSlotsUnasked, 0..300, "does not name what is there"),
-        (Variant::RegistrationKeepsDirectory, 30..300, "is registered"),
+        (Variant::RegistrationKeepsDirectory, 0..300, "is registered"),
         (Variant::DurableBeforeSync, 0..300, "told durable and gone"),
-        (Variant::RecoveryWithoutSync, 175..475, "told durable and gone"),
+        (Variant::RecoveryWithoutSync, 740..1040, "told durable and gone"),
         (Variant::DeadNodesOffered, 0..300, "silent for"),
-        (Variant::ReadsUnchecked, 20..300, "committed"),
+        (Variant::ReadsUnchecked, 0..300, "committed"),
         (Variant::EvictionsUnannounced, 0..300, "the directory names what is not there"),
     ];
     for (flaw, seeds, words) in flaws {
