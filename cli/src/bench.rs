@@ -50,7 +50,7 @@ enum Which {
     Match,
     /// The replica directory: memory and look-ups, in this process and over gRPC; its rebuild.
     Directory {
-        /// Replica entries.
+        /// Replica entries in this process; as many over gRPC, ten million at the most.
         #[arg(long, default_value_t = 10_000_000)]
         entries: usize,
     },
@@ -115,7 +115,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             Which::Match => matching::run(&settings)?,
             Which::Directory { entries } => {
                 let mut figures = directory::run(*entries, &settings)?;
-                figures.extend(service::run(*entries, &settings)?);
+                figures.extend(service::run((*entries).min(service::ENTRIES_MAX), &settings)?);
                 figures
             }
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,

@@ -9,7 +9,7 @@ use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo,
+    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberInfo, MemberList, NodeInfo,
 };
 use serde::Serialize;
 
@@ -18,8 +18,11 @@ use crate::config::Config;
 use crate::http;
 use crate::output::{Audience, Table, bytes_text};
 
-/// Bound on connecting to the control plane and both calls together.
+/// Bound on connecting to one member, and all that it and the others are asked.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Bound on what another member is asked: a dead one is listed until its lease has ended.
+const DESCRIBED_WITHIN: Duration = Duration::from_secs(1);
 
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
@@ -35,11 +38,13 @@ pub(crate) struct StatusArgs {
 /// The whole status, as printed for programs.
 #[derive(Debug, Serialize)]
 struct Status {
+    /// The member that was asked.
     controlplane: String,
     /// The registration of the member that was asked is certain.
     registered: bool,
     members_epoch: u64,
     members: Vec<MemberStatus>,
+    /// The members' parts together.
     directory_keys: u64,
     directory_replicas: u64,
     directory_bytes: u64,
@@ -54,15 +59,20 @@ struct MemberStatus {
     incarnation: u64,
     /// Hash slots of the directory that are its own by the map.
     slots: usize,
+    /// Replicas in its part of the directory, or why it could not be asked.
+    replicas: Result<u64, String>,
     /// It is the one that was asked.
     asked: bool,
 }
 
-/// What a member answers.
+/// What a member answers for all.
 struct Answers {
+    /// Who was asked.
+    address: String,
     members: MemberList,
     nodes: Vec<NodeInfo>,
-    directory: DescribeReply,
+    /// Of each member, its part of the directory, or why it could not be asked.
+    parts: Vec<Result<DescribeReply, String>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -83,59 +93,110 @@ struct NodeStatus {
 
 /// `reprise status`.
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let address = match &args.controlplane {
-        Some(address) => address.clone(),
+    let addresses = match &args.controlplane {
+        Some(address) => vec![address.clone()],
         None => {
             let directory = config.cluster.directory(args.cluster.as_deref());
-            ClusterFile::read(&directory)?.controlplane
+            ClusterFile::read(&directory)?.members.into_iter().map(|member| member.grpc).collect()
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Answers { members, nodes, directory } = runtime.block_on(async {
-        tokio::time::timeout(ANSWERED_WITHIN, ask(&address)).await.with_context(|| {
-            format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
-        })?
-    })?;
+    let answers = runtime.block_on(ask_any(&addresses))?;
+    let directory = answers.parts.iter().flatten().fold(DescribeReply::default(), with_part);
     let status = Status {
-        controlplane: address,
-        registered: members.registered,
-        members_epoch: members.epoch,
-        members: member_statuses(&members)?,
+        registered: answers.members.registered,
+        members_epoch: answers.members.epoch,
+        members: member_statuses(&answers)?,
+        controlplane: answers.address,
         directory_keys: directory.keys,
         directory_replicas: directory.replicas,
         directory_bytes: directory.bytes,
-        nodes: nodes.into_iter().map(|node| node_status(node, &directory)).collect(),
+        nodes: answers.nodes.into_iter().map(|node| node_status(node, &directory)).collect(),
     };
     audience.emit(&status);
     audience.say(text(&status));
     Ok(())
 }
 
+/// What the first member that answers says; the error is the last one's.
+async fn ask_any(addresses: &[String]) -> anyhow::Result<Answers> {
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    for address in addresses {
+        outcome = tokio::time::timeout(ANSWERED_WITHIN, ask(address))
+            .await
+            .with_context(|| {
+                format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
+            })
+            .flatten();
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    outcome
+}
+
 async fn ask(address: &str) -> anyhow::Result<Answers> {
     let endpoint = format!("http://{address}");
     let unreachable = || format!("cannot reach the control plane at {address}");
-    let mut membership = MembershipClient::connect(endpoint.clone()).await.with_context(unreachable)?;
-    let mut directory = DirectoryClient::connect(endpoint).await.with_context(unreachable)?;
+    let mut membership = MembershipClient::connect(endpoint).await.with_context(unreachable)?;
     let members =
         membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
-    let directory =
-        directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner();
-    Ok(Answers { members, nodes, directory })
+    let mut parts = Vec::with_capacity(members.members.len());
+    for member in &members.members {
+        let own = member.name == members.answering;
+        let part = describe(if own { address } else { &member.address }).await;
+        parts.push(part.map_err(|error| format!("{error:#}")));
+    }
+    Ok(Answers { address: address.to_owned(), members, nodes, parts })
 }
 
-fn member_statuses(list: &MemberList) -> anyhow::Result<Vec<MemberStatus>> {
+/// A member's part of the directory.
+async fn describe(address: &str) -> anyhow::Result<DescribeReply> {
+    let asked = async {
+        let mut directory = DirectoryClient::connect(format!("http://{address}")).await?;
+        anyhow::Ok(directory.describe(DescribeRequest {}).await?.into_inner())
+    };
+    tokio::time::timeout(DESCRIBED_WITHIN, asked)
+        .await
+        .with_context(|| format!("no answer within {DESCRIBED_WITHIN:?}"))
+        .flatten()
+        .context("describing the directory")
+}
+
+/// The parts of two members as one.
+fn with_part(mut sum: DescribeReply, part: &DescribeReply) -> DescribeReply {
+    sum.keys += part.keys;
+    sum.replicas += part.replicas;
+    sum.bytes += part.bytes;
+    for replicas in &part.nodes {
+        match sum.nodes.iter_mut().find(|known| known.node == replicas.node) {
+            Some(known) => {
+                known.dram += replicas.dram;
+                known.nvme += replicas.nvme;
+            }
+            None => sum.nodes.push(*replicas),
+        }
+    }
+    sum
+}
+
+fn member_statuses(answers: &Answers) -> anyhow::Result<Vec<MemberStatus>> {
+    let list = &answers.members;
     let names =
         list.members.iter().map(|member| MemberName::new(&member.name)).collect::<Result<Vec<_>, _>>()?;
     let map = ShardMap::new(Epoch(list.epoch), names.iter().cloned())?;
-    let status = |(member, name): (&reprise_proto::controlplane::MemberInfo, &MemberName)| MemberStatus {
-        name: member.name.clone(),
-        address: member.address.clone(),
-        incarnation: member.incarnation,
-        slots: map.position(name).map_or(0, |at| map.slots_of(at).count()),
-        asked: member.name == list.answering,
+    let status = |((member, name), part): ((&MemberInfo, &MemberName), &Result<DescribeReply, String>)| {
+        MemberStatus {
+            name: member.name.clone(),
+            address: member.address.clone(),
+            incarnation: member.incarnation,
+            slots: map.position(name).map_or(0, |at| map.slots_of(at).count()),
+            replicas: part.as_ref().map(|part| part.replicas).map_err(Clone::clone),
+            asked: member.name == list.answering,
+        }
     };
-    Ok(list.members.iter().zip(&names).map(status).collect())
+    Ok(list.members.iter().zip(&names).zip(&answers.parts).map(status).collect())
 }
 
 fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
@@ -176,12 +237,13 @@ fn text(status: &Status) -> String {
             },
         ]);
     }
-    let mut members = Table::new(&["member", "address", "slots", "incarnation"]);
+    let mut members = Table::new(&["member", "address", "slots", "replicas", "incarnation"]);
     for member in &status.members {
         members.row(vec![
             if member.asked { format!("{} (asked)", member.name) } else { member.name.clone() },
             member.address.clone(),
             member.slots.to_string(),
+            member.replicas.as_ref().map_or_else(Clone::clone, u64::to_string),
             member.incarnation.to_string(),
         ]);
     }
