@@ -6,7 +6,9 @@
 mod directory;
 mod fixture;
 mod local;
+mod loopback;
 mod matching;
+mod mooncake;
 mod peer;
 mod pool_file;
 mod recovery;
@@ -53,6 +55,9 @@ enum Which {
         /// Replica entries in this process; as many over gRPC, ten million at the most.
         #[arg(long, default_value_t = 10_000_000)]
         entries: usize,
+        /// Another system's master, measured in the same run.
+        #[arg(long)]
+        peer: Option<Peer>,
     },
     /// Opening a pool with a long journal; the agent's memory for each block.
     Recovery {
@@ -62,6 +67,13 @@ enum Which {
     },
     /// All of them.
     All,
+}
+
+/// Systems that ours is measured beside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Peer {
+    /// Mooncake's master; its wheel is installed into an environment of its own in the cache folder.
+    Mooncake,
 }
 
 /// What every benchmark is told.
@@ -100,7 +112,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Which::Local,
         Which::Peer,
         Which::Match,
-        Which::Directory { entries: 10_000_000 },
+        Which::Directory { entries: 10_000_000, peer: None },
         Which::Recovery { entries: 1_000_000 },
     ];
     let chosen = match &args.which {
@@ -113,9 +125,9 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             Which::Local => local::run(&settings)?,
             Which::Peer => peer::run(&settings)?,
             Which::Match => matching::run(&settings)?,
-            Which::Directory { entries } => {
+            Which::Directory { entries, peer } => {
                 let mut figures = directory::run(*entries, &settings)?;
-                figures.extend(service::run((*entries).min(service::ENTRIES_MAX), &settings)?);
+                figures.extend(service::run((*entries).min(service::ENTRIES_MAX), *peer, &settings)?);
                 figures
             }
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,

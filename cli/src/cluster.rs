@@ -14,6 +14,7 @@ mod process;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
 use std::time::Instant;
 
 use anyhow::Context;
@@ -27,7 +28,8 @@ pub(crate) use directory::end_recorded;
 use etcd::Etcd;
 pub(crate) use member::MemberAddresses;
 use member::{Member, all_registered};
-use process::{Process, kill, stop};
+use process::{Process, kill};
+pub(crate) use process::{Launch, stop};
 
 /// File in the cluster's directory that says how to reach it.
 const CLUSTER_FILE: &str = "cluster.json";
@@ -159,6 +161,16 @@ impl Cluster {
             members: self.members.iter().map(Member::addresses).collect(),
             agents: self.agents.iter().map(|agent| agent.addresses.clone()).collect(),
         }
+    }
+
+    /// The cluster's directory.
+    pub(crate) fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Starts a process beside the cluster's own: recorded, so that it ends with them whatever happens.
+    pub(crate) fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<Child> {
+        launch.spawn(Stdio::null(), &mut self.directory)
     }
 
     /// Where etcd tells its metrics, `host:port`.

@@ -4,6 +4,7 @@
 //! of the member is all that it does for them. Client and member share the machine; therefore look-ups are given for each
 //! second of CPU time that the member took, on all its threads, beside what the clock says.
 
+use std::cell::RefCell;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,9 +24,10 @@ use tonic::transport::Channel;
 
 use crate::cluster::{Cluster, ControlPlanes};
 
-use super::Settings;
 use super::fixture::keys;
-use super::report::{Figure, Target, median};
+use super::mooncake::Mooncake;
+use super::report::{Figure, Target, median, paired};
+use super::{Peer, Settings, loopback, mooncake};
 
 /// Entries at the most: their keys are made beforehand and held (160 MB), so that they cost nothing while the member is
 /// measured, and the rebuild that is promised is one of this many.
@@ -49,6 +51,9 @@ const CALLS_AT_ONCE: usize = 8;
 /// Calls of one repetition of the single-key measurement.
 const SINGLE_CALLS: usize = 2000;
 
+/// Calls of one repetition of the comparison of batches.
+const BATCH_CALLS: usize = 200;
+
 /// Seed of the keys.
 const SEED: u64 = 40_000;
 
@@ -67,7 +72,11 @@ struct Beating {
     stop: Arc<AtomicBool>,
 }
 
-pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+pub(super) fn run(
+    entries: usize,
+    peer: Option<Peer>,
+    settings: &Settings,
+) -> anyhow::Result<Vec<Figure>> {
     let mut cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Embedded)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let inventories = Inventories::new(entries);
@@ -80,10 +89,11 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         per_core.push(found / cpu_seconds / 1e6);
         by_clock.push(found / seconds / 1e6);
     }
-    let single = settings
-        .rounds("directory.service_single_key")
-        .map(|repetition| single_key(&cluster, &inventories, repetition))
-        .collect::<anyhow::Result<Vec<f64>>>()?;
+    let mut latency = latency(&cluster, &inventories, settings)?;
+    if peer == Some(Peer::Mooncake) {
+        let mooncake = Mooncake::start(&mut cluster, settings.audience)?;
+        latency.extend(beside_mooncake(mooncake, &cluster, &inventories, settings)?);
+    }
 
     drop(beating);
     let lost = Instant::now();
@@ -92,22 +102,17 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let (beating, _) = announce(&runtime, &cluster, &inventories)?;
     let rebuilt = lost.elapsed().as_secs_f64();
     drop(beating);
-    let millions = |figures| median(figures);
-    let rate = Target::AtLeast(2.0);
-    Ok(vec![
+    let mut figures = vec![
         Figure::absolute(
             "directory.service_lookups_per_server_core",
-            millions(per_core),
+            median(per_core),
             "million keys/s",
-            rate,
+            Target::AtLeast(2.0),
         ),
-        Figure::absolute("directory.service_lookups", millions(by_clock), "million keys/s", Target::None),
-        Figure::absolute(
-            "directory.service_single_key_p50",
-            median(single),
-            "us",
-            Target::AtMost(SINGLE_KEY_MICROSECONDS),
-        ),
+        Figure::absolute("directory.service_lookups", median(by_clock), "million keys/s", Target::None),
+    ];
+    figures.extend(latency);
+    figures.extend([
         Figure::absolute(
             "directory.service_announcements",
             entries as f64 / announced / 1e6,
@@ -115,6 +120,57 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
             Target::None,
         ),
         Figure::absolute(format!("directory.rebuild_{entries}_entries"), rebuilt, "s", Target::AtMost(10.0)),
+    ]);
+    Ok(figures)
+}
+
+/// A single key beside the least that any answer over TCP takes on this machine at this time: a byte there and back.
+fn latency(cluster: &Cluster, inventories: &Inventories, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    let mut repetitions = 0..;
+    let single = paired(
+        settings.rounds("directory.service_single_key"),
+        || loopback::round_trip_us(SINGLE_CALLS),
+        || single_key(cluster, inventories, repetitions.next().expect("endless")),
+    )?;
+    let target = Target::AtMost(SINGLE_KEY_MICROSECONDS);
+    let against = ("a byte over loopback TCP and back", target);
+    Ok(vec![Figure::relative("directory.service_single_key_p50", single, "us", against)])
+}
+
+/// Single keys and batches, one call after the other, by us and by Mooncake in turn.
+fn beside_mooncake(
+    mooncake: Mooncake,
+    cluster: &Cluster,
+    inventories: &Inventories,
+    settings: &Settings,
+) -> anyhow::Result<Vec<Figure>> {
+    let (mut repetitions, mooncake) = (0.., RefCell::new(mooncake));
+    let mut repetition = || repetitions.next().expect("endless");
+    let single = paired(
+        settings.rounds("directory.mooncake_single_key"),
+        || mooncake.borrow_mut().exists(1, SINGLE_CALLS),
+        || single_key(cluster, inventories, repetition()),
+    )?;
+    let rate = |microseconds: f64| LOOKUP_KEYS as f64 / microseconds;
+    let batch = paired(
+        settings.rounds("directory.mooncake_batches"),
+        || mooncake.borrow_mut().exists(LOOKUP_KEYS, BATCH_CALLS).map(rate),
+        || batches(cluster, inventories, repetition()).map(rate),
+    )?;
+    let name = format!("Mooncake {}", mooncake::VERSION);
+    Ok(vec![
+        Figure::relative(
+            "directory.service_single_key_p50_beside_mooncake",
+            single,
+            "us",
+            (name.clone(), Target::RatioAtMost(1.0)),
+        ),
+        Figure::relative(
+            "directory.service_batch_lookups_beside_mooncake",
+            batch,
+            "million keys/s",
+            (name, Target::RatioAtLeast(1.0)),
+        ),
     ])
 }
 
@@ -242,18 +298,29 @@ async fn look_up(mut client: DirectoryClient<Channel>, wanted: Vec<Bytes>) -> an
     Ok(())
 }
 
-/// Median of single-key calls, one after the other, in microseconds. On one thread: a caller that hands its calls to
-/// another thread would measure how long that takes to wake.
+/// Median of single-key calls in microseconds.
 fn single_key(cluster: &Cluster, inventories: &Inventories, repetition: usize) -> anyhow::Result<f64> {
     let wanted = inventories.wanted(repetition, SINGLE_CALLS);
+    let keys = (0..wanted.len()).step_by(BlockKey::SIZE).map(|at| wanted.slice(at..at + BlockKey::SIZE));
+    one_after_the_other(cluster, keys.collect())
+}
+
+/// Median of calls of a thousand keys in microseconds.
+fn batches(cluster: &Cluster, inventories: &Inventories, repetition: usize) -> anyhow::Result<f64> {
+    let call = |call| inventories.wanted(repetition * BATCH_CALLS + call, LOOKUP_KEYS);
+    one_after_the_other(cluster, (0..BATCH_CALLS).map(call).collect())
+}
+
+/// Median time of these calls in microseconds. On one thread: a caller that hands its calls to another thread would
+/// measure how long that takes to wake.
+fn one_after_the_other(cluster: &Cluster, calls: Vec<Bytes>) -> anyhow::Result<f64> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let client = directory(cluster).await?;
-        let mut microseconds = Vec::with_capacity(SINGLE_CALLS);
-        for call in 0..SINGLE_CALLS {
-            let key = wanted.slice(call * BlockKey::SIZE..(call + 1) * BlockKey::SIZE);
+        let mut microseconds = Vec::with_capacity(calls.len());
+        for keys in calls {
             let began = Instant::now();
-            look_up(client.clone(), vec![key]).await?;
+            look_up(client.clone(), vec![keys]).await?;
             microseconds.push(began.elapsed().as_secs_f64() * 1e6);
         }
         Ok(median(microseconds))

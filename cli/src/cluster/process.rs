@@ -24,15 +24,15 @@ const TAIL_LINES: usize = 15;
 
 /// What is started, and where its words go.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Launch<'a> {
+pub(crate) struct Launch<'a> {
     /// The binary.
-    pub(super) program: &'a Path,
+    pub(crate) program: &'a Path,
     /// Name of the argument before the configuration.
-    pub(super) argument: &'a str,
+    pub(crate) argument: &'a str,
     /// Its configuration, by which it is found again.
-    pub(super) config: &'a Path,
+    pub(crate) config: &'a Path,
     /// Its standard error.
-    pub(super) log: &'a Path,
+    pub(crate) log: &'a Path,
 }
 
 /// A child process that has said that it is ready.
@@ -111,7 +111,7 @@ impl Process {
 }
 
 /// A binary beside this one.
-pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
+pub(super) fn binary(program: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("cannot find this program's own file")?;
     let path = own.with_file_name(program);
     if !path.exists() {
@@ -121,7 +121,7 @@ pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// Ends a process with SIGKILL: nothing of it gets a chance to tidy up.
-pub(crate) fn kill(child: &mut Child) -> anyhow::Result<()> {
+pub(super) fn kill(child: &mut Child) -> anyhow::Result<()> {
     child.kill().context("killing a process")?;
     child.wait().context("waiting for a killed process")?;
     Ok(())
