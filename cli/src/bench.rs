@@ -4,6 +4,8 @@
 //! medians and the median of the ratios ([`report`]). Everything is bounded: bytes, repetitions, time.
 
 mod directory;
+mod etcd;
+mod failover;
 mod fixture;
 mod local;
 mod loopback;
@@ -65,7 +67,15 @@ enum Which {
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
-    /// All of them.
+    /// What etcd keeps for a thousand blocks and for many: it is to be the same.
+    Etcd {
+        /// Blocks of the larger measurement.
+        #[arg(long, default_value_t = 1_000_000)]
+        entries: usize,
+    },
+    /// One of three control-plane members is killed: how long its keys are missed.
+    Failover,
+    /// All of them; those with etcd need its binary (`make etcd`).
     All,
 }
 
@@ -114,6 +124,8 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Which::Match,
         Which::Directory { entries: 10_000_000, peer: None },
         Which::Recovery { entries: 1_000_000 },
+        Which::Etcd { entries: 1_000_000 },
+        Which::Failover,
     ];
     let chosen = match &args.which {
         Which::All => all.as_slice(),
@@ -131,6 +143,8 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
                 figures
             }
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,
+            Which::Etcd { entries } => etcd::run(*entries, &settings)?,
+            Which::Failover => failover::run(&settings)?,
             Which::All => continue,
         };
         report::print(audience, &figures);

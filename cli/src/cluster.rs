@@ -28,8 +28,8 @@ pub(crate) use directory::end_recorded;
 use etcd::Etcd;
 pub(crate) use member::MemberAddresses;
 use member::{Member, all_registered};
-use process::{Process, kill};
 pub(crate) use process::{Launch, stop};
+use process::{Process, kill};
 
 /// File in the cluster's directory that says how to reach it.
 const CLUSTER_FILE: &str = "cluster.json";
@@ -124,8 +124,7 @@ impl Cluster {
     pub(crate) fn start_controlplane(directory: &Path, control: ControlPlanes) -> anyhow::Result<Cluster> {
         let claimed = ClusterDirectory::claim(directory)?;
         interrupt::ends_cluster(directory)?;
-        let mut cluster =
-            Cluster { etcd: None, members: Vec::new(), agents: Vec::new(), directory: claimed };
+        let mut cluster = Cluster { etcd: None, members: Vec::new(), agents: Vec::new(), directory: claimed };
         match control {
             ControlPlanes::Embedded => {
                 let store = directory.join("controlplane.redb");

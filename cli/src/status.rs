@@ -118,6 +118,18 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
     Ok(())
 }
 
+/// The members' parts of the directory together; an error when a listed member does not answer.
+pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<DescribeReply> {
+    let addresses: Vec<String> = cluster.members.iter().map(|member| member.grpc.clone()).collect();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let answers = runtime.block_on(ask_any(&addresses))?;
+    let mut sum = DescribeReply::default();
+    for part in answers.parts {
+        sum = with_part(sum, &part.map_err(anyhow::Error::msg)?);
+    }
+    Ok(sum)
+}
+
 /// What the first member that answers says; the error is the last one's.
 async fn ask_any(addresses: &[String]) -> anyhow::Result<Answers> {
     let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
@@ -186,16 +198,15 @@ fn member_statuses(answers: &Answers) -> anyhow::Result<Vec<MemberStatus>> {
     let names =
         list.members.iter().map(|member| MemberName::new(&member.name)).collect::<Result<Vec<_>, _>>()?;
     let map = ShardMap::new(Epoch(list.epoch), names.iter().cloned())?;
-    let status = |((member, name), part): ((&MemberInfo, &MemberName), &Result<DescribeReply, String>)| {
-        MemberStatus {
+    let status =
+        |((member, name), part): ((&MemberInfo, &MemberName), &Result<DescribeReply, String>)| MemberStatus {
             name: member.name.clone(),
             address: member.address.clone(),
             incarnation: member.incarnation,
             slots: map.position(name).map_or(0, |at| map.slots_of(at).count()),
             replicas: part.as_ref().map(|part| part.replicas).map_err(Clone::clone),
             asked: member.name == list.answering,
-        }
-    };
+        };
     Ok(list.members.iter().zip(&names).zip(&answers.parts).map(status).collect())
 }
 

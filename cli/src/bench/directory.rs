@@ -68,11 +68,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let insert_seconds = started.elapsed().as_secs_f64();
     let peak = resident::peak_bytes()?.saturating_sub(before);
     let size = directory.size();
-    ensure!(
-        size.replicas == entries as u64,
-        "{} of {entries} replicas are in the directory",
-        size.replicas
-    );
+    ensure!(size.replicas == entries as u64, "{} of {entries} replicas are in the directory", size.replicas);
 
     let rates = settings
         .rounds("directory.lookups")

@@ -97,7 +97,9 @@ impl Mooncake {
         std::thread::spawn(move || {
             let answers = output.lines().map_while(Result::ok);
             // The library may print lines of its own.
-            answers.filter_map(|line| serde_json::from_str(&line).ok()).try_for_each(|answer| sender.send(answer))
+            answers
+                .filter_map(|line| serde_json::from_str(&line).ok())
+                .try_for_each(|answer| sender.send(answer))
         });
         let requests = client.stdin.take();
         let mooncake = Mooncake { client, requests, answers, master, log };
@@ -153,7 +155,10 @@ fn install(python: &Path, audience: Audience) -> anyhow::Result<PathBuf> {
     let installed = Command::new(python).args(["-m", "pip", "install", "--quiet", &wheel]).output();
     succeeded(installed, "pip must reach a package index, or the wheel must be in its cache")?;
     package(python).with_context(|| {
-        format!("{WHEEL} {VERSION} is installed in {} and cannot be used on this machine", environment.display())
+        format!(
+            "{WHEEL} {VERSION} is installed in {} and cannot be used on this machine",
+            environment.display()
+        )
     })
 }
 
@@ -179,7 +184,8 @@ fn free_address() -> anyhow::Result<String> {
 
 /// The master's flags, one a line; it takes host and port apart.
 fn master_flags(address: &str) -> anyhow::Result<String> {
-    let split = |address: &str| address.rsplit_once(':').map(|(host, port)| (host.to_owned(), port.to_owned()));
+    let split =
+        |address: &str| address.rsplit_once(':').map(|(host, port)| (host.to_owned(), port.to_owned()));
     let (host, port) = split(address).context("an address without a port")?;
     let (_, metrics) = split(&free_address()?).context("an address without a port")?;
     Ok(format!(

@@ -61,22 +61,18 @@ const SEED: u64 = 40_000;
 const SINGLE_KEY_MICROSECONDS: f64 = 62.0;
 
 /// The nodes' inventories, ready to be sent.
-struct Inventories {
+pub(super) struct Inventories {
     /// Of each node, packed keys by update.
     nodes: Vec<Vec<Bytes>>,
     entries: usize,
 }
 
 /// Nodes that are registered and beat until this is dropped.
-struct Beating {
+pub(super) struct Beating {
     stop: Arc<AtomicBool>,
 }
 
-pub(super) fn run(
-    entries: usize,
-    peer: Option<Peer>,
-    settings: &Settings,
-) -> anyhow::Result<Vec<Figure>> {
+pub(super) fn run(entries: usize, peer: Option<Peer>, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let mut cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Embedded)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let inventories = Inventories::new(entries);
@@ -175,7 +171,7 @@ fn beside_mooncake(
 }
 
 impl Inventories {
-    fn new(entries: usize) -> Inventories {
+    pub(super) fn new(entries: usize) -> Inventories {
         let of_node = |node: usize| {
             let count = entries / NODES + usize::from(node < entries % NODES);
             let update = |first: usize| {
@@ -202,7 +198,7 @@ impl Inventories {
 }
 
 /// Registers the nodes and announces their inventories, all at once; the seconds until the directory has them.
-fn announce(
+pub(super) fn announce(
     runtime: &Runtime,
     cluster: &Cluster,
     inventories: &Inventories,

@@ -132,7 +132,10 @@ fn url(port: u16) -> String {
 fn binary() -> anyhow::Result<PathBuf> {
     let path = cache_directory().join("bin").join(BINARY);
     if !path.is_file() {
-        bail!("{} is missing: build it with `make etcd` in the source tree (e2e/etcd/build.sh)", path.display());
+        bail!(
+            "{} is missing: build it with `make etcd` in the source tree (e2e/etcd/build.sh)",
+            path.display()
+        );
     }
     Ok(path)
 }
