@@ -110,6 +110,11 @@ impl ClusterFile {
         })?;
         serde_json::from_str(&text).with_context(|| format!("{} is not a cluster file", path.display()))
     }
+
+    /// Where the members' gRPC services are.
+    pub(crate) fn grpc_addresses(&self) -> Vec<String> {
+        self.members.iter().map(|member| member.grpc.clone()).collect()
+    }
 }
 
 impl Cluster {

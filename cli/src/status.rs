@@ -9,7 +9,7 @@ use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberInfo, MemberList, NodeInfo,
+    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo, NodeReplicas,
 };
 use serde::Serialize;
 
@@ -18,11 +18,11 @@ use crate::config::Config;
 use crate::http;
 use crate::output::{Audience, Table, bytes_text};
 
-/// Bound on connecting to one member, and all that it and the others are asked.
+/// Bound on connecting to the control plane and both calls together.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Bound on what another member is asked: a dead one is listed until its lease has ended.
-const DESCRIBED_WITHIN: Duration = Duration::from_secs(1);
+/// Bound on the part of one member: the others are shown when one hangs.
+const MEMBER_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
@@ -38,13 +38,11 @@ pub(crate) struct StatusArgs {
 /// The whole status, as printed for programs.
 #[derive(Debug, Serialize)]
 struct Status {
-    /// The member that was asked.
     controlplane: String,
     /// The registration of the member that was asked is certain.
     registered: bool,
     members_epoch: u64,
     members: Vec<MemberStatus>,
-    /// The members' parts together.
     directory_keys: u64,
     directory_replicas: u64,
     directory_bytes: u64,
@@ -59,20 +57,29 @@ struct MemberStatus {
     incarnation: u64,
     /// Hash slots of the directory that are its own by the map.
     slots: usize,
-    /// Replicas in its part of the directory, or why it could not be asked.
-    replicas: Result<u64, String>,
     /// It is the one that was asked.
     asked: bool,
+    /// Its part of the directory, or why it could not be asked.
+    directory: Result<Part, String>,
 }
 
-/// What a member answers for all.
+/// A member's part of the directory.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Part {
+    replicas: u64,
+    /// Slots that are its own, and those of them of which some node has not announced its whole inventory.
+    slots_owned: u32,
+    slots_partial: u32,
+}
+
+/// What a member answers.
 struct Answers {
     /// Who was asked.
     address: String,
     members: MemberList,
     nodes: Vec<NodeInfo>,
-    /// Of each member, its part of the directory, or why it could not be asked.
-    parts: Vec<Result<DescribeReply, String>>,
+    /// Of each member, in the order of the list.
+    directories: Vec<Result<DescribeReply, String>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -97,37 +104,33 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
         Some(address) => vec![address.clone()],
         None => {
             let directory = config.cluster.directory(args.cluster.as_deref());
-            ClusterFile::read(&directory)?.members.into_iter().map(|member| member.grpc).collect()
+            ClusterFile::read(&directory)?.grpc_addresses()
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let answers = runtime.block_on(ask_any(&addresses))?;
-    let directory = answers.parts.iter().flatten().fold(DescribeReply::default(), with_part);
+    let Answers { address, members, nodes, directories } = runtime.block_on(ask_any(&addresses))?;
+    let answered: Vec<&DescribeReply> = directories.iter().flatten().collect();
+    let sum = |of: fn(&DescribeReply) -> u64| answered.iter().map(|directory| of(directory)).sum();
     let status = Status {
-        registered: answers.members.registered,
-        members_epoch: answers.members.epoch,
-        members: member_statuses(&answers)?,
-        controlplane: answers.address,
-        directory_keys: directory.keys,
-        directory_replicas: directory.replicas,
-        directory_bytes: directory.bytes,
-        nodes: answers.nodes.into_iter().map(|node| node_status(node, &directory)).collect(),
+        controlplane: address,
+        registered: members.registered,
+        members_epoch: members.epoch,
+        members: member_statuses(&members, &directories)?,
+        directory_keys: sum(|directory| directory.keys),
+        directory_replicas: sum(|directory| directory.replicas),
+        directory_bytes: sum(|directory| directory.bytes),
+        nodes: nodes.into_iter().map(|node| node_status(node, &answered)).collect(),
     };
     audience.emit(&status);
     audience.say(text(&status));
     Ok(())
 }
 
-/// The members' parts of the directory together; an error when a listed member does not answer.
-pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<DescribeReply> {
-    let addresses: Vec<String> = cluster.members.iter().map(|member| member.grpc.clone()).collect();
+/// The members' parts of the directory; an error when a listed member does not answer.
+pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<Vec<DescribeReply>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let answers = runtime.block_on(ask_any(&addresses))?;
-    let mut sum = DescribeReply::default();
-    for part in answers.parts {
-        sum = with_part(sum, &part.map_err(anyhow::Error::msg)?);
-    }
-    Ok(sum)
+    let answers = runtime.block_on(ask_any(&cluster.grpc_addresses()))?;
+    answers.directories.into_iter().map(|part| part.map_err(anyhow::Error::msg)).collect()
 }
 
 /// What the first member that answers says; the error is the last one's.
@@ -154,64 +157,50 @@ async fn ask(address: &str) -> anyhow::Result<Answers> {
     let members =
         membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
-    let mut parts = Vec::with_capacity(members.members.len());
+    let mut directories = Vec::with_capacity(members.members.len());
     for member in &members.members {
-        let own = member.name == members.answering;
-        let part = describe(if own { address } else { &member.address }).await;
-        parts.push(part.map_err(|error| format!("{error:#}")));
+        // The one that answers is reached where it has answered.
+        let at = if member.name == members.answering { address } else { &member.address };
+        let described = tokio::time::timeout(MEMBER_ANSWERS_WITHIN, describe(at)).await;
+        let late = |_| Err(anyhow::anyhow!("no answer within {MEMBER_ANSWERS_WITHIN:?}"));
+        directories.push(described.unwrap_or_else(late).map_err(|error| format!("{error:#}")));
     }
-    Ok(Answers { address: address.to_owned(), members, nodes, parts })
+    Ok(Answers { address: address.to_owned(), members, nodes, directories })
 }
 
-/// A member's part of the directory.
 async fn describe(address: &str) -> anyhow::Result<DescribeReply> {
-    let asked = async {
-        let mut directory = DirectoryClient::connect(format!("http://{address}")).await?;
-        anyhow::Ok(directory.describe(DescribeRequest {}).await?.into_inner())
-    };
-    tokio::time::timeout(DESCRIBED_WITHIN, asked)
-        .await
-        .with_context(|| format!("no answer within {DESCRIBED_WITHIN:?}"))
-        .flatten()
-        .context("describing the directory")
+    let mut directory = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
+    Ok(directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner())
 }
 
-/// The parts of two members as one.
-fn with_part(mut sum: DescribeReply, part: &DescribeReply) -> DescribeReply {
-    sum.keys += part.keys;
-    sum.replicas += part.replicas;
-    sum.bytes += part.bytes;
-    for replicas in &part.nodes {
-        match sum.nodes.iter_mut().find(|known| known.node == replicas.node) {
-            Some(known) => {
-                known.dram += replicas.dram;
-                known.nvme += replicas.nvme;
-            }
-            None => sum.nodes.push(*replicas),
-        }
-    }
-    sum
-}
-
-fn member_statuses(answers: &Answers) -> anyhow::Result<Vec<MemberStatus>> {
-    let list = &answers.members;
+fn member_statuses(
+    list: &MemberList,
+    directories: &[Result<DescribeReply, String>],
+) -> anyhow::Result<Vec<MemberStatus>> {
     let names =
         list.members.iter().map(|member| MemberName::new(&member.name)).collect::<Result<Vec<_>, _>>()?;
     let map = ShardMap::new(Epoch(list.epoch), names.iter().cloned())?;
-    let status =
-        |((member, name), part): ((&MemberInfo, &MemberName), &Result<DescribeReply, String>)| MemberStatus {
+    let mut statuses = Vec::with_capacity(names.len());
+    for ((member, name), directory) in list.members.iter().zip(&names).zip(directories) {
+        statuses.push(MemberStatus {
             name: member.name.clone(),
             address: member.address.clone(),
             incarnation: member.incarnation,
-            slots: map.position(name).map_or(0, |at| map.slots_of(at).count()),
-            replicas: part.as_ref().map(|part| part.replicas).map_err(Clone::clone),
+            slots: map.owned_by(name).len(),
             asked: member.name == list.answering,
-        };
-    Ok(list.members.iter().zip(&names).zip(&answers.parts).map(status).collect())
+            directory: directory.as_ref().map_err(Clone::clone).map(|directory| Part {
+                replicas: directory.replicas,
+                slots_owned: directory.slots_owned,
+                slots_partial: directory.slots_partial,
+            }),
+        });
+    }
+    Ok(statuses)
 }
 
-fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
-    let replicas = directory.nodes.iter().find(|replicas| replicas.node == node.node);
+fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
+    let of_node = directories.iter().flat_map(|directory| &directory.nodes);
+    let replicas: Vec<&NodeReplicas> = of_node.filter(|replicas| replicas.node == node.node).collect();
     let agent = http::get(&node.admin_address, "/status")
         .and_then(|body| serde_json::from_str(&body).context("not JSON"))
         .map_err(|error| format!("{error:#}"));
@@ -222,8 +211,8 @@ fn node_status(node: NodeInfo, directory: &DescribeReply) -> NodeStatus {
         epoch: node.epoch,
         version: node.version,
         peer_address: node.peer_address,
-        replicas_dram: replicas.map_or(0, |replicas| replicas.dram),
-        replicas_nvme: replicas.map_or(0, |replicas| replicas.nvme),
+        replicas_dram: replicas.iter().map(|replicas| replicas.dram).sum(),
+        replicas_nvme: replicas.iter().map(|replicas| replicas.nvme).sum(),
         dram_bytes: node.dram_bytes,
         nvme_bytes: node.nvme_bytes,
         agent,
@@ -248,14 +237,19 @@ fn text(status: &Status) -> String {
             },
         ]);
     }
-    let mut members = Table::new(&["member", "address", "slots", "replicas", "incarnation"]);
+    let mut members = Table::new(&["member", "address", "slots", "incarnation", "replicas", "directory"]);
     for member in &status.members {
         members.row(vec![
             if member.asked { format!("{} (asked)", member.name) } else { member.name.clone() },
             member.address.clone(),
             member.slots.to_string(),
-            member.replicas.as_ref().map_or_else(Clone::clone, u64::to_string),
             member.incarnation.to_string(),
+            member.directory.as_ref().map_or_else(|_| "?".to_owned(), |part| part.replicas.to_string()),
+            match &member.directory {
+                Ok(part) if part.slots_partial > 0 => format!("{} slots partial", part.slots_partial),
+                Ok(_) => "whole".to_owned(),
+                Err(error) => error.clone(),
+            },
         ]);
     }
     let registered = if status.registered { "" } else { " (NOT REGISTERED among the members)" };

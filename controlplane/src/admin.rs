@@ -53,6 +53,8 @@ struct DirectoryView {
     bytes: u64,
     updates: u64,
     lookups: u64,
+    slots_owned: usize,
+    slots_partial: usize,
     nodes: Vec<NodeReplicasView>,
 }
 
@@ -132,6 +134,8 @@ async fn directory(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
         bytes: size.bytes,
         updates: size.updates,
         lookups: admin.cluster.metrics.lookup_keys.get(),
+        slots_owned: size.slots_owned,
+        slots_partial: size.slots_partial,
         nodes: nodes
             .map(|node| NodeReplicasView { node: node.node.0, dram: node.dram, nvme: node.nvme })
             .collect(),

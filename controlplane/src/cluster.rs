@@ -5,14 +5,14 @@
 //! * Neither is held across an await, nor both at once.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord,
+    Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Standing,
 };
-use reprise_policy::{Epoch, NodeId, Tick};
+use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo, WatchReply};
 use tokio::sync::broadcast;
 use tonic::Status;
@@ -33,6 +33,8 @@ pub struct Cluster {
     start: Instant,
     members: Mutex<Members>,
     directory: RwLock<Directory>,
+    /// Of the directory's slots; apart, so that heartbeats take no lock for it.
+    slots_version: AtomicU64,
     node_news: broadcast::Sender<News<NodeChange>>,
     directory_news: broadcast::Sender<News<WatchReply>>,
     watchers: AtomicUsize,
@@ -64,6 +66,7 @@ impl Cluster {
             start: Instant::now(),
             members: Mutex::new(Members::new(settings)),
             directory: RwLock::new(Directory::new()),
+            slots_version: AtomicU64::new(0),
             node_news: broadcast::Sender::new(NODE_NEWS_MAX),
             directory_news: broadcast::Sender::new(DIRECTORY_NEWS_MAX),
             watchers: AtomicUsize::new(0),
@@ -91,10 +94,54 @@ impl Cluster {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nodes that the store knows: absent until they register.
+    /// Nodes that the store knows: absent until they register, and waited for.
     pub fn restore(&self, records: Vec<NodeRecord>) {
+        let mut directory = self.directory_mut();
+        records.iter().for_each(|record| directory.expect(record.node));
+        drop(directory);
         let mut members = self.members();
         records.into_iter().for_each(|record| members.restore(record));
+    }
+
+    /// Those that have not registered are waited for no longer.
+    pub fn give_up_absent(&self) {
+        let absent: Vec<NodeId> = {
+            let members = self.members();
+            let absent = members.iter().filter(|(_, state)| *state == MemberState::Absent);
+            absent.map(|(record, _)| record.node).collect()
+        };
+        let mut directory = self.directory_mut();
+        absent.into_iter().for_each(|node| directory.give_up(node));
+    }
+
+    /// From now on the directory has exactly these slots.
+    pub fn own(&self, slots: &SlotSet) {
+        let mut directory = self.directory_mut();
+        if directory.owned() == slots {
+            return;
+        }
+        let lost = directory.owned().without(slots).len();
+        directory.own(slots);
+        self.slots_version.store(directory.version(), Ordering::Relaxed);
+        tracing::info!(slots = slots.len(), lost, "slots of this member");
+        if lost > 0 {
+            self.tell_changes(|| WatchReply { missed: true, ..WatchReply::default() });
+        }
+    }
+
+    /// The slots that the directory has.
+    pub fn owned(&self) -> SlotSet {
+        self.directory().owned().clone()
+    }
+
+    /// Higher whenever the directory has other slots.
+    pub fn slots_version(&self) -> u64 {
+        self.slots_version.load(Ordering::Relaxed)
+    }
+
+    /// What a registered node has to announce; `None`: it must register again.
+    pub fn standing(&self, node: NodeId, epoch: Epoch) -> Option<Standing> {
+        self.directory().standing(node, epoch)
     }
 
     /// A node's new registration is in the store: from now on it is alive, with an empty inventory.

@@ -4,17 +4,18 @@
 //! lock, up to 512 KiB out; allocations are per batch, none per key. Between parts other tasks run, and one worker is
 //! always free of parts ([`Turns`]), so that heartbeats wait for nobody.
 
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use reprise_controlplane_core::{Begin, Changes, Found, LiveNodes, Update, Updated};
-use reprise_policy::{BlockKey, Epoch, NodeId};
+use reprise_controlplane_core::{Changes, Found, LiveNodes, Opening, Update, Updated};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 use reprise_proto::controlplane::directory_server::Directory;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, LookupReply, LookupRequest, NodeReplicas, UpdateReply, UpdateRequest,
-    WatchReply, WatchRequest,
+    DescribeReply, DescribeRequest, LookupReply, LookupRequest, NodeReplicas, SlotsReply, SlotsRequest,
+    UpdateReply, UpdateRequest, WatchReply, WatchRequest,
 };
 use reprise_proto::local::KEYS_PER_CALL_MAX;
 use tokio_stream::wrappers::BroadcastStream;
@@ -25,6 +26,7 @@ use tonic::{Request, Response, Status};
 use crate::cluster::{Cluster, News, replaced};
 use crate::membership::node_number;
 use crate::metrics::{Call, UpdateResult, WatchLabels, WatchOf};
+use crate::shards::Shards;
 use crate::turns::Turns;
 
 /// Keys worked on under one taking of the directory's lock: 0.1 ms of lookups, 0.4 ms of changes.
@@ -36,6 +38,7 @@ const REPLICA_BYTES: usize = 4;
 #[derive(Debug)]
 pub struct DirectoryService {
     cluster: Arc<Cluster>,
+    shards: Arc<Shards>,
     turns: Turns,
 }
 
@@ -44,8 +47,8 @@ pub type DirectoryChanges = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>
 
 impl DirectoryService {
     /// A service over the shared state.
-    pub fn new(cluster: Arc<Cluster>, turns: Turns) -> DirectoryService {
-        DirectoryService { cluster, turns }
+    pub fn new(cluster: Arc<Cluster>, shards: Arc<Shards>, turns: Turns) -> DirectoryService {
+        DirectoryService { cluster, shards, turns }
     }
 
     /// Applies a checked batch, part by part.
@@ -55,44 +58,58 @@ impl DirectoryService {
             between_parts(first).await;
             let last = batch.count.min(first + PART_KEYS);
             match self.apply_part(batch, first..last) {
-                Updated::Fenced => return UpdateReply { fenced: true, expected_sequence: 0 },
+                Updated::Fenced => return UpdateReply { fenced: true, ..UpdateReply::default() },
                 Updated::Expecting { expected, .. } => {
                     expected_sequence = expected;
                     // Behind this part: something is missing, the rest would be refused as well.
-                    if expected < batch.sequence + last as u64 {
+                    if expected < batch.number_of(last) {
                         break;
                     }
                 }
             }
         }
-        UpdateReply { fenced: false, expected_sequence }
+        let slots_version = self.cluster.slots_version();
+        UpdateReply { fenced: false, expected_sequence, slots_version }
     }
 
     /// Applies one part and tells the watchers what of it was new, in one taking of the lock.
-    fn apply_part(&self, batch: &Batch, part: std::ops::Range<usize>) -> Updated {
+    fn apply_part(&self, batch: &Batch, part: Range<usize>) -> Updated {
         let (node, first) = (batch.node, part.start);
-        let begin = if first == 0 { batch.begin } else { Begin::Continue };
+        let opening = if first == 0 { batch.opening() } else { Opening::Nothing };
+        let ends = if part.end == batch.count { &batch.ends } else { &SlotSet::EMPTY };
+        let sequence = if first == 0 { batch.sequence } else { batch.number_of(first) };
         let changes = Changes::parse(&batch.keys, &batch.operations).expect("checked on arrival").range(part);
-        let sequence = batch.sequence + first as u64;
         let mut directory = self.cluster.directory_mut();
-        let updated = directory.update(&Update { node, epoch: batch.epoch, sequence, begin, changes });
+        let update = Update { node, epoch: batch.epoch, sequence, opening, changes, ends };
+        let updated = directory.update(&update);
         if let Updated::Expecting { applied, expected } = &updated {
-            // An inventory that was taken has moved what is expected to its own end.
-            if begin == Begin::Inventory && *expected == sequence + changes.len() as u64 {
+            // An opening that was taken has moved what is expected to the end of its part.
+            if opening != Opening::Nothing && *expected == batch.number_of(first + changes.len()) {
                 self.cluster.tell_changes(|| replaced(node));
             }
-            if !applied.is_empty() {
-                let of = first + applied.start..first + applied.end;
-                self.cluster.tell_changes(|| WatchReply {
-                    node: u32::from(node.0),
-                    keys: batch.keys.slice(of.start * BlockKey::SIZE..of.end * BlockKey::SIZE),
-                    operations: batch.operations.slice(of),
-                    missed: false,
-                });
-                self.cluster.metrics.changes.inc_by(applied.len() as u64);
+            let taken = |at: &usize| {
+                let key = &batch.keys[at * BlockKey::SIZE..(at + 1) * BlockKey::SIZE];
+                directory.takes(node, &BlockKey(key.try_into().expect("one key")))
+            };
+            let taken: Vec<usize> = (first + applied.start..first + applied.end).filter(taken).collect();
+            if !taken.is_empty() {
+                self.cluster.tell_changes(|| batch.news(&taken));
+                self.cluster.metrics.changes.inc_by(taken.len() as u64);
             }
         }
         updated
+    }
+
+    /// Of a member whose place in the map is not certain nobody gets an answer.
+    fn find_nothing(&self, keys: usize) -> LookupReply {
+        let keys = u32::try_from(keys).expect("few enough for one call");
+        let map_epoch = self.shards.view().map_or(0, |view| view.map.epoch().0);
+        LookupReply {
+            offsets: vec![0; keys as usize + 1],
+            elsewhere: (0..keys).collect(),
+            map_epoch,
+            ..LookupReply::default()
+        }
     }
 
     /// Finds replicas, part by part.
@@ -100,11 +117,14 @@ impl DirectoryService {
         let mut found = Found::default();
         let mut offsets = Vec::with_capacity(keys.len() + 1);
         let mut replicas = Vec::new();
+        let (mut elsewhere, mut partial) = (Vec::new(), 0);
         offsets.push(0);
         let mut keys_found = 0;
-        for (number, part) in keys.chunks(PART_KEYS).enumerate() {
-            between_parts(number).await;
+        for (first, part) in (0u32..).step_by(PART_KEYS).zip(keys.chunks(PART_KEYS)) {
+            between_parts(first as usize).await;
             self.cluster.directory().lookup(part, live, asking, &mut found);
+            elsewhere.extend(found.elsewhere().iter().map(|index| first + index));
+            partial += found.partial();
             let before = *offsets.last().expect("it begins with 0");
             offsets.extend(found.offsets()[1..].iter().map(|offset| before + offset));
             keys_found += found.offsets().windows(2).filter(|bounds| bounds[0] < bounds[1]).count() as u64;
@@ -118,12 +138,27 @@ impl DirectoryService {
         metrics.lookups.inc();
         metrics.lookup_keys.inc_by(keys.len() as u64);
         metrics.lookup_keys_found.inc_by(keys_found);
-        LookupReply { offsets, replicas: replicas.into() }
+        metrics.lookup_keys_elsewhere.inc_by(elsewhere.len() as u64);
+        metrics.lookup_keys_partial.inc_by(u64::from(partial));
+        LookupReply { offsets, replicas: replicas.into(), map_epoch: 0, elsewhere, partial }
     }
 }
 
 #[tonic::async_trait]
 impl Directory for DirectoryService {
+    async fn slots(&self, request: Request<SlotsRequest>) -> Result<Response<SlotsReply>, Status> {
+        let SlotsRequest { node, epoch } = request.into_inner();
+        let Some(standing) = self.cluster.standing(node_number(node)?, Epoch(epoch)) else {
+            return Ok(Response::new(SlotsReply { fenced: true, ..SlotsReply::default() }));
+        };
+        Ok(Response::new(SlotsReply {
+            fenced: false,
+            slots_version: standing.version,
+            owned: Bytes::copy_from_slice(&standing.owned.to_bytes()),
+            wanted: Bytes::copy_from_slice(&standing.wanted.to_bytes()),
+        }))
+    }
+
     #[tracing::instrument(level = "debug", skip_all, fields(node = request.get_ref().node))]
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<UpdateReply>, Status> {
         let start = Instant::now();
@@ -132,7 +167,7 @@ impl Directory for DirectoryService {
         let batch =
             Batch::check(request.into_inner()).inspect_err(|_| metrics.updated(UpdateResult::invalid))?;
         let reply = self.apply(&batch).await;
-        let end = batch.sequence + batch.count as u64;
+        let end = batch.number_of(batch.count);
         metrics.updated(match &reply {
             UpdateReply { fenced: true, .. } => UpdateResult::fenced,
             UpdateReply { expected_sequence, .. } if *expected_sequence < end => UpdateResult::gap,
@@ -155,8 +190,16 @@ impl Directory for DirectoryService {
                 keys.len()
             ))
         })?;
-        let live = self.cluster.live();
-        let reply = self.find(&keys, &live, asking).await;
+        // Looked at before the answer is made and after: it may have run out meanwhile.
+        let reply = match self.shards.certain_map() {
+            None => self.find_nothing(keys.len()),
+            Some(view) => {
+                let live = self.cluster.live();
+                let reply = self.find(&keys, &live, asking).await;
+                LookupReply { map_epoch: view.map.epoch().0, ..reply }
+            }
+        };
+        let reply = if self.shards.is_registered() { reply } else { self.find_nothing(keys.len()) };
         self.cluster.metrics.took(Call::lookup, start.elapsed());
         Ok(Response::new(reply))
     }
@@ -175,6 +218,8 @@ impl Directory for DirectoryService {
             lookups: self.cluster.metrics.lookup_keys.get(),
             updates: size.updates,
             nodes: nodes.collect(),
+            slots_owned: u32::try_from(size.slots_owned).expect("16 bits"),
+            slots_partial: u32::try_from(size.slots_partial).expect("16 bits"),
         }))
     }
 
@@ -204,7 +249,10 @@ struct Batch {
     node: NodeId,
     epoch: Epoch,
     sequence: u64,
-    begin: Begin,
+    /// Everything announced before is gone.
+    reset: bool,
+    begins: SlotSet,
+    ends: SlotSet,
     keys: Bytes,
     operations: Bytes,
     count: usize,
@@ -212,18 +260,56 @@ struct Batch {
 
 impl Batch {
     fn check(request: UpdateRequest) -> Result<Batch, Status> {
-        let UpdateRequest { node, epoch, sequence, keys, operations, reset } = request;
+        let UpdateRequest { node, epoch, sequence, keys, operations, reset, begins, ends } = request;
         let node = node_number(node)?;
         check_count(operations.len().max(keys.len() / BlockKey::SIZE))?;
         let count = Changes::parse(&keys, &operations)
             .map_err(|error| Status::invalid_argument(error.to_string()))?
             .len();
-        if sequence.checked_add(count as u64).is_none() {
+        if sequence.checked_add(count as u64 + 1).is_none() {
             return Err(Status::invalid_argument(format!("sequence {sequence}: count changes from 0")));
         }
-        let begin = if reset { Begin::Inventory } else { Begin::Continue };
-        Ok(Batch { node, epoch: Epoch(epoch), sequence, begin, keys, operations, count })
+        let (begins, ends) = (slot_set("begins", &begins)?, slot_set("ends", &ends)?);
+        Ok(Batch { node, epoch: Epoch(epoch), sequence, reset, begins, ends, keys, operations, count })
     }
+
+    fn opening(&self) -> Opening<'_> {
+        match (self.reset, self.begins.is_empty()) {
+            (true, _) => Opening::Anew(&self.begins),
+            (false, false) => Opening::Slots(&self.begins),
+            (false, true) => Opening::Nothing,
+        }
+    }
+
+    /// Sequence number of the change at an index.
+    fn number_of(&self, change: usize) -> u64 {
+        self.sequence + u64::from(self.opening() != Opening::Nothing) + change as u64
+    }
+
+    /// Some of its changes for watchers.
+    fn news(&self, changes: &[usize]) -> WatchReply {
+        let keys = changes.iter().flat_map(|at| &self.keys[at * BlockKey::SIZE..(at + 1) * BlockKey::SIZE]);
+        WatchReply {
+            node: u32::from(self.node.0),
+            keys: keys.copied().collect(),
+            operations: changes.iter().map(|at| self.operations[*at]).collect(),
+            missed: false,
+        }
+    }
+}
+
+/// A set of slots of a request; no bytes are the empty set.
+fn slot_set(field: &str, bytes: &[u8]) -> Result<SlotSet, Status> {
+    if bytes.is_empty() {
+        return Ok(SlotSet::EMPTY);
+    }
+    SlotSet::from_bytes(bytes).ok_or_else(|| {
+        Status::invalid_argument(format!(
+            "{field} has {} bytes: a set of hash slots has {}",
+            bytes.len(),
+            SlotSet::BYTES
+        ))
+    })
 }
 
 /// Lets other tasks run before any part but the first: a call of one part is answered without a detour, which would cost

@@ -27,6 +27,7 @@ pub mod config;
 pub mod directory;
 #[cfg(test)]
 mod document;
+pub mod identity;
 pub mod membership;
 pub mod metrics;
 pub mod registry;

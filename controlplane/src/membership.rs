@@ -59,7 +59,7 @@ impl MembershipService {
     }
 
     fn refuse(&self, error: &RegistryError) -> Status {
-        if let RegistryError::Store(error @ StoreError::Io { .. }) = error {
+        if matches!(error, RegistryError::Store(StoreError::Io { .. }) | RegistryError::OtherStore) {
             self.store_lost
                 .send_if_modified(|lost| lost.is_none().then(|| *lost = Some(error.to_string())).is_some());
         }
@@ -103,7 +103,7 @@ impl Membership for MembershipService {
     ) -> Result<Response<HeartbeatReply>, Status> {
         let HeartbeatRequest { node, epoch } = request.into_inner();
         let known = self.cluster.beat(node_number(node)?, Epoch(epoch));
-        Ok(Response::new(HeartbeatReply { known }))
+        Ok(Response::new(HeartbeatReply { known, slots_version: self.cluster.slots_version() }))
     }
 
     async fn list_nodes(&self, _: Request<ListNodesRequest>) -> Result<Response<ListNodesReply>, Status> {
@@ -190,6 +190,7 @@ fn refuse(error: &RegistryError) -> Status {
             tracing::warn!(%error, "a node cannot be registered now; it tries again");
             Status::unavailable(error.to_string())
         }
+        RegistryError::OtherStore => Status::unavailable(error.to_string()),
         RegistryError::Store(_) | RegistryError::Record { .. } => {
             tracing::error!(%error, "a node cannot be registered");
             Status::internal(error.to_string())

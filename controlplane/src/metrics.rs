@@ -41,6 +41,10 @@ pub struct Metrics {
     pub lookup_keys: Counter,
     /// Keys looked up that had a replica.
     pub lookup_keys_found: Counter,
+    /// Keys looked up whose slot was another member's, or this one's place not certain.
+    pub lookup_keys_elsewhere: Counter,
+    /// Keys looked up in slots of which some node has not announced its whole inventory.
+    pub lookup_keys_partial: Counter,
     /// Open watch streams.
     pub watchers: Family<WatchLabels, Gauge>,
     /// Times that a watch stream fell behind.
@@ -50,6 +54,7 @@ pub struct Metrics {
     members: Gauge,
     member_registered: Gauge,
     slots_owned: Gauge,
+    slots_partial: Gauge,
     directory_keys: Gauge,
     directory_replicas: Gauge,
     directory_stale: Gauge,
@@ -160,12 +165,15 @@ impl Metrics {
             lookups: Counter::default(),
             lookup_keys: Counter::default(),
             lookup_keys_found: Counter::default(),
+            lookup_keys_elsewhere: Counter::default(),
+            lookup_keys_partial: Counter::default(),
             watchers: Family::default(),
             watch_missed: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
             members: Gauge::default(),
             member_registered: Gauge::default(),
             slots_owned: Gauge::default(),
+            slots_partial: Gauge::default(),
             directory_keys: Gauge::default(),
             directory_replicas: Gauge::default(),
             directory_stale: Gauge::default(),
@@ -213,10 +221,11 @@ impl Metrics {
             "1 while the registration of this member is certain",
             self.member_registered.clone(),
         );
+        registry.register("slots_owned", "Hash slots of this member", self.slots_owned.clone());
         registry.register(
-            "slots_owned",
-            "Hash slots of the directory that are this member's by the map",
-            self.slots_owned.clone(),
+            "slots_partial",
+            "Hash slots of this member of which some node has not announced its whole inventory",
+            self.slots_partial.clone(),
         );
         registry.register("watchers", "Open watch streams", self.watchers.clone());
         registry.register(
@@ -241,6 +250,16 @@ impl Metrics {
             "lookup_keys_found",
             "Keys looked up with a replica",
             self.lookup_keys_found.clone(),
+        );
+        registry.register(
+            "lookup_keys_elsewhere",
+            "Keys looked up that another member has to answer",
+            self.lookup_keys_elsewhere.clone(),
+        );
+        registry.register(
+            "lookup_keys_partial",
+            "Keys looked up in slots of which some node has not announced its whole inventory",
+            self.lookup_keys_partial.clone(),
         );
         registry.register("directory_keys", "Distinct keys in the directory", self.directory_keys.clone());
         registry.register("directory_replicas", "Replicas in the directory", self.directory_replicas.clone());
@@ -276,10 +295,7 @@ impl Metrics {
     pub fn set_members(&self, shards: &Shards) {
         self.member_registered.set(i64::from(shards.is_registered()));
         let Some(view) = shards.view() else { return };
-        let count = |items: usize| i64::try_from(items).unwrap_or(i64::MAX);
-        self.members.set(count(view.members.len()));
-        let owned = view.map.position(shards.name()).map_or(0, |at| view.map.slots_of(at).count());
-        self.slots_owned.set(count(owned));
+        self.members.set(i64::try_from(view.members.len()).unwrap_or(i64::MAX));
     }
 
     /// Sets what is counted only when somebody asks.
@@ -301,6 +317,8 @@ impl Metrics {
         set(&self.directory_replicas, size.replicas);
         set(&self.directory_stale, size.stale_entries);
         set(&self.directory_bytes, size.bytes);
+        set(&self.slots_owned, size.slots_owned as u64);
+        set(&self.slots_partial, size.slots_partial as u64);
     }
 }
 
@@ -336,6 +354,6 @@ mod tests {
         assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
         let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
         let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
-        assert_eq!((helps, types), (20, 20));
+        assert_eq!((helps, types), (23, 23));
     }
 }

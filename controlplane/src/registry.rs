@@ -15,6 +15,8 @@ use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, StoreError
 use reprise_policy::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
 
+use crate::identity::Identity;
+
 const NODES_PREFIX: &str = "nodes/";
 const NEXT_NODE: &[u8] = b"next_node";
 /// Nodes at the most: numbers are 16 bits and begin at 1.
@@ -26,6 +28,7 @@ const ATTEMPTS_MAX: usize = 64;
 #[derive(Clone, Debug)]
 pub struct Registry {
     store: Arc<dyn Store>,
+    identity: Identity,
 }
 
 /// Why a node cannot be registered.
@@ -44,6 +47,12 @@ pub enum RegistryError {
         /// What is wrong.
         reason: String,
     },
+    /// The store is not the one that this member has started with.
+    #[error(
+        "the store was emptied or replaced while this member ran: it must be started again, and agents announce \
+         everything to it"
+    )]
+    OtherStore,
     /// All numbers are given out.
     #[error(
         "{NODES_MAX} node names have been registered, no number is left: reuse names, or start a new store"
@@ -68,9 +77,9 @@ struct Stored {
 }
 
 impl Registry {
-    /// A registry over a store.
-    pub fn new(store: Arc<dyn Store>) -> Registry {
-        Registry { store }
+    /// A registry over a store, which is to stay the same.
+    pub fn new(store: Arc<dyn Store>, identity: Identity) -> Registry {
+        Registry { store, identity }
     }
 
     /// All nodes ever registered.
@@ -84,12 +93,16 @@ impl Registry {
     pub async fn register(&self, name: &str, details: NodeDetails) -> Result<NodeRecord, RegistryError> {
         let key = format!("{NODES_PREFIX}{name}").into_bytes();
         for _ in 0..ATTEMPTS_MAX {
-            let (record, transaction) = match self.store.get(&key).await? {
+            let (record, mut transaction) = match self.store.get(&key).await? {
                 Some(entry) => self.again(&key, &entry, &details)?,
                 None => self.first(&key, name, &details).await?,
             };
+            transaction.conditions.push(self.identity.unchanged());
             if let Outcome::Committed(_) = self.store.transact(transaction).await? {
                 return Ok(record);
+            }
+            if !self.identity.is_of(self.store.as_ref()).await? {
+                return Err(RegistryError::OtherStore);
             }
         }
         Err(RegistryError::Busy)
@@ -187,9 +200,29 @@ mod tests {
         store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
     }
 
+    async fn registry(store: Arc<MemoryStore>) -> Registry {
+        let identity = Identity::of(store.as_ref()).await.expect("made");
+        Registry::new(store, identity)
+    }
+
+    #[tokio::test]
+    async fn a_store_that_was_emptied_meanwhile_gives_out_no_numbers() {
+        let store = Arc::new(MemoryStore::new());
+        let registry = registry(store.clone()).await;
+        registry.register("a", NodeDetails::default()).await.expect("registered");
+        let Condition::Modified { key, .. } = registry.identity.unchanged() else {
+            panic!("a key's revision")
+        };
+        let writes = [b"nodes/a".to_vec(), NEXT_NODE.to_vec(), key].map(|key| Write::Delete { key }).into();
+        store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("valid");
+        let refused = registry.register("b", NodeDetails::default()).await.expect_err("another store");
+        assert!(matches!(refused, RegistryError::OtherStore), "{refused}");
+        assert!(registry.nodes().await.expect("readable").is_empty(), "nothing was written");
+    }
+
     #[tokio::test]
     async fn a_name_keeps_its_number_and_each_registration_has_a_higher_epoch() {
-        let registry = Registry::new(Arc::new(MemoryStore::new()));
+        let registry = registry(Arc::new(MemoryStore::new())).await;
         let register = async |name| {
             let record = registry.register(name, NodeDetails::default()).await.expect("registered");
             (record.node.0, record.epoch.0)
@@ -204,7 +237,7 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn concurrent_registrations_never_share_a_number_or_an_epoch() {
-        let registry = Registry::new(Arc::new(MemoryStore::new()));
+        let registry = registry(Arc::new(MemoryStore::new())).await;
         let tasks: Vec<_> = (0..40)
             .map(|task| {
                 let registry = registry.clone();
@@ -228,7 +261,7 @@ mod tests {
     async fn the_last_number_is_65535_and_then_names_are_refused_with_words() {
         let store = MemoryStore::new();
         put(&store, NEXT_NODE, b"65535").await;
-        let registry = Registry::new(Arc::new(store));
+        let registry = registry(Arc::new(store)).await;
         assert_eq!(
             registry.register("last", NodeDetails::default()).await.expect("one left").node,
             NodeId(65535)
@@ -242,7 +275,7 @@ mod tests {
     async fn a_record_that_cannot_be_read_is_an_error_with_its_key() {
         let store = MemoryStore::new();
         put(&store, b"nodes/x", b"{").await;
-        let registry = Registry::new(Arc::new(store));
+        let registry = registry(Arc::new(store)).await;
         let refused = registry.nodes().await.expect_err("unreadable");
         assert!(refused.to_string().contains("nodes/x"), "{refused}");
         assert!(registry.register("x", NodeDetails::default()).await.is_err());

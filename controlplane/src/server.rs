@@ -21,9 +21,10 @@ use crate::admin::{self, Admin};
 use crate::cluster::Cluster;
 use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
+use crate::identity::Identity;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
-use crate::registry::Registry;
+use crate::registry::{Registry, RegistryError};
 use crate::shards::Shards;
 use crate::turns::Turns;
 
@@ -41,6 +42,8 @@ const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// Never expire in a tighter loop than this.
 const EXPIRE_MIN: Duration = Duration::from_millis(1);
+/// Time for nodes that the store knows to register with a member that has started: they try at least once a second.
+const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Time for calls under way at shutdown; streams are told to end.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
 
@@ -57,7 +60,7 @@ pub struct ControlPlane {
     grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
     admin_task: JoinHandle<std::io::Result<()>>,
     shards: Arc<Shards>,
-    background: [JoinHandle<()>; 3],
+    background: [JoinHandle<()>; 6],
     /// Gives the registration back when told to stop.
     registration: JoinHandle<()>,
     /// Why the store takes no more writes.
@@ -69,7 +72,8 @@ impl ControlPlane {
     pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
         config.check()?;
         let store = open_store(config.store.clone()).await?;
-        let registry = Registry::new(store.clone());
+        let identity = Identity::of(store.as_ref()).await.context("cannot read the identity of the store")?;
+        let registry = Registry::new(store.clone(), identity.clone());
         let known = registry.nodes().await.context("cannot read the node records")?;
         let (metrics, metric_registry) = Metrics::new();
         let settings = MemberSettings {
@@ -82,13 +86,17 @@ impl ControlPlane {
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
-        let shards = Arc::new(shards(&config, store, grpc)?);
+        let shards = Arc::new(shards(&config, store.clone(), grpc)?);
+        if let StoreConfig::Embedded { .. } = config.store {
+            shards.forget_former().await.context("cannot tidy the store")?;
+        }
         let admin_state = Admin::new(cluster.clone(), shards.clone(), metric_registry);
         let stop = watch::Sender::new(false);
         let workers = tokio::runtime::Handle::current().metrics().num_workers();
         let turns = Turns::new(workers, config.limits.calls_at_once);
         let store_lost = watch::Sender::new(None);
         let lost = store_lost.subscribe();
+        let other_store = tokio::spawn(notice_other_store(store, identity, store_lost.clone()));
         let services = Services {
             membership: MembershipService::new(
                 cluster.clone(),
@@ -97,7 +105,7 @@ impl ControlPlane {
                 &config.membership,
                 store_lost,
             ),
-            directory: DirectoryService::new(cluster.clone(), turns),
+            directory: DirectoryService::new(cluster.clone(), shards.clone(), turns),
         };
         let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
         let routes = admin::router(admin_state.clone());
@@ -110,6 +118,9 @@ impl ControlPlane {
             tokio::spawn(expire_for_ever(cluster.clone(), settings.dead_after)),
             tokio::spawn(sweep_for_ever(cluster.clone())),
             tokio::spawn(follow_for_ever(shards.clone())),
+            tokio::spawn(own_for_ever(cluster.clone(), shards.clone())),
+            tokio::spawn(give_up_absent(cluster.clone())),
+            other_store,
         ];
         let registration = tokio::spawn(hold(shards.clone(), stop.subscribe()));
         admin_state.set_ready();
@@ -170,7 +181,7 @@ impl ControlPlane {
             };
         tokio::select! {
             reason = lost(&mut self.store_lost) => {
-                anyhow::anyhow!("the store takes no more writes until this process is started again: {reason}")
+                anyhow::anyhow!("the store serves this process no more until it is started again: {reason}")
             }
             ended = &mut self.grpc_task => anyhow::anyhow!("the gRPC server ended: {ended:?}"),
             ended = &mut self.admin_task => anyhow::anyhow!("the admin server ended: {ended:?}"),
@@ -238,6 +249,30 @@ async fn follow_for_ever(shards: Arc<Shards>) {
     shards.follow().await;
 }
 
+/// Keeps the directory's slots those of this member.
+async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
+    let mut news = shards.watch();
+    loop {
+        cluster.own(&shards.kept(&cluster.owned()));
+        if news.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Says so when the store is another than at the start.
+async fn notice_other_store(store: Arc<dyn Store>, identity: Identity, lost: watch::Sender<Option<String>>) {
+    identity.lost(&store).await;
+    let reason = RegistryError::OtherStore.to_string();
+    lost.send_if_modified(|lost| lost.is_none().then(|| *lost = Some(reason)).is_some());
+}
+
+/// Nodes that have been away since before the start are not waited for much longer than those that are here need.
+async fn give_up_absent(cluster: Arc<Cluster>) {
+    sleep(EXPECTED_FOR).await;
+    cluster.give_up_absent();
+}
+
 async fn hold(shards: Arc<Shards>, stop: watch::Receiver<bool>) {
     shards.hold(stop).await;
 }
@@ -257,7 +292,7 @@ async fn sweep_for_ever(cluster: Arc<Cluster>) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        if cluster.directory().stale_entries() > 0 {
+        if cluster.directory().has_to_sweep() {
             cluster.sweep();
         }
     }

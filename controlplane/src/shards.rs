@@ -14,8 +14,10 @@
 //! revision at which this was the list, so a higher epoch is a later list. A member's incarnation is the revision that
 //! created its entry: higher with every registration under a name.
 //!
-//! Deliberately absent: what a member does with its slots. Agents still send everything to the one member that they are
-//! configured with (docs/adr/0002).
+//! A member answers for its slots while its registration is certain, by its own clock. When it is not, it keeps what it
+//! knows of them, and answers for none, until it is registered again or another is given them.
+//!
+//! Deliberately absent: what is in the slots (`cluster.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -25,8 +27,8 @@ use reprise_controlplane_store::{
     Condition, Event, HeldLease, Holding, KeyValue, Loss, Outcome, Revision, Store, StoreError, TimeToLive,
     Transaction, Write,
 };
-use reprise_policy::Epoch;
 use reprise_policy::shards::{MEMBERS_MAX, MemberName, ShardMap};
+use reprise_policy::{Epoch, SlotSet};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
@@ -45,8 +47,15 @@ pub struct Shards {
     address: String,
     time_to_live: TimeToLive,
     news: watch::Sender<MemberNews>,
-    /// Of the lease under which this member is registered.
-    holding: RwLock<Option<watch::Receiver<Holding>>>,
+    registration: RwLock<Option<Registration>>,
+}
+
+/// This member's entry in the store.
+#[derive(Clone, Debug)]
+struct Registration {
+    incarnation: u64,
+    /// Of its lease.
+    holding: watch::Receiver<Holding>,
 }
 
 /// What watchers get.
@@ -86,7 +95,8 @@ struct Stored {
 
 /// Whether a registration was made.
 enum Joined {
-    Yes,
+    /// At this revision.
+    At(Revision),
     NameTaken,
 }
 
@@ -95,7 +105,7 @@ impl Shards {
     pub fn new(store: Arc<dyn Store>, name: MemberName, address: String, time_to_live: TimeToLive) -> Shards {
         let nobody = MemberView::of(Revision(0), &BTreeMap::new());
         let news = watch::Sender::new(MemberNews::Members(Arc::new(nobody)));
-        Shards { store, name, address, time_to_live, news, holding: RwLock::new(None) }
+        Shards { store, name, address, time_to_live, news, registration: RwLock::new(None) }
     }
 
     /// This member's name.
@@ -103,11 +113,45 @@ impl Shards {
         &self.name
     }
 
+    /// Forgets all members that the store names: they are former ones of a store that only this process has.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn forget_former(&self) -> Result<(), StoreError> {
+        let former = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
+        if former.entries.is_empty() {
+            return Ok(());
+        }
+        let writes = former.entries.into_iter().map(|entry| Write::Delete { key: entry.key }).collect();
+        self.store.transact(Transaction { conditions: Vec::new(), writes }).await.map(drop)
+    }
+
     /// Whether this member's registration is certain at this instant.
     pub fn is_registered(&self) -> bool {
-        let holding = self.holding.read().unwrap_or_else(PoisonError::into_inner);
-        let until = holding.as_ref().map(|holding| holding.borrow().clone());
-        matches!(until, Some(Holding::Held { until }) if Instant::now() < until)
+        self.certain_incarnation().is_some()
+    }
+
+    /// The map, when this member's place in it is certain at this instant: only then may it answer for its slots.
+    pub fn certain_map(&self) -> Option<Arc<MemberView>> {
+        let incarnation = self.certain_incarnation()?;
+        self.view().filter(|view| view.find(&self.name).is_some_and(|own| own.incarnation == incarnation))
+    }
+
+    /// The slots to keep, of those that were kept before: this member's own, or, while its registration is not
+    /// certain, what nobody else has been given.
+    pub fn kept(&self, before: &SlotSet) -> SlotSet {
+        match (self.certain_map(), self.view()) {
+            (Some(view), _) => view.map.owned_by(&self.name),
+            (None, Some(view)) => before.without(&view.map.owned_by_others(&self.name)),
+            (None, None) => before.clone(),
+        }
+    }
+
+    fn certain_incarnation(&self) -> Option<u64> {
+        let registration = self.registration.read().unwrap_or_else(PoisonError::into_inner);
+        let Registration { incarnation, holding } = registration.as_ref()?;
+        let certain = matches!(&*holding.borrow(), Holding::Held { until } if Instant::now() < *until);
+        certain.then_some(*incarnation)
     }
 
     /// The members as last seen; nobody before the store has answered.
@@ -150,8 +194,8 @@ impl Shards {
                 joined = self.join() => joined,
             };
             match joined {
-                Ok(lease) => {
-                    if self.keep(lease, &mut stop).await == Loss::Released {
+                Ok((lease, incarnation)) => {
+                    if self.keep(lease, incarnation, &mut stop).await == Loss::Released {
                         return;
                     }
                 }
@@ -164,14 +208,14 @@ impl Shards {
     }
 
     /// Waits until the lease is lost, or gives it back.
-    async fn keep(&self, lease: HeldLease, stop: &mut watch::Receiver<bool>) -> Loss {
-        self.set_holding(Some(lease.holding()));
+    async fn keep(&self, lease: HeldLease, incarnation: Revision, stop: &mut watch::Receiver<bool>) -> Loss {
+        self.set_registration(Some(Registration { incarnation: incarnation.0, holding: lease.holding() }));
         tracing::info!(name = %self.name, address = self.address, "member registered");
         let loss = tokio::select! {
             loss = lease.lost() => loss,
             _ = stop.wait_for(|stop| *stop) => Loss::Released,
         };
-        self.set_holding(None);
+        self.set_registration(None);
         if loss == Loss::Released {
             if let Err(error) = lease.release().await {
                 tracing::warn!(%error, "the registration could not be given back; it expires");
@@ -183,12 +227,12 @@ impl Shards {
     }
 
     /// Puts this member's entry under a new lease, as soon as its name is free.
-    async fn join(&self) -> Result<HeldLease, StoreError> {
+    async fn join(&self) -> Result<(HeldLease, Revision), StoreError> {
         loop {
             let lease = HeldLease::grant(self.store.clone(), self.time_to_live).await?;
             let former = lease.time_to_live().duration() * FORMER_LIVES;
             match self.put_under(&lease).await? {
-                Joined::Yes => return Ok(lease),
+                Joined::At(revision) => return Ok((lease, revision)),
                 Joined::NameTaken => drop(lease),
             }
             let mut news = self.watch();
@@ -216,7 +260,7 @@ impl Shards {
             writes: vec![Write::Put { key, value, lease: Some(lease.id()) }],
         };
         Ok(match self.store.transact(transaction).await? {
-            Outcome::Committed(_) => Joined::Yes,
+            Outcome::Committed(revision) => Joined::At(revision),
             Outcome::Conflict => Joined::NameTaken,
         })
     }
@@ -261,8 +305,10 @@ impl Shards {
         });
     }
 
-    fn set_holding(&self, holding: Option<watch::Receiver<Holding>>) {
-        *self.holding.write().unwrap_or_else(PoisonError::into_inner) = holding;
+    /// Whoever watches hears of it.
+    fn set_registration(&self, registration: Option<Registration>) {
+        *self.registration.write().unwrap_or_else(PoisonError::into_inner) = registration;
+        self.news.send_modify(|_| ());
     }
 }
 

@@ -158,7 +158,7 @@ fn a_disk_that_fills_up_ends_the_process_with_words_and_what_was_answered_is_kep
     }
     let status = process.end();
     let told = std::fs::read_to_string(told).expect("a log");
-    assert!(!status.success() && told.contains("takes no more writes"), "{status}: {told}");
+    assert!(!status.success() && told.contains("serves this process no more"), "{status}: {told}");
     assert!(!answered.is_empty(), "the store took some");
 
     let process = Process::start(&config);

@@ -22,8 +22,8 @@ pub struct AgentConfig {
     pub writeback_delay: Duration,
     /// Silence after which a peer is lost.
     pub stall_timeout: Duration,
-    /// `host:port` of the control plane; `None`: stand-alone.
-    pub control_plane: Option<String>,
+    /// Members of the control plane, `host:port`; none: stand-alone.
+    pub control_plane: Vec<String>,
     /// Lines of the `[session]` section.
     pub session: String,
     /// Lines at the end, with their section.
@@ -53,7 +53,7 @@ impl AgentConfig {
             pool: Some(ByteSize(64 << 20)),
             writeback_delay: Duration::from_millis(10),
             stall_timeout: Duration::from_secs(2),
-            control_plane: None,
+            control_plane: Vec::new(),
             session: String::new(),
             extra: String::new(),
         }
@@ -64,12 +64,14 @@ impl AgentConfig {
         let device = self.pool.map_or(String::new(), |bytes| {
             format!("devices = [{{ path = {}, bytes = \"{bytes}\" }}]\n", quoted(&files.pool))
         });
-        let control_plane = self.control_plane.as_deref().unwrap_or_default();
+        let control_plane: Vec<String> =
+            self.control_plane.iter().map(|address| format!("\"{address}\"")).collect();
+        let control_plane = control_plane.join(", ");
         format!(
             "[node]\nname = \"{node}\"\n[session]\nsocket = {socket}\n{session}\n[arena]\nbytes = \"{arena}\"\n\
              region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[cache]\narena_session_permille = \
              1000\n[writeback]\ndelay = \"{delay}\"\n[peers]\nlisten = \"127.0.0.1:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
-             \"{control_plane}\"\n[admin]\nlisten = \"127.0.0.1:0\"\n{extra}\n",
+             [{control_plane}]\n[admin]\nlisten = \"127.0.0.1:0\"\n{extra}\n",
             node = self.node,
             socket = quoted(&files.socket),
             session = self.session,

@@ -7,6 +7,8 @@ use std::process::Command;
 use crate::admin::Admin;
 use crate::config::quoted;
 use crate::process::{Refused, Running, Starting, binary};
+use crate::wait::PATIENCE;
+use rustix::process::Signal;
 
 /// Where a control plane keeps node numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,16 +42,31 @@ impl ControlPlane {
     /// # Panics
     /// When it does not start.
     pub fn start_in(folder: &Path, store: Store) -> ControlPlane {
-        let config = folder.join("controlplane.toml");
-        let log = folder.join("controlplane.log");
         let store = match store {
             Store::Embedded => {
                 format!("kind = \"embedded\"\npath = {}\n", quoted(&folder.join("controlplane.store")))
             }
             Store::Memory => "kind = \"memory\"\n".to_owned(),
         };
-        let text =
-            |grpc: &str, admin: &str| format!("listen = \"{grpc}\"\nadmin = \"{admin}\"\n[store]\n{store}");
+        ControlPlane::start(folder, "controlplane", &store)
+    }
+
+    /// Starts a member with its files in `folder` and its store in an etcd.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn member(folder: &Path, name: &str, etcd: &str) -> ControlPlane {
+        let store = format!("kind = \"etcd\"\nendpoints = [\"{etcd}\"]\n[member]\nname = \"{name}\"\n");
+        ControlPlane::start(folder, name, &store)
+    }
+
+    /// `sections`: that of the store first.
+    fn start(folder: &Path, name: &str, sections: &str) -> ControlPlane {
+        let config = folder.join(format!("{name}.toml"));
+        let log = folder.join(format!("{name}.log"));
+        let text = |grpc: &str, admin: &str| {
+            format!("listen = \"{grpc}\"\nadmin = \"{admin}\"\n[store]\n{sections}")
+        };
         fs::write(&config, text("127.0.0.1:0", "127.0.0.1:0")).expect("a configuration can be written");
         let (running, grpc, admin) = start(&config, &log)
             .unwrap_or_else(|refused| panic!("the control plane does not start: {refused:?}"));
@@ -72,6 +89,31 @@ impl ControlPlane {
     pub fn kill(&mut self) {
         self.running.as_mut().expect("the control plane runs").kill();
         self.running = None;
+    }
+
+    /// Whether it was not killed.
+    pub fn is_running(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Waits until it ends by itself, with an error.
+    ///
+    /// # Panics
+    /// When it does not.
+    pub fn wait_for_end(&mut self) {
+        let status = self.running.as_mut().expect("the control plane runs").wait(PATIENCE);
+        assert!(status.is_some_and(|status| !status.success()), "it goes on, or says that all is well");
+        self.running = None;
+    }
+
+    /// SIGSTOP: it keeps its connections and answers nothing.
+    pub fn pause(&self) {
+        self.running.as_ref().expect("the control plane runs").signal(Signal::STOP);
+    }
+
+    /// SIGCONT.
+    pub fn resume(&self) {
+        self.running.as_ref().expect("the control plane runs").signal(Signal::CONT);
     }
 
     /// Starts the killed one again under its addresses.

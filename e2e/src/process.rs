@@ -69,10 +69,8 @@ impl Starting {
         let log_before = logs::read(log).len();
         let file = File::options().create(true).append(true).open(log).expect("a log file can be written");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
-        let mut child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
-        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())
-            .expect("a child that was not waited for");
-        let output = child.stdout.take().expect("piped above");
+        let mut running = Running::spawn(command);
+        let output = running.child.stdout.take().expect("piped above");
         let (sender, line) = sync_channel(1);
         // Ends with the line or with the process.
         std::thread::spawn(move || {
@@ -81,7 +79,7 @@ impl Starting {
             // Nobody waits when the process was killed before it was ready.
             let _ = sender.send(read.map_or(String::new(), |_| line));
         });
-        Starting { running: Running { child, end }, line, log_before, log: log.to_owned() }
+        Starting { running, line, log_before, log: log.to_owned() }
     }
 
     /// Waits for the ready line.
@@ -117,6 +115,17 @@ impl Starting {
 }
 
 impl Running {
+    /// Starts a command.
+    ///
+    /// # Panics
+    /// When the system cannot start it.
+    pub fn spawn(mut command: Command) -> Running {
+        let child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())
+            .expect("a child that was not waited for");
+        Running { child, end }
+    }
+
     /// Process id.
     pub fn id(&self) -> u32 {
         self.child.id()

@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use crate::agent::{self, Agent};
 use crate::config::{AgentConfig, AgentFiles};
 use crate::control_plane::{ControlPlane, Store};
+use crate::etcd::Etcd;
 use crate::logs::Logs;
 use crate::process::{Refused, Starting};
 use crate::seed::say;
@@ -108,6 +109,17 @@ impl World {
     pub fn control_plane(&self, store: Store) -> ControlPlane {
         self.logs().add(self.folder().join("controlplane.log"));
         ControlPlane::start_in(self.folder(), store)
+    }
+
+    /// Starts an etcd.
+    pub fn etcd(&self) -> Etcd {
+        Etcd::start_in(self.folder())
+    }
+
+    /// Starts a member of the control plane on an etcd, which is at `endpoint`.
+    pub fn member(&self, name: &str, endpoint: &str) -> ControlPlane {
+        self.logs().add(self.folder().join(format!("{name}.log")));
+        ControlPlane::member(self.folder(), name, endpoint)
     }
 
     fn logs(&self) -> MutexGuard<'_, Logs> {

@@ -15,7 +15,7 @@ const REBUILT_WITHIN: Duration = Duration::from_secs(5);
 const MISS_WITHIN: Duration = Duration::from_millis(500 + 1500);
 
 fn agent(world: &World, node: &str, plane: &str) -> Agent {
-    world.agent(&AgentConfig { control_plane: Some(plane.to_owned()), ..AgentConfig::named(node) })
+    world.agent(&AgentConfig { control_plane: vec![plane.to_owned()], ..AgentConfig::named(node) })
 }
 
 /// What agents say when the control plane goes and comes back.
@@ -141,7 +141,7 @@ fn blocks_that_are_evicted_or_lost_leave_the_directory() {
     let plane = world.control_plane(Store::Embedded);
     let pool = reprise_policy::ByteSize(8 << 20);
     let first = world.agent(&AgentConfig {
-        control_plane: Some(plane.address().to_owned()),
+        control_plane: vec![plane.address().to_owned()],
         pool: Some(pool),
         ..AgentConfig::named("first")
     });

@@ -86,7 +86,7 @@ fn the_documentation_lists_exactly_what_is_served() {
     let world = World::new();
     let plane = world.control_plane(Store::Embedded);
     let config = |node: &str| AgentConfig {
-        control_plane: Some(plane.address().to_owned()),
+        control_plane: vec![plane.address().to_owned()],
         ..AgentConfig::named(node)
     };
     let (first, second) = (world.agent(&config("first")), world.agent(&config("second")));

@@ -34,7 +34,7 @@ fn config(node: &str, plane: &ControlPlane) -> AgentConfig {
         region: ByteSize(32 << 20),
         pool: Some(ByteSize(160 << 20)),
         stall_timeout: STALL_TIMEOUT,
-        control_plane: Some(plane.address().to_owned()),
+        control_plane: vec![plane.address().to_owned()],
         ..AgentConfig::named(node)
     }
 }

@@ -148,9 +148,17 @@ pub(crate) struct PeersSection {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ControlPlaneSection {
-    /// `host:port`; empty: stand-alone.
-    pub(crate) address: String,
+    /// Members to begin with, `host:port` each; they tell of the others. None, or an empty one: stand-alone.
+    pub(crate) address: Addresses,
     pub(crate) lookup_timeout: Interval,
+}
+
+/// One address, or a list.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Addresses {
+    One(String),
+    Some(Vec<String>),
 }
 
 /// Metrics, health and status.
@@ -253,7 +261,7 @@ credit_bytes = "{credit}"  # bytes under way per fetch
 stall_timeout = "{stall}"  # a peer silent for so long is lost
 
 [controlplane]
-address = ""               # host:port; empty: stand-alone
+address = ""               # host:port, or a list of members; empty: stand-alone
 lookup_timeout = "{lookup}" # a slower answer counts as a miss
 
 [admin]
@@ -360,7 +368,10 @@ impl Default for PeersSection {
 
 impl Default for ControlPlaneSection {
     fn default() -> Self {
-        ControlPlaneSection { address: String::new(), lookup_timeout: defaults::LOOKUP_TIMEOUT }
+        ControlPlaneSection {
+            address: Addresses::One(String::new()),
+            lookup_timeout: defaults::LOOKUP_TIMEOUT,
+        }
     }
 }
 

@@ -1,29 +1,34 @@
 //! The agent's client of the control plane: registration, heartbeats, announcements, lookups, the node list.
 //!
 //! Nothing of local work waits for the control plane: every method returns at once, answers arrive as
-//! [`DirectoryEvent`]s through the sink. Two threads do the work, each with a runtime and a connection of its own:
+//! [`DirectoryEvent`]s through the sink. Two threads do the work, each with a runtime and connections of its own:
 //!
 //! ```text
-//!  agent core ── announce, announce_all, lookup ──►  queues  ──►  link thread ──── gRPC ───┐
-//!       ▲                                                           │    ▲                 ├─ control plane
-//!       └──────────────── sink(DirectoryEvent) ─────────────────────┘    │ beats           │
-//!                                                                   heartbeat thread ─────┘
+//!  agent core ── announce, inventory, lookup ──►  queues  ──►  link thread ──── gRPC ───┐
+//!       ▲                                                        │    ▲                 ├─ members of the
+//!       └────────────── sink(DirectoryEvent) ────────────────────┘    │ beats           │  control plane
+//!                                                                heartbeat thread ──────┘
 //! ```
 //!
+//! * The members of the control plane share the directory by hash slots. One of them tells which there are (`members.rs`);
+//!   each has a link of its own (`link.rs`): a registration, heartbeats, and a queue of the changes in its slots. A
+//!   lookup goes to the owners of its keys (`asking.rs`).
 //! * The heartbeat thread does nothing but beat and never calls the sink, so neither a long update nor a sink that
 //!   blocks can cost this node its life in the cluster. All events come from the link thread, in order.
-//! * The order of announcements is kept. Each batch carries its sequence number, so that a batch sent again after a
-//!   lost answer is not applied twice; what cannot be sent in order any more (queue full, gap, new registration) is
-//!   dropped whole and replaced by an inventory ([`DirectoryEvent::InventoryWanted`]), never lost silently.
-//! * Between `InventoryWanted` and the next [`DirectoryClient::announce_all`] changes are not queued: the inventory
-//!   is taken later and contains them.
-//! * Without a control plane ([`DirectorySettings::endpoint`] empty) lookups fail at once and announcements vanish.
+//! * The order of announcements to a member is kept. Each batch carries its sequence number, so that a batch sent again
+//!   after a lost answer is not applied twice; what cannot be sent in order any more (queue full, gap, new registration)
+//!   is dropped whole and replaced by an inventory ([`DirectoryEvent::InventoryWanted`]), never lost silently.
+//! * Between `InventoryWanted` and the next [`DirectoryClient::inventory`] changes in its slots are not queued: the
+//!   inventory is taken later and contains them.
+//! * Without a control plane ([`DirectorySettings::endpoints`] empty) lookups fail at once and announcements vanish.
 //!
 //! Deliberately absent: the choice among replicas (the core's), retries of lookups (a failed one is a miss), TLS.
 
+mod asking;
 mod heartbeat;
 mod link;
 mod lookups;
+mod members;
 mod nodes;
 #[cfg(test)]
 mod tests;
@@ -37,16 +42,17 @@ use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{LookupId, ReplicaChange};
 use reprise_agent_core::event::Replica;
-use reprise_agent_core::outbox::Outbox;
-use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 use tokio::sync::{Notify, watch};
 use tonic::transport::Endpoint;
 
+use link::Link;
 use lookups::{Lookup, LookupQueue};
+use members::{Links, Routes};
 use nodes::NodeMap;
 pub(crate) use nodes::PeerNode;
 
-/// Announcements waiting for the control plane, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
+/// Announcements waiting for one member, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
 /// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice that).
 pub(crate) const CHANGES_QUEUED_MAX: usize = 1 << 20;
 /// Time that [`DirectoryClient::shutdown`] gives the threads to end.
@@ -55,15 +61,15 @@ const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 /// What the client needs to know.
 #[derive(Clone, Debug)]
 pub(crate) struct DirectorySettings {
-    /// The control plane, `http://host:port`; empty: stand-alone.
-    pub(crate) endpoint: String,
+    /// Members of the control plane to begin with, `http://host:port` each; none: stand-alone.
+    pub(crate) endpoints: Vec<String>,
     /// What this node says about itself.
     pub(crate) registration: Registration,
     /// Time for one attempt to connect.
     pub(crate) connect_timeout: Duration,
     /// Time for one registration, announcement batch or node list.
     pub(crate) call_timeout: Duration,
-    /// Bound of the announcement queue, in changes; [`CHANGES_QUEUED_MAX`] unless tested.
+    /// Bound of a member's announcement queue, in changes; [`CHANGES_QUEUED_MAX`] unless tested.
     pub(crate) changes_queued_max: usize,
     /// Bound of the lookups queued or under way, more fail at once; the core's `LOOKUPS_MAX` unless tested.
     pub(crate) lookups_max: usize,
@@ -91,15 +97,16 @@ pub(crate) struct Registration {
 /// What the client tells the agent, in order, from one thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DirectoryEvent {
-    /// The control plane knows this node by this number, until the next such event.
-    Registered { node: NodeId, epoch: Epoch },
-    /// The directory knows nothing of this node, or not all: call [`DirectoryClient::announce_all`].
-    InventoryWanted,
-    /// Replicas of each key of the lookup, in the order of its keys. Never this node's own.
+    /// A member of the control plane knows this node by this number, until the next such event of that member.
+    Registered { member: String, node: NodeId, epoch: Epoch },
+    /// A member knows nothing of this node in these slots: call [`DirectoryClient::inventory`] with them.
+    InventoryWanted { slots: Box<SlotSet> },
+    /// Replicas of each key of the lookup, in the order of its keys. Never this node's own. Of keys whose owner did not
+    /// answer in time there are none.
     Found { lookup: LookupId, found: Vec<Vec<Replica>> },
     /// The lookup got no answer in its time, or cannot be sent.
     LookupFailed { lookup: LookupId },
-    /// The control plane answers.
+    /// The control plane answers: at least one of its members.
     Connected,
     /// The control plane is gone or has forgotten this node; the client keeps trying.
     Disconnected,
@@ -113,9 +120,14 @@ pub(crate) type DirectorySink = Arc<dyn Fn(DirectoryEvent) + Send + Sync>;
 pub(crate) struct DirectoryStatus {
     /// No control plane is configured.
     pub(crate) stand_alone: bool,
-    /// The control plane answers and knows this node.
+    /// A member of the control plane answers and knows this node.
     pub(crate) connected: bool,
-    /// This node's number and registration.
+    /// Members of the control plane, and those of them that answer and know this node.
+    pub(crate) members: u64,
+    pub(crate) members_connected: u64,
+    /// Of the map of slots; 0 before the first.
+    pub(crate) map_epoch: u64,
+    /// This node's number and newest registration.
     pub(crate) registered: Option<(NodeId, Epoch)>,
     /// Changes (or inventory entries) waiting to be sent.
     pub(crate) changes_queued: u64,
@@ -131,6 +143,12 @@ pub(crate) struct DirectoryStatus {
     pub(crate) lookups_answered: u64,
     /// Lookups failed.
     pub(crate) lookups_failed: u64,
+    /// Keys that a member did not own any more, and that were asked for again or given up.
+    pub(crate) lookup_keys_redirected: u64,
+    /// Keys that nobody answered in time.
+    pub(crate) lookup_keys_unanswered: u64,
+    /// Keys answered by a member that does not know every node's inventory of their slot yet.
+    pub(crate) lookup_keys_partial: u64,
     /// Heartbeats without an answer.
     pub(crate) beats_failed: u64,
 }
@@ -156,39 +174,17 @@ pub(crate) struct DirectoryClient {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// A registration the control plane has granted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Granted {
-    node: NodeId,
-    epoch: Epoch,
-    heartbeat_every: Duration,
-}
-
-/// What the heartbeat thread reports to the link thread.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Beats {
-    /// Answered, or nothing to beat for yet.
-    Answered,
-    /// The last beat had no answer in time.
-    Failing,
-    /// The control plane does not know this registration.
-    Unknown(Epoch),
-}
-
 /// What methods, link thread and heartbeat thread share. No lock is held across a call of the sink or an await.
 struct Shared {
     settings: DirectorySettings,
     sink: DirectorySink,
-    outbox: Mutex<Outbox>,
-    /// The outbox has something to send or to say.
-    outbox_changed: Notify,
+    /// To all members, also to those that left the map a moment ago.
+    links: watch::Sender<Links>,
+    /// The map; `None` before the first.
+    routes: watch::Sender<Option<Arc<Routes>>>,
     lookups: Mutex<LookupQueue>,
     lookups_changed: Notify,
     nodes: RwLock<NodeMap>,
-    granted: watch::Sender<Option<Granted>>,
-    beats: watch::Sender<Beats>,
-    /// The directory refused an update of this epoch: register again.
-    fenced: watch::Sender<Option<Epoch>>,
     connected: watch::Sender<bool>,
     shutdown: watch::Sender<bool>,
     counters: Counters,
@@ -201,6 +197,9 @@ struct Counters {
     registrations: AtomicU64,
     lookups_answered: AtomicU64,
     lookups_failed: AtomicU64,
+    lookup_keys_redirected: AtomicU64,
+    lookup_keys_unanswered: AtomicU64,
+    lookup_keys_partial: AtomicU64,
     beats_failed: AtomicU64,
 }
 
@@ -210,34 +209,30 @@ impl DirectoryClient {
         settings: DirectorySettings,
         sink: DirectorySink,
     ) -> Result<DirectoryClient, DirectoryError> {
-        let endpoint = match settings.endpoint.as_str() {
-            "" => None,
-            text => Some(parse_endpoint(text, &settings)?),
-        };
+        for endpoint in &settings.endpoints {
+            parse_endpoint(endpoint, &settings)?;
+        }
+        let stand_alone = settings.endpoints.is_empty();
         let shared = Arc::new(Shared::new(settings, sink));
         let (alive, ended) = sync_channel(0);
         let mut threads = Vec::with_capacity(2);
-        if let Some(endpoint) = &endpoint {
-            let (shared, endpoint, alive) = (shared.clone(), endpoint.clone(), alive.clone());
-            threads.push(spawn("heartbeat", alive, move |runtime| {
-                heartbeat::run(&runtime, &shared, &endpoint);
-            })?);
+        if !stand_alone {
+            let (shared, alive) = (shared.clone(), alive.clone());
+            threads.push(spawn("heartbeat", alive, move |runtime| heartbeat::run(&runtime, &shared))?);
         }
         let link = shared.clone();
-        threads.push(spawn("directory", alive, move |runtime| link::run(&runtime, &link, endpoint))?);
+        threads.push(spawn("directory", alive, move |runtime| members::run(&runtime, &link))?);
         Ok(DirectoryClient { shared, ended: Mutex::new(ended), threads: Mutex::new(threads) })
     }
 
     /// Tells the directory what changed here, in order. See the module for when changes are superseded.
     pub(crate) fn announce(&self, changes: &[ReplicaChange]) {
-        self.shared.outbox().announce(changes);
-        self.shared.outbox_changed.notify_one();
+        self.shared.links().for_each(|link| link.tell(|outbox| outbox.announce(changes)));
     }
 
-    /// Tells the directory all that is here, replacing what it knows and what is still queued.
-    pub(crate) fn announce_all(&self, replicas: Vec<(BlockKey, Tier)>) {
-        self.shared.outbox().announce_all(replicas);
-        self.shared.outbox_changed.notify_one();
+    /// Tells the directory all that is here in some slots, replacing what it knows and what is still queued of them.
+    pub(crate) fn inventory(&self, slots: &SlotSet, replicas: &[(BlockKey, Tier)]) {
+        self.shared.links().for_each(|link| link.tell(|outbox| outbox.inventory(slots, replicas)));
     }
 
     /// Asks for replicas on other nodes; ends in exactly one `Found` or `LookupFailed`, unless the client is shut
@@ -294,14 +289,11 @@ impl Drop for DirectoryClient {
 impl Shared {
     fn new(settings: DirectorySettings, sink: DirectorySink) -> Shared {
         Shared {
-            outbox: Mutex::new(Outbox::new(settings.changes_queued_max)),
-            outbox_changed: Notify::new(),
+            links: watch::Sender::new(Links::default()),
+            routes: watch::Sender::new(None),
             lookups: Mutex::new(LookupQueue::new(settings.lookups_max)),
             lookups_changed: Notify::new(),
             nodes: RwLock::new(NodeMap::default()),
-            granted: watch::Sender::new(None),
-            beats: watch::Sender::new(Beats::Answered),
-            fenced: watch::Sender::new(None),
             connected: watch::Sender::new(false),
             shutdown: watch::Sender::new(false),
             counters: Counters::default(),
@@ -310,9 +302,10 @@ impl Shared {
         }
     }
 
-    /// The outbox. Every change of it leaves it consistent, so a poisoned lock is as good as any.
-    fn outbox(&self) -> MutexGuard<'_, Outbox> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The links to all members.
+    fn links(&self) -> impl Iterator<Item = Arc<Link>> + use<> {
+        let links = self.links.borrow().clone();
+        links.into_iter()
     }
 
     fn lookups(&self) -> MutexGuard<'_, LookupQueue> {
@@ -323,25 +316,40 @@ impl Shared {
         (self.sink)(event);
     }
 
+    /// A link has come up or gone down: says so when it was the first or the last.
+    fn links_changed(&self) {
+        let up = self.links().any(|link| link.is_up());
+        if self.connected.send_if_modified(|connected| std::mem::replace(connected, up) != up) {
+            self.emit(if up { DirectoryEvent::Connected } else { DirectoryEvent::Disconnected });
+        }
+    }
+
     fn status(&self) -> DirectoryStatus {
-        let (changes_queued, changes_superseded) = {
-            let outbox = self.outbox();
-            (outbox.queued() as u64, outbox.superseded())
-        };
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        DirectoryStatus {
-            stand_alone: self.settings.endpoint.is_empty(),
+        let mut status = DirectoryStatus {
+            stand_alone: self.settings.endpoints.is_empty(),
             connected: *self.connected.borrow(),
-            registered: self.granted.borrow().map(|granted| (granted.node, granted.epoch)),
-            changes_queued,
-            changes_superseded,
             changes_announced: count(&self.counters.changes_announced),
             inventories_wanted: count(&self.counters.inventories_wanted),
             registrations: count(&self.counters.registrations),
             lookups_answered: count(&self.counters.lookups_answered),
             lookups_failed: count(&self.counters.lookups_failed),
+            lookup_keys_redirected: count(&self.counters.lookup_keys_redirected),
+            lookup_keys_unanswered: count(&self.counters.lookup_keys_unanswered),
+            lookup_keys_partial: count(&self.counters.lookup_keys_partial),
             beats_failed: count(&self.counters.beats_failed),
+            ..DirectoryStatus::default()
+        };
+        if let Some(routes) = &*self.routes.borrow() {
+            status.members = routes.links().len() as u64;
+            status.map_epoch = routes.epoch().0;
+            status.members_connected = routes.links().iter().filter(|link| link.is_up()).count() as u64;
         }
+        for link in self.links() {
+            link.add_to(&mut status);
+        }
+        status.changes_superseded += self.links.borrow().superseded();
+        status
     }
 }
 

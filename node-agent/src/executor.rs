@@ -226,7 +226,7 @@ impl Executor {
                 Clustered::StandAlone => self.feedback.push_back(Event::LookupFailed { lookup }),
             },
             Effect::Announce { changes } => self.parts.directory.announce(&changes),
-            Effect::AnnounceAll { replicas } => self.parts.directory.announce_all(replicas),
+            Effect::Inventory { slots, replicas } => self.parts.directory.inventory(&slots, &replicas),
             Effect::PeerFetch(fetch) => self.fetch(&fetch),
             Effect::ServeHeader { serve, block, tier, checksums } => {
                 self.with_peers(|peers| peers.serve_header(serve, block, tier, &checksums));

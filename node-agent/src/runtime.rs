@@ -270,7 +270,7 @@ fn start_directory(
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let directory = DirectorySettings {
-        endpoint: settings.controlplane.as_ref().map(|plane| plane.endpoint.clone()).unwrap_or_default(),
+        endpoints: settings.controlplane.as_ref().map(|plane| plane.endpoints.clone()).unwrap_or_default(),
         registration,
         connect_timeout: CONNECT_TIMEOUT,
         call_timeout: CALL_TIMEOUT,
@@ -286,11 +286,11 @@ fn start_directory(
 fn directory_sink(inbox: Inbox) -> DirectorySink {
     Arc::new(move |event| {
         let event = match event {
-            DirectoryEvent::InventoryWanted => Event::InventoryWanted,
+            DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
-            DirectoryEvent::Registered { node, epoch } => {
-                tracing::info!(node = node.0, epoch = epoch.0, "registered with the control plane");
+            DirectoryEvent::Registered { member, node, epoch } => {
+                tracing::info!(member, node = node.0, epoch = epoch.0, "registered with the control plane");
                 return;
             }
             DirectoryEvent::Connected => {

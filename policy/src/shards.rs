@@ -12,8 +12,8 @@
 
 use std::fmt;
 
-use crate::Epoch;
 use crate::key::{BlockKey, HASH_SLOTS};
+use crate::{Epoch, SlotSet};
 
 /// Members of a map at the most; 10⁹ entries are 63 million for each of 16.
 pub const MEMBERS_MAX: usize = 1024;
@@ -126,12 +126,15 @@ impl ShardMap {
         (0..HASH_SLOTS).filter(move |slot| self.owner(*slot) == Some(member))
     }
 
-    /// The slots that a member of this map owns and did not own in an earlier one, in order.
-    pub fn gained_since(&self, earlier: &ShardMap, name: &MemberName) -> Vec<u16> {
-        let Some(now) = self.position(name) else { return Vec::new() };
-        let before = earlier.position(name);
-        let had = |slot: u16| before.is_some() && earlier.owner(slot) == before;
-        self.slots_of(now).filter(|slot| !had(*slot)).collect()
+    /// The slots that members of other names own.
+    pub fn owned_by_others(&self, name: &MemberName) -> SlotSet {
+        let member = self.position(name);
+        (0..HASH_SLOTS).filter(|slot| self.owner(*slot).is_some_and(|owner| Some(owner) != member)).collect()
+    }
+
+    /// The slots of the member of this name; none when it is not in the map.
+    pub fn owned_by(&self, name: &MemberName) -> SlotSet {
+        self.position(name).map_or(SlotSet::EMPTY, |member| self.slots_of(member).collect())
     }
 }
 
@@ -213,20 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_member_gains_is_what_it_has_now_and_had_not() {
-        let (before, after) = (map(1, &["a", "b", "c"]), map(2, &["a", "c", "d"]));
-        let (then, now) = (owners(&before), owners(&after));
-        for text in ["a", "b", "c", "d"] {
-            let member = name(text);
-            let expected: Vec<u16> = (0..HASH_SLOTS)
-                .filter(|slot| {
-                    let at = usize::from(*slot);
-                    now[at] == Some(&member) && then[at] != Some(&member)
-                })
-                .collect();
-            assert_eq!(after.gained_since(&before, &member), expected, "{text}");
-        }
-        assert!(after.gained_since(&before, &name("b")).is_empty());
+    fn the_slots_of_all_members_are_every_slot_once() {
+        let map = map(1, &["a", "b", "c"]);
+        let sets = ["a", "b", "c"].map(|text| map.owned_by(&name(text)));
+        assert_eq!(sets.iter().fold(SlotSet::EMPTY, |all, set| all.or(set)), SlotSet::ALL);
+        assert_eq!(sets.iter().map(SlotSet::len).sum::<usize>(), usize::from(HASH_SLOTS));
+        assert!(map.owned_by(&name("d")).is_empty());
+        assert_eq!(map.owned_by_others(&name("d")), SlotSet::ALL);
+        assert_eq!(map.owned_by_others(&name("a")), sets[1].or(&sets[2]));
     }
 
     #[test]

@@ -182,7 +182,11 @@ fn membership_rows() -> Vec<String> {
         row("`RegisterRequest`", words, &register),
         row("`RegisterReply`", "node 7, epoch 3, 250 ms, 1.5 s", &registered),
         row("`HeartbeatRequest`", "node 7, epoch 3", &cluster::HeartbeatRequest { node: 7, epoch: 3 }),
-        row("`HeartbeatReply`", "known", &cluster::HeartbeatReply { known: true }),
+        row(
+            "`HeartbeatReply`",
+            "known, version 4",
+            &cluster::HeartbeatReply { known: true, slots_version: 4 },
+        ),
         row(
             "`ListNodesReply`",
             &format!("node 7, epoch 3, alive, {words}"),
@@ -222,10 +226,15 @@ fn directory_rows() -> Vec<String> {
         keys: run(0x11, 32),
         operations: operations(),
         reset: true,
+        begins: run(0x0f, 2),
+        ends: run(0x0f, 1),
     };
     let found = cluster::LookupReply {
         offsets: vec![0, 2, 2],
         replicas: Bytes::from_static(&[7, 0, 1, 0, 2, 1, 2, 0]),
+        map_epoch: 12,
+        elsewhere: vec![1],
+        partial: 1,
     };
     let described = cluster::DescribeReply {
         keys: 1,
@@ -234,27 +243,44 @@ fn directory_rows() -> Vec<String> {
         lookups: 4,
         updates: 5,
         nodes: vec![cluster::NodeReplicas { node: 7, dram: 8, nvme: 9 }],
+        slots_owned: 10,
+        slots_partial: 6,
     };
     let watched =
         cluster::WatchReply { node: 7, keys: run(0x11, 32), operations: operations(), missed: true };
     vec![
+        row("`SlotsRequest`", "node 7, epoch 3", &cluster::SlotsRequest { node: 7, epoch: 3 }),
+        row(
+            "`SlotsReply`",
+            "fenced; version 4; owned and wanted: sets cut to 2 bytes and 1",
+            &cluster::SlotsReply {
+                fenced: true,
+                slots_version: 4,
+                owned: run(0x0f, 2),
+                wanted: run(0x0f, 1),
+            },
+        ),
         row(
             "`UpdateRequest`",
-            "node 7, epoch 3, from change 5: 16 × 11 in DRAM, then not on NVMe; reset",
+            "node 7, epoch 3, from change 5: 16 × 11 in DRAM, then not on NVMe; reset; begins, ends: sets cut to 2 bytes and 1",
             &update,
         ),
         row(
             "`UpdateReply`",
-            "fenced, 5 expected",
-            &cluster::UpdateReply { fenced: true, expected_sequence: 5 },
+            "fenced, 5 expected, version 4",
+            &cluster::UpdateReply { fenced: true, expected_sequence: 5, slots_version: 4 },
         ),
         row(
             "`LookupRequest`",
             "16 × 11, 16 × 11; asks node 9",
             &cluster::LookupRequest { keys: run(0x11, 32), asking_node: 9 },
         ),
-        row("`LookupReply`", "node 7 in DRAM and node 258 on NVMe; nobody", &found),
-        row("`DescribeReply`", "1, 2, 3, 4, 5; node 7: 8, 9", &described),
+        row(
+            "`LookupReply`",
+            "node 7 in DRAM and node 258 on NVMe; nobody; map epoch 12; key 1 elsewhere; 1 partial",
+            &found,
+        ),
+        row("`DescribeReply`", "1, 2, 3, 4, 5; node 7: 8, 9; 10 slots, 6 partial", &described),
         row("`WatchReply`", "node 7: 16 × 11 in DRAM, then not on NVMe; missed", &watched),
     ]
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, SessionId};
+use reprise_policy::{BlockKey, SessionId, SlotSet};
 
 use crate::disk::{Disk, Health};
 use crate::memory::is_rotten;
@@ -18,6 +18,7 @@ pub(crate) enum Repair {
     StartAgent(usize),
     Resume(usize),
     StartMember,
+    Slots,
     Heal(Host, Host),
     Disk(usize, usize),
 }
@@ -44,8 +45,9 @@ impl World {
             0..14 if running => self.stop_agent(node, Death::Killed),
             14..30 if running => self.stop_agent(node, Death::PowerLoss),
             30..38 if running && !self.nodes[node].paused => self.pause(node),
-            38..48 if self.member.is_some() => self.restart_member(),
-            48..60 => self.partition(node),
+            38..44 if self.member.is_some() => self.restart_member(),
+            44..50 if self.member.is_some() => self.move_slots(),
+            50..60 => self.partition(node),
             60..68 => self.lose_connection(),
             68..80 => self.trouble_disk(node),
             80..88 => self.damage_memory(node),
@@ -66,6 +68,7 @@ impl World {
             Repair::Resume(node) => self.resume(node),
             Repair::StartMember if self.member.is_none() => self.start_member(),
             Repair::StartMember => {}
+            Repair::Slots => self.own(&SlotSet::ALL),
             Repair::Heal(a, b) => {
                 for (line, to, message) in self.network.heal(a, b) {
                     self.send(line, to, message);
@@ -86,6 +89,7 @@ impl World {
             hosts[at + 1..].iter().for_each(|b| self.repair(Repair::Heal(*a, *b)));
         }
         self.repair(Repair::StartMember);
+        self.repair(Repair::Slots);
         for node in 0..self.nodes.len() {
             self.repair(Repair::Resume(node));
             (0..self.setup.disks).for_each(|device| self.repair(Repair::Disk(node, device)));
@@ -180,6 +184,22 @@ impl World {
         self.count("member restarts");
         let delay = self.rng.millis(20..3000);
         self.after(delay, Action::Repair(Repair::StartMember));
+    }
+
+    /// Another member would own some of the slots for a while; here nobody does.
+    fn move_slots(&mut self) {
+        let (one_of, which) = (self.rng.one_of(&[2_u16, 3, 16]), self.rng.next() as u16);
+        let left: SlotSet = SlotSet::ALL.iter().filter(|slot| slot % one_of != which % one_of).collect();
+        self.own(&left);
+        self.count("slots moved");
+        let delay = self.rng.millis(1..3000);
+        self.after(delay, Action::Repair(Repair::Slots));
+    }
+
+    fn own(&mut self, slots: &SlotSet) {
+        if let Some(member) = &mut self.member {
+            member.own(slots);
+        }
     }
 
     fn partition(&mut self, node: usize) {

@@ -12,7 +12,8 @@ use std::time::Duration;
 use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::effect::LookupId;
 use reprise_agent_core::event::Event;
-use reprise_agent_core::outbox::{Batch, Outbox, Outcome};
+use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
+use reprise_controlplane_core::Standing;
 use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
 
 use crate::messages::{CallId, Message, Reply, Request};
@@ -59,6 +60,7 @@ struct Call {
 enum Purpose {
     Register,
     Beat { epoch: Epoch },
+    Slots { epoch: Epoch },
     Update(Arc<Batch>),
     Lookup { lookup: LookupId, keys: usize },
 }
@@ -138,7 +140,7 @@ impl World {
                 self.link(node).connected = false;
                 self.next_beat(node, epoch);
             }
-            Purpose::Update(_) => self.announce_again(node),
+            Purpose::Slots { .. } | Purpose::Update(_) => self.announce_again(node),
             Purpose::Lookup { lookup, .. } => self.apply(node, Event::LookupFailed { lookup }),
         }
     }
@@ -149,9 +151,26 @@ impl World {
             (Purpose::Register, Reply::Registered { node: number, epoch }) => {
                 self.granted(node, number, epoch);
             }
-            (Purpose::Beat { epoch }, Reply::Beaten { known }) => self.beaten(node, epoch, known),
-            (Purpose::Update(batch), Reply::Updated(answer)) => {
-                let outcome = self.link(node).outbox.answered(batch.epoch, batch.sequence, answer);
+            (Purpose::Beat { epoch }, Reply::Beaten { known, version }) => {
+                self.link(node).outbox.heard(epoch, version);
+                self.beaten(node, epoch, known);
+            }
+            (Purpose::Slots { epoch }, Reply::Standing(None)) => {
+                self.lose_registration(node, epoch);
+                self.announce_again(node);
+            }
+            (Purpose::Slots { epoch }, Reply::Standing(Some(standing))) => {
+                let Standing { version, owned, wanted } = *standing;
+                let link = self.link(node);
+                link.outbox.follow(epoch, version, &owned, &wanted);
+                link.announcing = false;
+                link.announcements.reset();
+                self.pump(node);
+            }
+            (Purpose::Update(batch), Reply::Updated { answer, version }) => {
+                let outbox = &mut self.link(node).outbox;
+                outbox.heard(batch.epoch, version);
+                let outcome = outbox.answered(batch.epoch, batch.sequence, answer);
                 if outcome == Outcome::Fenced {
                     self.count("fenced");
                     self.lose_registration(node, batch.epoch);
@@ -227,6 +246,7 @@ impl World {
             link.connected = true;
         }
         self.next_beat(node, epoch);
+        self.pump(node);
     }
 
     fn next_beat(&mut self, node: usize, epoch: Epoch) {
@@ -243,15 +263,23 @@ impl World {
         if self.link(node).announcing {
             return;
         }
-        if self.link(node).outbox.take_inventory_notice() {
-            self.count("inventories");
-            // The core's answer comes through the outbox, and this is called again.
-            return self.apply(node, Event::InventoryWanted);
+        match self.link(node).outbox.next_step() {
+            Next::Wait => {}
+            Next::Inventory(slots) => {
+                self.count("inventories");
+                // The core's answer comes through the outbox, and this is called again.
+                self.apply(node, Event::InventoryWanted { slots });
+            }
+            Next::Standing(number, epoch) => {
+                self.link(node).announcing = true;
+                let request = Request::Slots { node: number, epoch };
+                self.call(node, Purpose::Slots { epoch }, request, CALL_TIMEOUT);
+            }
+            Next::Send(batch) => {
+                self.link(node).announcing = true;
+                self.call(node, Purpose::Update(batch.clone()), Request::Update(batch), CALL_TIMEOUT);
+            }
         }
-        let link = self.link(node);
-        let Some(batch) = link.outbox.batch() else { return };
-        link.announcing = true;
-        self.call(node, Purpose::Update(batch.clone()), Request::Update(batch), CALL_TIMEOUT);
     }
 
     /// The next attempt is due.

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Beat, Begin, Changes, Directory, Found, MemberEvent, MemberSettings, Members, NodeDetails, NodeRecord,
-    Update, Updated,
+    Beat, Changes, Directory, Found, MemberEvent, MemberSettings, Members, NodeDetails, NodeRecord, Opening,
+    Standing, Update, Updated,
 };
-use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 
@@ -30,6 +30,8 @@ pub(crate) struct Store {
 pub(crate) struct Member {
     members: Members,
     pub(crate) directory: Directory,
+    /// Slots that registrations have been asked for.
+    asked: BTreeMap<(NodeId, Epoch), SlotSet>,
     variant: Variant,
 }
 
@@ -65,7 +67,9 @@ impl Member {
         let settings = MemberSettings { dead_after: DEAD_AFTER, forget_after: FORGET_AFTER };
         let mut members = Members::new(settings);
         store.records.values().for_each(|record| members.restore(record.clone()));
-        Member { members, directory: Directory::new(), variant }
+        let mut directory = Directory::new();
+        directory.own(&SlotSet::ALL);
+        Member { members, directory, asked: BTreeMap::new(), variant }
     }
 
     /// A registration is in the store.
@@ -79,15 +83,33 @@ impl Member {
         self.members.beat(now, node, epoch) != Beat::Unknown
     }
 
+    /// Others own some slots from now on, or no more.
+    pub(crate) fn own(&mut self, slots: &SlotSet) {
+        self.directory.own(slots);
+    }
+
+    pub(crate) fn standing(&mut self, node: NodeId, epoch: Epoch) -> Option<Standing> {
+        let standing = self.directory.standing(node, self.epoch(epoch))?;
+        let before = self.asked.entry((node, epoch)).or_default();
+        let asked = before.clone();
+        *before = before.or(&standing.wanted);
+        match self.variant {
+            Variant::RegainedSlotsUnasked => {
+                Some(Standing { wanted: standing.wanted.without(&asked), ..standing })
+            }
+            _ => Some(standing),
+        }
+    }
+
     pub(crate) fn update(&mut self, batch: &Batch) -> Answer {
-        let begin = match batch.begin {
-            outbox::Begin::Continue => Begin::Continue,
-            outbox::Begin::Inventory if self.variant == Variant::InventoriesAdd => Begin::Continue,
-            outbox::Begin::Inventory => Begin::Inventory,
+        let opening = match &batch.opening {
+            outbox::Opening::Nothing => Opening::Nothing,
+            outbox::Opening::Slots(slots) => Opening::Slots(slots),
+            outbox::Opening::Anew(slots) => Opening::Anew(slots),
         };
         let changes = Changes::parse(&batch.keys, &batch.operations).expect("agents send whole changes");
         let (node, epoch, sequence) = (batch.node, self.epoch(batch.epoch), batch.sequence);
-        match self.directory.update(&Update { node, epoch, sequence, begin, changes }) {
+        match self.directory.update(&Update { node, epoch, sequence, opening, changes, ends: &batch.ends }) {
             Updated::Fenced => Answer::Fenced,
             Updated::Expecting { expected, .. } => Answer::Expecting(expected),
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use reprise_agent_core::effect::FetchId;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{Answer, Batch};
+use reprise_controlplane_core::Standing;
 use reprise_policy::{BlockKey, Epoch, Layout, NodeId, Tier};
 
 use crate::memory::Tag;
@@ -26,6 +27,7 @@ pub(crate) enum Message {
 pub(crate) enum Request {
     Register { name: usize },
     Beat { node: NodeId, epoch: Epoch },
+    Slots { node: NodeId, epoch: Epoch },
     Update(Arc<Batch>),
     Lookup { keys: Vec<BlockKey>, asking: Option<NodeId> },
 }
@@ -34,8 +36,9 @@ pub(crate) enum Request {
 #[derive(Clone, Debug)]
 pub(crate) enum Reply {
     Registered { node: NodeId, epoch: Epoch },
-    Beaten { known: bool },
-    Updated(Answer),
+    Beaten { known: bool, version: u64 },
+    Standing(Option<Box<Standing>>),
+    Updated { answer: Answer, version: u64 },
     Found(Vec<Vec<Replica>>),
 }
 
@@ -58,6 +61,7 @@ impl Message {
                     Request::Register { .. } => 1,
                     Request::Beat { .. } => 2,
                     Request::Update(batch) => 3 + (batch.sequence << 8),
+                    Request::Slots { .. } => 5,
                     Request::Lookup { keys, .. } => 4 + ((keys.len() as u64) << 8),
                 };
                 kind + (call.0 << 32)
@@ -65,9 +69,11 @@ impl Message {
             Message::Reply { call, reply } => {
                 let kind = match reply {
                     Reply::Registered { epoch, .. } => 11 + (epoch.0 << 8),
-                    Reply::Beaten { known } => 12 + (u64::from(*known) << 8),
-                    Reply::Updated(Answer::Fenced) => 13,
-                    Reply::Updated(Answer::Expecting(expected)) => 14 + (expected << 8),
+                    Reply::Beaten { known, .. } => 12 + (u64::from(*known) << 8),
+                    Reply::Standing(None) => 16,
+                    Reply::Standing(Some(standing)) => 17 + ((standing.wanted.len() as u64) << 8),
+                    Reply::Updated { answer: Answer::Fenced, .. } => 13,
+                    Reply::Updated { answer: Answer::Expecting(expected), .. } => 14 + (expected << 8),
                     Reply::Found(found) => 15 + ((found.iter().flatten().count() as u64) << 8),
                 };
                 kind + (call.0 << 32)

@@ -12,7 +12,7 @@ use reprise_agent_core::effect::{
 };
 use reprise_agent_core::event::{Event, Request, RequestId};
 use reprise_agent_core::pool::DeviceOpKind;
-use reprise_policy::{BlockKey, SessionId, Tick, Tier};
+use reprise_policy::{BlockKey, SessionId, SlotSet, Tick, Tier};
 
 use crate::disk::{Disk, Written};
 use crate::engine::Engine;
@@ -80,6 +80,8 @@ pub(crate) struct Process {
     pub(crate) memory: Memory,
     /// What the core has announced: every replica of this node.
     pub(crate) inventory: BTreeSet<(BlockKey, Tier)>,
+    /// The core has told what it has recovered.
+    recovered: bool,
     /// Blocks that were on NVMe at any time of this life.
     ever_stored: BTreeSet<BlockKey>,
     pub(crate) jobs: BTreeMap<u64, Job>,
@@ -151,6 +153,7 @@ impl World {
             core,
             memory: Memory::default(),
             inventory: BTreeSet::new(),
+            recovered: false,
             ever_stored: BTreeSet::new(),
             jobs: BTreeMap::new(),
             jobs_begun: 0,
@@ -166,7 +169,7 @@ impl World {
         });
         effects.into_iter().for_each(|effect| self.execute(node, effect));
         // Nobody is registered yet, so nothing is sent: the world learns what the core has.
-        self.apply(node, Event::InventoryWanted);
+        self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
         self.later(node, Duration::ZERO, Local::Register);
     }
 
@@ -272,13 +275,7 @@ impl World {
             Effect::CheckBlock(check) => self.begin_job(node, Job::Check(check)),
             Effect::Lookup { lookup, keys, timeout } => self.look_up(node, lookup, keys, timeout),
             Effect::Announce { changes } => self.announce(node, &changes),
-            Effect::AnnounceAll { replicas } => {
-                let process = self.process(node);
-                process.inventory = replicas.iter().copied().collect();
-                assert_eq!(process.inventory.len(), replicas.len(), "a replica is announced once");
-                process.link.outbox.announce_all(replicas);
-                self.keep_promises(node);
-            }
+            Effect::Inventory { slots, replicas } => self.inventory(node, &slots, &replicas),
             Effect::PeerFetch(fetch) => self.fetch(node, fetch),
             Effect::ServeHeader { serve, block, tier, checksums } => {
                 self.serve_header(node, (serve, block), tier, checksums);
@@ -328,6 +325,21 @@ impl World {
             _ => told.collect(),
         };
         process.link.outbox.announce(&told);
+    }
+
+    /// The first inventory of a process tells what it has recovered; every other one tells what was announced.
+    fn inventory(&mut self, node: usize, slots: &SlotSet, replicas: &[(BlockKey, Tier)]) {
+        let process = self.process(node);
+        let told: BTreeSet<_> = replicas.iter().copied().collect();
+        assert_eq!(told.len(), replicas.len(), "a replica is announced once");
+        if !std::mem::replace(&mut process.recovered, true) {
+            process.inventory = told;
+            self.keep_promises(node);
+        } else {
+            let known = process.inventory.iter().filter(|(key, _)| slots.has_key(key)).copied();
+            assert!(known.eq(told), "the inventory is not what was announced");
+        }
+        self.process(node).link.outbox.inventory(slots, replicas);
     }
 
     /// What a whole inventory says to be on NVMe is from now on durable.

@@ -26,14 +26,15 @@ impl World {
                 return self.after(delay, Action::Registered { life, record, line, call });
             }
             Request::Beat { node, epoch } => {
-                let known = member.beat(now, node, epoch);
+                let (known, version) = (member.beat(now, node, epoch), member.directory.version());
                 self.heard(node);
-                Reply::Beaten { known }
+                Reply::Beaten { known, version }
             }
+            Request::Slots { node, epoch } => Reply::Standing(member.standing(node, epoch).map(Box::new)),
             Request::Update(batch) => {
-                let answer = member.update(&batch);
+                let (answer, version) = (member.update(&batch), member.directory.version());
                 self.audit_directory();
-                Reply::Updated(answer)
+                Reply::Updated { answer, version }
             }
             Request::Lookup { keys, asking } => {
                 let found = member.lookup(now, &keys, asking);

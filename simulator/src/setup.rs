@@ -42,8 +42,8 @@ pub enum Variant {
     /// As they are.
     #[default]
     Production,
-    /// A whole inventory is added to what the directory knows of a node, instead of replacing it.
-    InventoriesAdd,
+    /// A member that gets slots back does not ask for the inventories of nodes that have announced them before.
+    RegainedSlotsUnasked,
     /// A new registration of a node does not begin a new inventory in the directory.
     RegistrationKeepsDirectory,
     /// Syncs of devices say that they are done and do nothing: what is told durable is not.

@@ -7,8 +7,8 @@
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use reprise_controlplane_core::{Begin, Changes, Directory, Found, LiveNodes, Update, Updated};
-use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
+use reprise_controlplane_core::{Changes, Directory, Found, LiveNodes, Opening, Update, Updated};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use super::Settings;
 use super::fixture::keys;
@@ -53,6 +53,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let before = resident::peak_bytes()?;
     let mut live = LiveNodes::default();
     let mut directory = Directory::new();
+    directory.own(&SlotSet::ALL);
     for node in (0..NODES).map(NodeId) {
         directory.register(node, Epoch(1));
         live.insert(node);
@@ -108,11 +109,13 @@ fn announce(directory: &mut Directory, node: usize, sequence: &mut u64, packed: 
     let count = packed.len() / BlockKey::SIZE;
     let operations = vec![Tier::Nvme as u8; count];
     let changes = Changes::parse(packed, &operations).context("changes of the benchmark")?;
-    // The first update of a registration begins its inventory.
-    let begin = if *sequence == 0 { Begin::Inventory } else { Begin::Continue };
+    // The first update of a registration begins its inventory, and takes a number for that.
+    let opening = if *sequence == 0 { Opening::Slots(&SlotSet::ALL) } else { Opening::Nothing };
     let node = NodeId(u16::try_from(node).context("too many nodes")?);
-    let updated = directory.update(&Update { node, epoch: Epoch(1), sequence: *sequence, begin, changes });
-    *sequence += count as u64;
+    let ends = &SlotSet::EMPTY;
+    let update = Update { node, epoch: Epoch(1), sequence: *sequence, opening, changes, ends };
+    let updated = directory.update(&update);
+    *sequence += u64::from(opening != Opening::Nothing) + count as u64;
     ensure!(
         matches!(&updated, Updated::Expecting { expected, .. } if *expected == *sequence),
         "the directory did not take an update: {updated:?}"

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
-use reprise_policy::{BlockKey, Tier};
+use reprise_policy::{BlockKey, SlotSet, Tier};
 use reprise_proto::connection::{Connection, LOOKUP};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, RegisterRequest, UpdateRequest,
+    DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, RegisterRequest, SlotsRequest,
+    UpdateRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -54,6 +55,9 @@ const SINGLE_CALLS: usize = 2000;
 
 /// Calls of one repetition of the comparison of batches.
 const BATCH_CALLS: usize = 200;
+
+/// Time for a member that has started to be registered in its store.
+const OWNED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Seed of the keys.
 const SEED: u64 = 40_000;
@@ -246,16 +250,33 @@ async fn announce_one(
         }
     });
     let mut directory = DirectoryClient::connect(format!("http://{address}")).await?;
+    let all = owned(&mut directory, SlotsRequest { node, epoch }).await?;
     let mut sequence = 0;
-    for keys in updates {
+    let last = updates.len().saturating_sub(1);
+    for (number, keys) in updates.into_iter().enumerate() {
         let count = (keys.len() / BlockKey::SIZE) as u64;
         let operations = vec![Tier::Nvme as u8; keys.len() / BlockKey::SIZE].into();
-        let request = UpdateRequest { node, epoch, sequence, keys, operations, reset: sequence == 0 };
+        let begins = if number == 0 { all.clone() } else { Bytes::new() };
+        let ends = if number == last { all.clone() } else { Bytes::new() };
+        // To begin an inventory takes a number of its own.
+        let numbers = count + u64::from(!begins.is_empty());
+        let request = UpdateRequest { node, epoch, sequence, keys, operations, reset: false, begins, ends };
         let reply = directory.update(request).await.context("announcing")?.into_inner();
-        sequence += count;
+        sequence += numbers;
         ensure!(!reply.fenced && reply.expected_sequence == sequence, "an update was not taken: {reply:?}");
     }
     Ok(())
+}
+
+/// Waits until the member owns every slot, which it does as soon as it is registered; the set of them.
+async fn owned(directory: &mut DirectoryClient<Channel>, request: SlotsRequest) -> anyhow::Result<Bytes> {
+    let all = Bytes::copy_from_slice(&SlotSet::ALL.to_bytes());
+    let give_up = Instant::now() + OWNED_WITHIN;
+    while directory.slots(request).await.context("asking for slots")?.into_inner().owned != all {
+        ensure!(Instant::now() < give_up, "the control plane does not own its slots: see its log");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    Ok(all)
 }
 
 /// Look-ups of a thousand keys, some at once; seconds by the clock, and of the member's CPU time.

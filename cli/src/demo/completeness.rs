@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use serde::Serialize;
 
 use crate::cluster::ClusterFile;
@@ -35,7 +35,7 @@ pub(super) fn await_complete(cluster: &ClusterFile) -> anyhow::Result<Complete> 
             return Ok(agents);
         }
         if Instant::now() >= give_up {
-            let directory = directory.context("the directory cannot be asked as a whole")?;
+            let directory = directory.context("the directory is not whole")?;
             bail!(
                 "the directory is not complete within {COMPLETE_WITHIN:?}: {directory:?}, the agents hold {agents:?}"
             );
@@ -45,10 +45,13 @@ pub(super) fn await_complete(cluster: &ClusterFile) -> anyhow::Result<Complete> 
 }
 
 fn directory(cluster: &ClusterFile) -> anyhow::Result<Complete> {
-    let whole = whole_directory(cluster)?;
+    let parts = whole_directory(cluster)?;
+    let partial: u32 = parts.iter().map(|part| part.slots_partial).sum();
+    ensure!(partial == 0, "{partial} slots are partial");
+    let nodes = || parts.iter().flat_map(|part| &part.nodes);
     Ok(Complete {
-        directory_dram: whole.nodes.iter().map(|node| node.dram).sum(),
-        directory_nvme: whole.nodes.iter().map(|node| node.nvme).sum(),
+        directory_dram: nodes().map(|node| node.dram).sum(),
+        directory_nvme: nodes().map(|node| node.nvme).sum(),
     })
 }
 

@@ -1,13 +1,18 @@
-//! Block key → replicas, for all nodes of the cluster.
+//! Block key → replicas, for all nodes of the cluster, in the hash slots that one member owns.
 //!
 //! Invariants:
-//! * A lookup answers replicas of the current inventory of live nodes only, never the asking node's own.
+//! * A lookup answers replicas of the current inventory of live nodes only, never the asking node's own; of keys in
+//!   slots that are not owned it says so.
 //! * A node's inventory is replaced, or the node forgotten, in O(1): entries carry the number (generation) of the
 //!   inventory they belong to, and those of an older one are invisible at once. [`Directory::sweep`] removes them
-//!   little by little.
+//!   little by little, like those of slots that are not owned any more.
 //! * Updates of a registration are applied in sequence, each change once. What comes twice is skipped; after a gap
-//!   nothing is applied until the node announces its whole inventory.
+//!   nothing is applied until the node starts over.
 //! * An older registration (epoch) changes nothing.
+//! * Changes of a node in a slot are taken from the moment at which the node begins its inventory of the slot, until
+//!   the slot is lost. So whoever regains a slot knows nothing in it, and asks ([`Directory::standing`]).
+//! * A slot is partial until every node that is registered, or [expected](Directory::expect), has announced its whole
+//!   inventory of it.
 //!
 //! Whether a node lives is not kept here: the caller passes [`LiveNodes`]. A dead node's replicas stay, unanswered,
 //! until it is forgotten, so that a node that was only out of reach need not announce everything again.
@@ -17,18 +22,23 @@
 //!
 //! Deliberately absent: locks, time, the choice among replicas.
 
+mod announced;
 mod changes;
+mod found;
+mod ownership;
 mod table;
-
-use std::ops::Range;
+mod update;
 
 use reprise_policy::key::HASH_SLOTS;
-use reprise_policy::{BlockKey, Epoch, NodeId, Tier};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use crate::live::LiveNodes;
-use changes::Operation;
+use announced::{Announced, Awaited};
 pub use changes::{BadChanges, Changes};
-use table::{Entry, KeyCount, Table, Tiers};
+pub use found::{Found, Replica};
+pub use ownership::Standing;
+use table::{Entry, Table};
+pub use update::{Opening, Update, Updated};
 
 /// Replicas answered for one key at the most. A lookup of 8,192 keys then stays below 8,192 × 16 × 4 bytes = 512 KiB;
 /// a block that more nodes hold is hot enough that any 16 of them will do.
@@ -41,6 +51,12 @@ const LOOKUP_GROUP: usize = 16;
 pub struct Directory {
     /// One table for each hash slot.
     slots: Box<[Table]>,
+    owned: SlotSet,
+    /// Higher whenever `owned` is another.
+    version: u64,
+    /// Not owned any more, and not swept yet.
+    lost: SlotSet,
+    awaited: Awaited,
     /// By node number.
     nodes: Vec<Node>,
     keys: u64,
@@ -49,63 +65,6 @@ pub struct Directory {
     /// Hash slot that the next sweep begins with.
     sweep_next: usize,
     updates: u64,
-}
-
-/// A replica as a lookup answers it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Replica {
-    /// Who holds it.
-    pub node: NodeId,
-    /// Where it lies there.
-    pub tier: Tier,
-}
-
-/// Answers of a lookup; reused between lookups it does not allocate.
-#[derive(Clone, Debug, Default)]
-pub struct Found {
-    offsets: Vec<u32>,
-    replicas: Vec<Replica>,
-    /// Inventory number that is visible to the asker, by node; 0 for none.
-    visible: Vec<u32>,
-}
-
-/// Some changes of one node.
-#[derive(Clone, Copy, Debug)]
-pub struct Update<'a> {
-    /// Whose.
-    pub node: NodeId,
-    /// Its registration.
-    pub epoch: Epoch,
-    /// Number of the first change within the registration.
-    pub sequence: u64,
-    /// What they are to what was announced before.
-    pub begin: Begin,
-    /// The changes, in order.
-    pub changes: Changes<'a>,
-}
-
-/// Whether an update continues or replaces what the node has announced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Begin {
-    /// More of the same.
-    Continue,
-    /// A whole inventory begins: everything announced before is gone.
-    Inventory,
-}
-
-/// What became of an update.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Updated {
-    /// It belongs to a registration that is not the current one.
-    Fenced,
-    /// `applied` are the indices of its changes that were applied: all, a tail (the rest was there already), or none.
-    /// `expected` is the sequence number of the next change; the sender has a gap when it is not the end of its update.
-    Expecting {
-        /// Sequence number of the next change.
-        expected: u64,
-        /// Indices of the changes applied.
-        applied: Range<usize>,
-    },
 }
 
 /// How large the directory is.
@@ -123,6 +82,10 @@ pub struct DirectorySize {
     pub updates: u64,
     /// Registered nodes, by number.
     pub nodes: Vec<NodeReplicas>,
+    /// Slots owned.
+    pub slots_owned: usize,
+    /// Of those, slots of which some node has not announced its whole inventory.
+    pub slots_partial: usize,
 }
 
 /// What one node holds.
@@ -137,7 +100,7 @@ pub struct NodeReplicas {
 }
 
 /// What the directory knows of a node.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 struct Node {
     /// The newest registration seen; `Epoch(0)` for none.
     epoch: Epoch,
@@ -151,6 +114,8 @@ struct Node {
     entries: u64,
     dram: u64,
     nvme: u64,
+    /// Of a node that is awaited: what it has announced.
+    announced: Option<Box<Announced>>,
 }
 
 impl Default for Directory {
@@ -160,10 +125,14 @@ impl Default for Directory {
 }
 
 impl Directory {
-    /// An empty directory.
+    /// An empty directory that owns no slot.
     pub fn new() -> Directory {
         Directory {
             slots: std::iter::repeat_with(Table::default).take(usize::from(HASH_SLOTS)).collect(),
+            owned: SlotSet::EMPTY,
+            version: 0,
+            lost: SlotSet::EMPTY,
+            awaited: Awaited::default(),
             nodes: Vec::new(),
             keys: 0,
             stale: 0,
@@ -173,63 +142,36 @@ impl Directory {
     }
 
     /// A node registered: its inventory is empty until it announces one. Nothing happens when `epoch` is not newer
-    /// than what is known. O(1).
+    /// than what is known. O(slots).
     pub fn register(&mut self, node: NodeId, epoch: Epoch) {
-        let index = usize::from(node.0);
-        if self.nodes.len() <= index {
-            self.nodes.resize(index + 1, Node::default());
-        }
+        let index = self.place(node);
         if self.nodes[index].epoch < epoch {
-            self.begin_inventory(node);
+            self.begin_anew(node);
             let state = &mut self.nodes[index];
             (state.epoch, state.registered, state.expected) = (epoch, true, 0);
+            if state.announced.is_none() {
+                state.announced = Some(Announced::nothing(&mut self.awaited));
+            }
         }
     }
 
     /// A node is gone for good, or must register again: all it announced is invisible from now on and further updates
-    /// of this registration are fenced. Nothing happens when `epoch` is not the current one. O(1).
+    /// of this registration are fenced. Nothing happens when `epoch` is not the current one. O(slots).
     pub fn forget(&mut self, node: NodeId, epoch: Epoch) {
         if self.registered(node, epoch).is_some() {
-            self.begin_inventory(node);
-            self.nodes[usize::from(node.0)].registered = false;
-        }
-    }
-
-    /// Applies changes of a node. Long updates are better applied in parts, with consecutive sequence numbers and
-    /// `Begin::Inventory` on the first part only.
-    pub fn update(&mut self, update: &Update<'_>) -> Updated {
-        let Some(node) = self.registered(update.node, update.epoch) else { return Updated::Fenced };
-        let expected = node.expected;
-        if update.begin == Begin::Inventory {
-            if update.sequence < expected {
-                // Sent twice: what came after it must not be forgotten.
-                return Updated::Expecting { expected, applied: 0..0 };
-            }
-            self.begin_inventory(update.node);
-            self.nodes[usize::from(update.node.0)].expected = update.sequence;
-        } else if update.sequence > expected {
-            return Updated::Expecting { expected, applied: 0..0 };
-        }
-        let count = update.changes.len();
-        let known = self.nodes[usize::from(update.node.0)].expected.saturating_sub(update.sequence);
-        let first = usize::try_from(known).map_or(count, |known| known.min(count));
-        for (key, operation) in update.changes.range(first..count).iter() {
-            match operation {
-                Operation::Announce(tier) => self.announce(update.node, key, tier),
-                Operation::Withdraw(tier) => self.withdraw(update.node, key, tier),
+            self.begin_anew(node);
+            let state = &mut self.nodes[usize::from(node.0)];
+            state.registered = false;
+            if let Some(announced) = state.announced.take() {
+                announced.leave(&mut self.awaited);
             }
         }
-        self.updates += (count - first) as u64;
-        let node = &mut self.nodes[usize::from(update.node.0)];
-        node.expected += (count - first) as u64;
-        Updated::Expecting { expected: node.expected, applied: first..count }
     }
 
     /// Finds the replicas of keys on live nodes other than `asking`, at most [`REPLICAS_PER_KEY_MAX`] a key, into
-    /// `found`. Hot: no allocation once `found` has grown.
+    /// `found`, which also says which keys are in slots of others and how many in partial ones. Hot: no allocation once `found` has grown.
     pub fn lookup(&self, keys: &[BlockKey], live: &LiveNodes, asking: Option<NodeId>, found: &mut Found) {
-        found.clear();
-        found.visible.extend(self.nodes.iter().enumerate().map(|(number, node)| {
+        found.begin(self.nodes.iter().enumerate().map(|(number, node)| {
             let id = NodeId(u16::try_from(number).expect("node numbers have 16 bits"));
             if live.contains(id) && asking != Some(id) { node.generation } else { 0 }
         }));
@@ -238,15 +180,27 @@ impl Directory {
             let touched = group.iter().fold(0, |all, key| all ^ self.slot(key).touch(key));
             std::hint::black_box(touched);
             for key in group {
-                found.collect(self.slot(key).of_key(key));
+                let slot = key.hash_slot();
+                if self.owned.contains(slot) {
+                    found.collect(self.slot(key).of_key(key), self.awaited.completeness(slot));
+                } else {
+                    found.skip();
+                }
             }
         }
     }
 
-    /// Removes entries of older inventories, looking at `places_max` places of the tables or a little more. Returns
-    /// whether there is more to do.
+    /// Removes entries of older inventories and of slots that are not owned any more, looking at `places_max` places of
+    /// the tables or a little more. Returns whether there is more to do.
     pub fn sweep(&mut self, places_max: usize) -> bool {
         let mut looked_at = 0;
+        while looked_at < places_max
+            && let Some(slot) = self.lost.iter().next()
+        {
+            looked_at += 1 + self.slots[usize::from(slot)].bytes() / size_of::<Entry>();
+            self.clear(slot);
+            self.lost.remove(slot);
+        }
         while self.stale > 0 && looked_at < places_max {
             let nodes = &self.nodes;
             let slot = &mut self.slots[self.sweep_next];
@@ -256,12 +210,12 @@ impl Directory {
             self.keys -= gone.keys as u64;
             self.sweep_next = (self.sweep_next + 1) % self.slots.len();
         }
-        self.stale > 0
+        self.has_to_sweep()
     }
 
-    /// Entries of older inventories that a sweep has yet to remove.
-    pub fn stale_entries(&self) -> u64 {
-        self.stale
+    /// Whether a sweep has anything to remove.
+    pub fn has_to_sweep(&self) -> bool {
+        self.stale > 0 || !self.lost.is_empty()
     }
 
     /// How large the directory is. O(slots + nodes).
@@ -286,6 +240,8 @@ impl Directory {
             bytes: (tables + fixed) as u64,
             updates: self.updates,
             nodes,
+            slots_owned: self.owned.len(),
+            slots_partial: self.owned.iter().filter(|slot| self.awaited.is_partial(*slot)).count(),
         }
     }
 
@@ -315,7 +271,22 @@ impl Directory {
                 self.keys, self.stale
             ));
         }
-        Ok(())
+        for (slot, table) in (0..).zip(&self.slots) {
+            let known = self.owned.contains(slot) || self.lost.contains(slot);
+            if !known && table.iter().next().is_some() {
+                return Err(format!("entries in slot {slot}, which was never owned or is swept"));
+            }
+        }
+        let announced = self.nodes.iter().filter_map(|node| node.announced.as_deref());
+        self.awaited.audit(announced, &self.owned)
+    }
+
+    fn place(&mut self, node: NodeId) -> usize {
+        let index = usize::from(node.0);
+        if self.nodes.len() <= index {
+            self.nodes.resize_with(index + 1, Node::default);
+        }
+        index
     }
 
     fn slot(&self, key: &BlockKey) -> &Table {
@@ -326,112 +297,35 @@ impl Directory {
         self.nodes.get(usize::from(node.0)).filter(|node| node.registered && node.epoch == epoch)
     }
 
-    /// Makes all entries of the node stale.
-    fn begin_inventory(&mut self, node: NodeId) {
+    /// Makes all entries of the node stale; it has announced nothing.
+    fn begin_anew(&mut self, node: NodeId) {
         let state = &mut self.nodes[usize::from(node.0)];
         self.stale += state.entries;
-        *state = Node { generation: state.generation + 1, entries: 0, dram: 0, nvme: 0, ..*state };
+        state.generation += 1;
+        (state.entries, state.dram, state.nvme) = (0, 0, 0);
+        if let Some(announced) = state.announced.as_mut() {
+            announced.lose(&SlotSet::ALL, &mut self.awaited);
+        }
     }
 
-    fn announce(&mut self, node: NodeId, key: BlockKey, tier: Tier) {
-        let slot = &mut self.slots[usize::from(key.hash_slot())];
-        let state = &mut self.nodes[usize::from(node.0)];
-        let generation = state.generation;
-        match slot.entry_mut(&key, node) {
-            Some(entry) if entry.generation == generation => {
-                if entry.tiers.contains(tier) {
-                    return;
-                }
-                entry.tiers = entry.tiers.with(tier);
-            }
-            Some(entry) => {
-                (entry.generation, entry.tiers) = (generation, Tiers::NONE.with(tier));
+    /// Forgets all that is known of a slot.
+    fn clear(&mut self, slot: u16) {
+        self.remove(slot, |_| true);
+    }
+
+    /// Removes entries of a slot.
+    fn remove(&mut self, slot: u16, unwanted: impl Fn(&Entry) -> bool) {
+        let table = &mut self.slots[usize::from(slot)];
+        for entry in table.iter().filter(|entry| unwanted(entry)) {
+            let node = &mut self.nodes[usize::from(entry.node.0)];
+            if entry.generation == node.generation {
+                node.entries -= 1;
+                node.dram -= u64::from(entry.tiers.contains(Tier::Dram));
+                node.nvme -= u64::from(entry.tiers.contains(Tier::Nvme));
+            } else {
                 self.stale -= 1;
-                state.entries += 1;
-            }
-            None => {
-                let count = slot.insert(Entry { key, generation, node, tiers: Tiers::NONE.with(tier) });
-                self.keys += u64::from(count == KeyCount::Changed);
-                state.entries += 1;
             }
         }
-        *state.in_tier(tier) += 1;
-    }
-
-    fn withdraw(&mut self, node: NodeId, key: BlockKey, tier: Tier) {
-        let slot = &mut self.slots[usize::from(key.hash_slot())];
-        let state = &mut self.nodes[usize::from(node.0)];
-        let Some(entry) = slot.entry_mut(&key, node) else { return };
-        if entry.generation != state.generation {
-            self.stale -= 1;
-        } else if !entry.tiers.contains(tier) {
-            return;
-        } else {
-            *state.in_tier(tier) -= 1;
-            let left = entry.tiers.without(tier);
-            if !left.is_empty() {
-                entry.tiers = left;
-                return;
-            }
-            state.entries -= 1;
-        }
-        let (_, count) = slot.remove(&key, node).expect("the entry was just found");
-        self.keys -= u64::from(count == KeyCount::Changed);
-    }
-}
-
-impl Node {
-    fn in_tier(&mut self, tier: Tier) -> &mut u64 {
-        match tier {
-            Tier::Dram => &mut self.dram,
-            Tier::Nvme => &mut self.nvme,
-        }
-    }
-}
-
-impl Found {
-    /// Keys answered.
-    pub fn keys(&self) -> usize {
-        self.offsets.len().saturating_sub(1)
-    }
-
-    /// Replicas of the key at `index` of the lookup.
-    pub fn of(&self, index: usize) -> &[Replica] {
-        &self.replicas[self.offsets[index] as usize..self.offsets[index + 1] as usize]
-    }
-
-    /// All replicas, key after key.
-    pub fn replicas(&self) -> &[Replica] {
-        &self.replicas
-    }
-
-    /// Where each key's replicas begin in [`Found::replicas`], and the end: one more than there are keys.
-    pub fn offsets(&self) -> &[u32] {
-        &self.offsets
-    }
-
-    fn clear(&mut self) {
-        self.offsets.clear();
-        self.replicas.clear();
-        self.visible.clear();
-        self.offsets.push(0);
-    }
-
-    /// Adds the answer for the next key.
-    #[inline]
-    fn collect<'a>(&mut self, entries: impl Iterator<Item = &'a Entry>) {
-        let first = self.replicas.len();
-        for entry in entries {
-            if entry.generation != self.visible[usize::from(entry.node.0)] {
-                continue;
-            }
-            for tier in [Tier::Dram, Tier::Nvme] {
-                if entry.tiers.contains(tier) && self.replicas.len() - first < REPLICAS_PER_KEY_MAX {
-                    self.replicas.push(Replica { node: entry.node, tier });
-                }
-            }
-        }
-        // 8,192 keys × 16 replicas are far from 32 bits.
-        self.offsets.push(self.replicas.len() as u32);
+        self.keys -= table.retain(|entry| !unwanted(entry)).keys as u64;
     }
 }

@@ -16,7 +16,8 @@ pub mod live;
 pub mod members;
 
 pub use directory::{
-    BadChanges, Begin, Changes, Directory, DirectorySize, Found, NodeReplicas, Replica, Update, Updated,
+    BadChanges, Changes, Directory, DirectorySize, Found, NodeReplicas, Opening, Replica, Standing, Update,
+    Updated,
 };
 pub use live::LiveNodes;
 pub use members::{

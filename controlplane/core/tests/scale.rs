@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use reprise_controlplane_core::{Begin, Changes, Directory, Found, LiveNodes, Update, Updated};
-use reprise_policy::{BlockKey, Epoch, NodeId};
+use reprise_controlplane_core::{Changes, Directory, Found, LiveNodes, Opening, Update, Updated};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 
 const NODES: u16 = 100;
 /// Bytes a replica entry may take, all slack included.
@@ -25,9 +25,23 @@ fn key(number: u64) -> BlockKey {
     BlockKey(bytes)
 }
 
-fn register_all(directory: &mut Directory) -> LiveNodes {
-    (1..=NODES).for_each(|node| directory.register(NodeId(node), Epoch(1)));
-    (1..=NODES).map(NodeId).collect()
+/// A directory of all slots, in which every node has begun its inventory of all of them.
+fn directory() -> (Directory, LiveNodes, Vec<u64>) {
+    let mut directory = Directory::new();
+    directory.own(&SlotSet::ALL);
+    for node in (1..=NODES).map(NodeId) {
+        directory.register(node, Epoch(1));
+        let updated = directory.update(&Update {
+            node,
+            epoch: Epoch(1),
+            sequence: 0,
+            opening: Opening::Slots(&SlotSet::ALL),
+            changes: Changes::parse(&[], &[]).expect("no changes"),
+            ends: &SlotSet::ALL,
+        });
+        assert_eq!(updated, Updated::Expecting { expected: 1, applied: 0..0 });
+    }
+    (directory, (1..=NODES).map(NodeId).collect(), vec![1; usize::from(NODES) + 1])
 }
 
 /// Announces keys `first..first + count`, spread over the nodes, on NVMe.
@@ -44,8 +58,9 @@ fn announce(directory: &mut Directory, sequences: &mut [u64], keys: std::ops::Ra
             node: NodeId(node),
             epoch: Epoch(1),
             sequence: *sequence,
-            begin: Begin::Continue,
+            opening: Opening::Nothing,
             changes: Changes::parse(&packed, &operations).expect("well formed"),
+            ends: &SlotSet::EMPTY,
         });
         *sequence += count;
         assert!(matches!(updated, Updated::Expecting { expected, .. } if expected == *sequence));
@@ -62,9 +77,7 @@ fn resident_bytes() -> u64 {
 
 #[test]
 fn an_entry_takes_at_most_64_bytes_at_every_size() {
-    let mut directory = Directory::new();
-    register_all(&mut directory);
-    let mut sequences = [0; NODES as usize + 1];
+    let (mut directory, _, mut sequences) = directory();
     let mut size = 0;
     // Below a hundred thousand the 4,096 nearly empty tables dominate: 16 bytes times 8 places each.
     for next in [150_000, 200_000, 300_000, 500_000, 600_000, 700_000, 800_000, 1_000_000] {
@@ -77,17 +90,17 @@ fn an_entry_takes_at_most_64_bytes_at_every_size() {
 
 #[test]
 fn replicas_of_one_key_on_many_nodes_cost_what_first_ones_cost() {
-    let mut directory = Directory::new();
-    let live = register_all(&mut directory);
+    let (mut directory, live, _) = directory();
     let packed: Vec<u8> = (0..5000).flat_map(|number| key(number).0).collect();
     let operations = vec![2; 5000];
     for node in 1..=NODES {
         directory.update(&Update {
             node: NodeId(node),
             epoch: Epoch(1),
-            sequence: 0,
-            begin: Begin::Inventory,
+            sequence: 1,
+            opening: Opening::Nothing,
             changes: Changes::parse(&packed, &operations).expect("well formed"),
+            ends: &SlotSet::EMPTY,
         });
     }
     let size = directory.size();
@@ -102,9 +115,7 @@ fn replicas_of_one_key_on_many_nodes_cost_what_first_ones_cost() {
 
 #[test]
 fn replacing_an_inventory_is_at_once_and_the_sweep_is_bounded() {
-    let mut directory = Directory::new();
-    let live = register_all(&mut directory);
-    let mut sequences = [0; NODES as usize + 1];
+    let (mut directory, live, mut sequences) = directory();
     announce(&mut directory, &mut sequences, 0..300_000);
     for node in 1..=NODES {
         directory.forget(NodeId(node), Epoch(1));
@@ -132,9 +143,7 @@ fn ten_million_entries_fit_64_bytes_each_and_answer_three_million_lookups_a_seco
     const ROUNDS: u64 = 9;
     const ROUND_KEYS: u64 = 128 * 8192;
     let before = resident_bytes();
-    let mut directory = Directory::new();
-    let live = register_all(&mut directory);
-    let mut sequences = [0; NODES as usize + 1];
+    let (mut directory, live, mut sequences) = directory();
     let start = Instant::now();
     announce(&mut directory, &mut sequences, 0..ENTRIES);
     let announced = start.elapsed();

@@ -83,6 +83,23 @@ async fn a_watch_outlives_etcd_and_loses_nothing() {
     assert_eq!(seen, expected);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_of_an_etcd_that_was_emptied_ends_instead_of_waiting_for_its_revision() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    for number in 0..9 {
+        store.transact(put(&number.to_string(), "")).await.expect("committed");
+    }
+    let from = reprise_controlplane_store::Revision(store.revision().await.expect("a revision").0 + 1);
+    let mut watch = store.watch(b"", from).await.expect("a watch");
+    server.kill();
+    server.wipe();
+    server.restart();
+    let ended = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it ends");
+    assert!(matches!(ended, Err(StoreError::Compacted { .. })), "{ended:?}");
+}
+
 /// A server that keeps its connections and answers nothing is worse than none: nothing but a deadline ends a call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_etcd_stands_still_every_call_ends_within_its_bound() {

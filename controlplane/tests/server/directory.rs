@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use reprise_policy::{BlockKey, SlotSet};
 use reprise_proto::controlplane::{DescribeRequest, LookupRequest, UpdateRequest};
 use tonic::Code;
 
@@ -36,24 +37,27 @@ async fn a_gap_is_told_and_nothing_after_it_is_applied_until_an_inventory_comes(
     let mut node = Node::register(&member, "a").await;
     let mut asking = Node::register(&member, "b").await;
     node.announce(harness::keys(0..10), 2).await;
+    // The opening of the inventory had number 0.
     let late = UpdateRequest { sequence: 15, ..node.update(harness::keys(20..21), 2) };
     let reply = node.send(late).await;
-    assert_eq!((reply.fenced, reply.expected_sequence), (false, 10));
+    assert_eq!((reply.fenced, reply.expected_sequence), (false, 11));
     assert_eq!(asking.lookup(harness::keys(20..21)).await, [vec![]]);
 
-    let again = UpdateRequest { sequence: 5, ..node.update(harness::keys(5..12), 2) };
+    let again = UpdateRequest { sequence: 6, ..node.update(harness::keys(5..12), 2) };
     let reply = node.send(again).await;
-    assert_eq!(reply.expected_sequence, 12, "what was there is skipped, the rest applied");
+    assert_eq!(reply.expected_sequence, 13, "what was there is skipped, the rest applied");
     assert_eq!(asking.lookup(harness::keys(9..12)).await, vec![vec![(1, 2)]; 3]);
 
-    let inventory = UpdateRequest { sequence: 30, reset: true, ..node.update(harness::keys(50..52), 1) };
+    let begins = SlotSet::ALL.to_bytes().to_vec().into();
+    let inventory =
+        UpdateRequest { sequence: 30, reset: true, begins, ..node.update(harness::keys(50..52), 1) };
     let reply = node.send(inventory.clone()).await;
-    assert_eq!(reply.expected_sequence, 32);
+    assert_eq!(reply.expected_sequence, 33);
     assert_eq!(asking.lookup(harness::keys(9..10)).await, [vec![]], "the inventory replaces what was there");
     assert_eq!(asking.lookup(harness::keys(50..51)).await, [vec![(1, 1)]]);
-    node.sequence = 32;
+    node.sequence = 33;
     node.announce(harness::keys(60..61), 1).await;
-    assert_eq!(node.send(inventory).await.expected_sequence, 33, "an inventory sent twice forgets nothing");
+    assert_eq!(node.send(inventory).await.expected_sequence, 34, "an inventory sent twice forgets nothing");
     assert_eq!(asking.lookup(harness::keys(60..61)).await, [vec![(1, 1)]]);
     member.shutdown().await;
 }
@@ -71,6 +75,8 @@ async fn garbage_is_refused_with_words_and_changes_nothing() {
         (UpdateRequest { operations: vec![0x80, 1].into(), ..good.clone() }, "index 0"),
         (UpdateRequest { node: 1 << 20, ..good.clone() }, "node numbers"),
         (UpdateRequest { sequence: u64::MAX, ..good.clone() }, "count changes from 0"),
+        (UpdateRequest { begins: vec![0; 511].into(), ..good.clone() }, "begins has 511 bytes"),
+        (UpdateRequest { ends: vec![0; 513].into(), ..good.clone() }, "a set of hash slots has 512"),
         (long, "at most 8192"),
     ] {
         let refused = node.directory.update(request).await.expect_err(words);
@@ -90,7 +96,7 @@ async fn garbage_is_refused_with_words_and_changes_nothing() {
     assert!(node.send(unknown).await.fenced, "a node that never registered");
     let described = node.directory.describe(DescribeRequest {}).await.expect("answered").into_inner();
     assert_eq!((described.keys, described.updates), (0, 0));
-    assert_eq!(node.send(good).await.expected_sequence, 2, "and the sequence did not move");
+    assert_eq!(node.send(good).await.expected_sequence, 3, "and the sequence did not move");
     member.shutdown().await;
 }
 
@@ -102,8 +108,7 @@ async fn a_million_entries_are_announced_found_described_and_replaced() {
     let mut node = Node::register(&member, "a").await;
     let mut asking = Node::register(&member, "b").await;
     for first in (0..ENTRIES).step_by(BATCH as usize) {
-        let mut request = node.update(harness::keys(first..ENTRIES.min(first + BATCH)), 2);
-        request.reset = first == 0;
+        let request = node.update(harness::keys(first..ENTRIES.min(first + BATCH)), 2);
         node.sequence += request.operations.len() as u64;
         let reply = node.send(request).await;
         assert_eq!(reply.expected_sequence, node.sequence);
@@ -120,8 +125,42 @@ async fn a_million_entries_are_announced_found_described_and_replaced() {
     let absent = asking.lookup(harness::keys(ENTRIES..ENTRIES + BATCH)).await;
     assert!(absent.iter().all(Vec::is_empty));
     let nothing = UpdateRequest { reset: true, ..node.update(Vec::new(), 2) };
-    assert_eq!(node.send(nothing).await.expected_sequence, node.sequence);
+    assert_eq!(node.send(nothing).await.expected_sequence, node.sequence + 1);
     assert!(asking.lookup(harness::keys(0..BATCH)).await.iter().all(Vec::is_empty), "gone at once");
+    member.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slots_are_partial_until_every_node_has_announced_them_and_changes_before_that_are_not_taken() {
+    let member = harness::start().await;
+    let mut node = Node::register(&member, "a").await;
+    let mut late = Node::register_only(&member, "b").await;
+    node.announce(harness::keys(0..4), 2).await;
+    let request = LookupRequest { keys: harness::keys(0..4).into(), asking_node: 0 };
+    let reply = node.directory.lookup(request.clone()).await.expect("answered").into_inner();
+    assert_eq!((reply.partial, reply.elsewhere.len()), (4, 0));
+    assert_eq!(harness::replicas(&reply), vec![vec![(1, 2)]; 4], "what is known is answered");
+    assert!(reply.map_epoch > 0);
+
+    late.announce(harness::keys(0..4), 1).await;
+    let standing = late.slots().await;
+    assert_eq!((standing.fenced, standing.owned == standing.wanted), (false, true));
+    let one = BlockKey(harness::keys(0..1).try_into().expect("one key")).hash_slot();
+    let one = [one].into_iter().collect::<SlotSet>();
+    late.open(&one.to_bytes(), &[]).await;
+    late.announce(harness::keys(0..4), 1).await;
+    assert_eq!(late.slots().await.wanted, SlotSet::ALL.without(&one).to_bytes().as_slice());
+    let reply = node.directory.lookup(request.clone()).await.expect("answered").into_inner();
+    assert_eq!(reply.partial, 4, "begun is not whole");
+    assert_eq!(harness::replicas(&reply)[..2], [vec![(1, 2), (2, 1)], vec![(1, 2)]]);
+
+    let all = SlotSet::ALL.to_bytes();
+    late.open(&SlotSet::ALL.without(&one).to_bytes(), &all).await;
+    let reply = node.directory.lookup(request).await.expect("answered").into_inner();
+    assert_eq!(reply.partial, 0);
+    assert_eq!(late.slots().await.wanted, SlotSet::EMPTY.to_bytes().as_slice());
+    let version = late.slots().await.slots_version;
+    assert_eq!(late.send(late.update(harness::keys(9..10), 1)).await.slots_version, version);
     member.shutdown().await;
 }
 

@@ -1,15 +1,16 @@
 //! A member in this process and a node that talks to it.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use reprise_controlplane::config::{Config, StoreConfig};
 use reprise_controlplane::server::ControlPlane;
-use reprise_policy::BlockKey;
+use reprise_policy::{BlockKey, SlotSet};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    HeartbeatRequest, LookupReply, LookupRequest, RegisterReply, RegisterRequest, UpdateReply, UpdateRequest,
+    HeartbeatRequest, LookupReply, LookupRequest, RegisterReply, RegisterRequest, SlotsReply, SlotsRequest,
+    UpdateReply, UpdateRequest,
 };
 use tonic::transport::{Channel, Endpoint};
 
@@ -89,10 +90,37 @@ pub(crate) struct Node {
 }
 
 impl Node {
+    /// Registered, with an empty inventory in all slots.
     pub(crate) async fn register(member: &ControlPlane, name: &str) -> Node {
+        let mut node = Node::register_only(member, name).await;
+        let give_up = Instant::now() + PATIENCE;
+        while node.slots().await.wanted != SlotSet::ALL.to_bytes().as_slice() {
+            assert!(Instant::now() < give_up, "the member never owned its slots");
+            tokio::task::yield_now().await;
+        }
+        let all = SlotSet::ALL.to_bytes();
+        node.open(&all, &all).await;
+        node
+    }
+
+    /// Registered, and nothing announced.
+    pub(crate) async fn register_only(member: &ControlPlane, name: &str) -> Node {
         let mut membership = membership(member).await;
         let granted = membership.register(registration(name)).await.expect("registered").into_inner();
         Node { membership, directory: directory(member).await, granted, sequence: 0 }
+    }
+
+    pub(crate) async fn slots(&mut self) -> SlotsReply {
+        let request = SlotsRequest { node: self.granted.node, epoch: self.granted.epoch };
+        self.directory.slots(request).await.expect("answered").into_inner()
+    }
+
+    /// Begins and ends inventories without replicas.
+    pub(crate) async fn open(&mut self, begins: &[u8], ends: &[u8]) {
+        let (begins, ends) = (begins.to_vec().into(), ends.to_vec().into());
+        let request = UpdateRequest { begins, ends, ..self.update(Vec::new(), 1) };
+        self.sequence += 1;
+        assert_eq!(self.send(request).await.expected_sequence, self.sequence);
     }
 
     pub(crate) async fn beat(&mut self) -> bool {
@@ -109,7 +137,7 @@ impl Node {
             sequence: self.sequence,
             keys: keys.into(),
             operations: operations.into(),
-            reset: false,
+            ..UpdateRequest::default()
         }
     }
 

@@ -166,7 +166,7 @@ async fn the_admin_endpoint_shows_nodes_counts_metrics_and_health() {
         "reprise_controlplane_heartbeats_total{result=\"known\"} 1",
         "reprise_controlplane_nodes{state=\"alive\"} 1",
         "reprise_controlplane_changes_total 14",
-        "reprise_controlplane_updates_total{result=\"applied\"} 2",
+        "reprise_controlplane_updates_total{result=\"applied\"} 3",
         "reprise_controlplane_lookup_keys_total 10",
         "reprise_controlplane_directory_replicas 14",
     ] {

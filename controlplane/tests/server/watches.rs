@@ -59,6 +59,7 @@ async fn a_directory_watch_reports_changes_in_order_and_replaced_inventories() {
     assert_eq!((&keys[2000 * 16..], operations[2000]), (harness::keys(0..1).as_slice(), 0x82));
     let mut inventory = node.update(harness::keys(7..8), 1);
     inventory.reset = true;
+    inventory.begins = reprise_policy::SlotSet::ALL.to_bytes().to_vec().into();
     node.send(inventory).await;
     let replaced = next(&mut watch).await;
     assert_eq!((replaced.node, replaced.missed), (1, true), "look again at what node 1 holds");

@@ -24,7 +24,8 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Layout, SessionId, TenantId, Tick, Tier};
+use reprise_policy::key::HASH_SLOTS;
+use reprise_policy::{BlockKey, Layout, SessionId, SlotSet, TenantId, Tick, Tier};
 
 use crate::effect::{Change, Effect, RegionId, ReplicaChange, Reply, ServeId};
 use crate::event::{Event, Priority, Request, RequestId};
@@ -203,7 +204,7 @@ impl AgentCore {
             Event::PeerRequest(request) => self.serve(request),
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
-            Event::InventoryWanted => self.announce_all(),
+            Event::InventoryWanted { slots } => self.announce_inventory(slots),
             Event::Flush => self.urge_writeback(),
             Event::Tick => {}
         }
@@ -277,11 +278,12 @@ impl AgentCore {
         }
     }
 
-    /// Tells the directory everything.
-    fn announce_all(&mut self) {
+    /// Tells the directory everything in some slots.
+    fn announce_inventory(&mut self, slots: Box<SlotSet>) {
         self.announce_changes();
-        let mut replicas = Vec::with_capacity((self.resident_blocks + self.index.stored_blocks()) as usize);
-        for (_, entry) in self.index.iter() {
+        let blocks = (self.resident_blocks + self.index.stored_blocks()) as usize;
+        let mut replicas = Vec::with_capacity(blocks * slots.len() / usize::from(HASH_SLOTS));
+        for (_, entry) in self.index.iter().filter(|(_, entry)| slots.has_key(&entry.key())) {
             if matches!(entry.dram(), Dram::Resident(_)) {
                 replicas.push((entry.key(), Tier::Dram));
             }
@@ -289,7 +291,7 @@ impl AgentCore {
                 replicas.push((entry.key(), Tier::Nvme));
             }
         }
-        self.emit(Effect::AnnounceAll { replicas });
+        self.emit(Effect::Inventory { slots, replicas });
     }
 
     fn update_gauges(&mut self) {

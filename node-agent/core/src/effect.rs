@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, Tier};
+use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, Tier};
 
 use crate::event::RequestId;
 use crate::pool::{DeviceOp, PageNumber};
@@ -150,9 +150,11 @@ pub enum Effect {
         /// The changes.
         changes: Vec<ReplicaChange>,
     },
-    /// Tell the directory all that is here, replacing what it knows.
-    AnnounceAll {
-        /// Every replica of this node.
+    /// Tell the directory all that is here in some hash slots, replacing what it knows of them.
+    Inventory {
+        /// The slots.
+        slots: Box<SlotSet>,
+        /// Every replica of this node in them.
         replicas: Vec<(BlockKey, Tier)>,
     },
     /// Get blocks from a peer, verified; report with `Event::Fill`.

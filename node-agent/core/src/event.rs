@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, TenantId, Tick, Tier};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, SlotSet, TenantId, Tick, Tier};
 
 use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId};
 use crate::pool::{DeviceError, OpToken};
@@ -89,8 +89,11 @@ pub enum Event {
         /// The peer's request.
         serve: ServeId,
     },
-    /// The control plane asks for everything (new registration): announce the whole inventory.
-    InventoryWanted,
+    /// The control plane asks for everything in some hash slots: announce the inventory of these.
+    InventoryWanted {
+        /// The slots.
+        slots: Box<SlotSet>,
+    },
     /// Blocks that wait for company on their way to NVMe are to be written now: the agent is about to stop.
     Flush,
     /// Time passed; sent whenever the instant of [`AgentCore::next_deadline`](crate::agent::AgentCore) is reached.

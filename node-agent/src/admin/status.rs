@@ -92,6 +92,9 @@ struct PeerNode {
 struct ControlPlane {
     stand_alone: bool,
     connected: bool,
+    members: u64,
+    members_connected: u64,
+    map_epoch: u64,
     node: Option<u16>,
     epoch: Option<u64>,
     changes_queued: u64,
@@ -171,6 +174,9 @@ fn control_plane(status: &DirectoryStatus) -> ControlPlane {
     ControlPlane {
         stand_alone: status.stand_alone,
         connected: status.connected,
+        members: status.members,
+        members_connected: status.members_connected,
+        map_epoch: status.map_epoch,
         node: status.registered.map(|(node, _)| node.0),
         epoch: status.registered.map(|(_, epoch)| epoch.0),
         changes_queued: status.changes_queued,
@@ -186,6 +192,13 @@ pub(super) fn directory_numbers(status: &DirectoryStatus) -> Vec<Number> {
         |name: &str, kind, help, value| Number { name: format!("directory_{name}"), help, kind, value };
     vec![
         number("connected", Kind::Gauge, "1 while the control plane answers", u64::from(status.connected)),
+        number("members", Kind::Gauge, "Members of the control plane", status.members),
+        number(
+            "members_connected",
+            Kind::Gauge,
+            "Members of the control plane that answer and know this node",
+            status.members_connected,
+        ),
         number("changes_queued", Kind::Gauge, "Changes waiting to be announced", status.changes_queued),
         number(
             "changes_announced",
@@ -203,6 +216,24 @@ pub(super) fn directory_numbers(status: &DirectoryStatus) -> Vec<Number> {
         number("registrations", Kind::Counter, "Registrations made", status.registrations),
         number("lookups_answered", Kind::Counter, "Lookups answered", status.lookups_answered),
         number("lookups_failed", Kind::Counter, "Lookups failed", status.lookups_failed),
+        number(
+            "lookup_keys_redirected",
+            Kind::Counter,
+            "Keys that a member did not own any more",
+            status.lookup_keys_redirected,
+        ),
+        number(
+            "lookup_keys_unanswered",
+            Kind::Counter,
+            "Keys that no member answered in time",
+            status.lookup_keys_unanswered,
+        ),
+        number(
+            "lookup_keys_partial",
+            Kind::Counter,
+            "Keys answered before every node had announced its inventory of their slot",
+            status.lookup_keys_partial,
+        ),
         number("beats_failed", Kind::Counter, "Heartbeats without an answer", status.beats_failed),
     ]
 }

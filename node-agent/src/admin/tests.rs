@@ -22,7 +22,7 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         version: String::new(),
     };
     let alone = DirectorySettings {
-        endpoint: String::new(),
+        endpoints: Vec::new(),
         registration,
         connect_timeout: CORE_PATIENCE,
         call_timeout: CORE_PATIENCE,

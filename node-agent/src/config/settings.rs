@@ -14,8 +14,8 @@ use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
 
 use super::{
-    ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection, LogSection,
-    NodeSection, PeersSection, PoolSection, SessionSection,
+    Addresses, ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection,
+    LogSection, NodeSection, PeersSection, PoolSection, SessionSection,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -130,8 +130,8 @@ pub(crate) struct PeerSettings {
 /// The directory of the cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPlaneSettings {
-    /// `http://host:port`.
-    pub(crate) endpoint: String,
+    /// Members to begin with, `http://host:port` each; at least one.
+    pub(crate) endpoints: Vec<String>,
 }
 
 /// What is logged, and how.
@@ -347,14 +347,20 @@ impl LogSection {
     }
 }
 
-/// The control plane's endpoint, when there is one.
-fn control_plane(address: &str) -> Result<Option<ControlPlaneSettings>, AgentError> {
-    if address.is_empty() {
-        return Ok(None);
-    }
-    let bare = address.strip_prefix("http://").unwrap_or(address);
-    host_and_port("controlplane.address", bare)?;
-    Ok(Some(ControlPlaneSettings { endpoint: format!("http://{bare}") }))
+/// The control plane's endpoints, when there are any.
+fn control_plane(addresses: &Addresses) -> Result<Option<ControlPlaneSettings>, AgentError> {
+    let addresses = match addresses {
+        Addresses::One(address) if address.is_empty() => &[],
+        Addresses::One(address) => std::slice::from_ref(address),
+        Addresses::Some(addresses) => addresses.as_slice(),
+    };
+    let endpoint = |address: &String| {
+        let bare = address.strip_prefix("http://").unwrap_or(address);
+        host_and_port("controlplane.address", bare)?;
+        Ok(format!("http://{bare}"))
+    };
+    let endpoints = addresses.iter().map(endpoint).collect::<Result<Vec<String>, AgentError>>()?;
+    Ok((!endpoints.is_empty()).then_some(ControlPlaneSettings { endpoints }))
 }
 
 /// The one form of a refusal.
@@ -456,6 +462,7 @@ mod tests {
                 "[controlplane]\naddress = \"https://x:1\"",
                 ["controlplane.address", "https://x:1", "host:port"],
             ),
+            ("[controlplane]\naddress = [\"x:1\", \"\"]", ["controlplane.address", "''", "host:port"]),
             ("[admin]\nlisten = \"nowhere\"", ["admin.listen", "nowhere", "127.0.0.1"]),
             ("[node]\nname = \"a b\"", ["node.name", "a b", "letters"]),
             ("[log]\nlevel = \"a=b=c\"", ["log.level", "a=b=c", "tracing filter"]),

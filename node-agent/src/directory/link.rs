@@ -1,39 +1,34 @@
-//! The link thread: registration, announcements, lookups and the node list, as four loops on one runtime.
+//! A link to one member of the control plane: registration, and announcements of what is in its slots.
 //!
-//! The registrar owns the state of the link and is the only one to say `Registered`, `Connected` and `Disconnected`:
+//! The registrar owns the state of the link:
 //!
 //! ```text
-//!   register (backoff) ──► granted ──► beats answered ⇄ beats failing      Connected ⇄ Disconnected
+//!   register (backoff) ──► granted ──► beats answered ⇄ beats failing      up ⇄ down
 //!        ▲                                   │
-//!        └──── beats unknown, fenced ────────┘                              Disconnected
+//!        └──── beats unknown, fenced ────────┘                             down
 //! ```
 //!
-//! While beats fail the registration is kept, with what is queued: a control plane that comes back within its
-//! memory of this node needs no new inventory.
+//! While beats fail the registration is kept, with what is queued: a member that comes back within its memory of this
+//! node needs no new inventory.
 
-use std::hash::{BuildHasher, RandomState};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_agent_core::backoff::Backoff;
-use reprise_agent_core::effect::LookupId;
-use reprise_agent_core::event::Replica;
-use reprise_agent_core::outbox::{BATCH_CHANGES_MAX, Batch, Outcome};
-use reprise_policy::{Epoch, NodeId};
+use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
+use reprise_policy::shards::MemberName;
+use reprise_policy::{Epoch, NodeId, SlotSet};
 use reprise_proto::controlplane::directory_client::DirectoryClient as DirectoryService;
 use reprise_proto::controlplane::membership_client::MembershipClient;
-use reprise_proto::controlplane::{
-    ListNodesRequest, LookupRequest, RegisterReply, RegisterRequest, WatchNodesRequest,
-};
-use tokio::runtime::Runtime;
+use reprise_proto::controlplane::{RegisterReply, RegisterRequest, SlotsRequest};
+use tokio::sync::{Notify, watch};
 use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use super::lookups::{Lookup, Next};
-use super::nodes::Presence;
-use super::{Beats, DirectoryEvent, Granted, Shared, wire};
+use super::members::jitter;
+use super::{DirectoryEvent, DirectoryStatus, Shared, wire};
 
 /// Pings on the idle connection, and the time for their answer: a half-open connection is noticed within both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
@@ -48,97 +43,332 @@ const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
 const HEARTBEAT_MIN: Duration = Duration::from_millis(10);
 const HEARTBEAT_MAX: Duration = Duration::from_secs(60);
 
-/// Runs until shutdown. Without an endpoint all lookups fail at once.
-pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, endpoint: Option<Endpoint>) {
-    runtime.block_on(async {
-        let mut shutdown = shared.shutdown.subscribe();
-        let stop = shutdown.wait_for(|shutdown| *shutdown);
-        match endpoint {
-            None => tokio::select! {
-                _ = stop => {}
-                () = look_up(shared, None) => {}
-            },
-            Some(endpoint) => {
-                let channel = endpoint
-                    .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
-                    .keep_alive_timeout(KEEP_ALIVE_ANSWER)
-                    .keep_alive_while_idle(true)
-                    .initial_stream_window_size(STREAM_WINDOW_BYTES)
-                    .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-                    .connect_lazy();
-                tokio::select! {
-                    _ = stop => {}
-                    () = register(shared, MembershipClient::new(channel.clone())) => {}
-                    () = announce(shared, DirectoryService::new(channel.clone())) => {}
-                    () = look_up(shared, Some(DirectoryService::new(channel.clone()))) => {}
-                    () = follow_nodes(shared, MembershipClient::new(channel)) => {}
-                }
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Link {
+    /// The member.
+    pub(super) name: MemberName,
+    /// Where it is reached, `host:port`.
+    pub(super) address: String,
+    /// For the heartbeat thread, which connects by itself.
+    pub(super) endpoint: Endpoint,
+    /// For the link thread.
+    pub(super) channel: Channel,
+    pub(super) granted: watch::Sender<Option<Granted>>,
+    pub(super) beats: watch::Sender<Beats>,
+    outbox: Mutex<Outbox>,
+    /// The outbox has something to send or to say.
+    outbox_changed: Notify,
+    /// The directory refused an update of this epoch: register again.
+    fenced: watch::Sender<Option<Epoch>>,
+    up: watch::Sender<bool>,
+    closed: watch::Sender<bool>,
+}
+
+/// A registration that the member has granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Granted {
+    pub(super) node: NodeId,
+    pub(super) epoch: Epoch,
+    pub(super) heartbeat_every: Duration,
+}
+
+/// What the heartbeat thread reports to the link thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Beats {
+    /// Answered, or nothing to beat for yet.
+    Answered,
+    /// The last beat had no answer in time.
+    Failing,
+    /// The member does not know this registration.
+    Unknown(Epoch),
+}
+
+/// How a connection to a member for anything but beats is made. Connects when it is used; must be called on the
+/// runtime that uses it.
+pub(super) fn connect(endpoint: &Endpoint) -> Channel {
+    endpoint
+        .clone()
+        .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
+        .keep_alive_timeout(KEEP_ALIVE_ANSWER)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .connect_lazy()
+}
+
+impl Link {
+    /// A link that does nothing until it is [run](Link::run).
+    pub(super) fn new(name: MemberName, address: String, endpoint: Endpoint, queued_max: usize) -> Link {
+        Link {
+            name,
+            address,
+            channel: connect(&endpoint),
+            endpoint,
+            granted: watch::Sender::new(None),
+            beats: watch::Sender::new(Beats::Answered),
+            outbox: Mutex::new(Outbox::new(queued_max)),
+            outbox_changed: Notify::new(),
+            fenced: watch::Sender::new(None),
+            up: watch::Sender::new(false),
+            closed: watch::Sender::new(false),
+        }
+    }
+
+    /// Registers and announces until the link is closed.
+    pub(super) async fn run(&self, shared: &Shared) {
+        tokio::select! {
+            () = self.closed() => {}
+            () = self.register(shared) => {}
+            () = self.announce(shared) => {}
+        }
+        self.set_up(shared, Up::No);
+    }
+
+    /// Ends the link for good.
+    pub(super) fn close(&self) {
+        self.closed.send_replace(true);
+    }
+
+    /// Waits until the link is closed.
+    pub(super) async fn closed(&self) {
+        // The sender lives in this link.
+        let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
+    }
+
+    /// Whether the member answers and knows this node.
+    pub(super) fn is_up(&self) -> bool {
+        *self.up.borrow()
+    }
+
+    /// This node's number there, 0 for none.
+    pub(super) fn node(&self) -> u32 {
+        self.granted.borrow().map_or(0, |granted| u32::from(granted.node.0))
+    }
+
+    /// Changes the outbox, and has it looked at.
+    pub(super) fn tell(&self, change: impl FnOnce(&mut Outbox)) {
+        change(&mut self.outbox());
+        self.outbox_changed.notify_one();
+    }
+
+    /// Changes dropped because an inventory replaces them.
+    pub(super) fn superseded(&self) -> u64 {
+        self.outbox().superseded()
+    }
+
+    /// Adds this link's numbers.
+    pub(super) fn add_to(&self, status: &mut DirectoryStatus) {
+        let outbox = self.outbox();
+        status.changes_queued += outbox.queued() as u64;
+        status.changes_superseded += outbox.superseded();
+        let registered = self.granted.borrow().map(|granted| (granted.node, granted.epoch));
+        status.registered = status.registered.max(registered);
+    }
+
+    /// The outbox. Every change of it leaves it consistent, so a poisoned lock is as good as any.
+    fn outbox(&self) -> MutexGuard<'_, Outbox> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ---- registration ------------------------------------------------------------------------------------------
+
+    async fn register(&self, shared: &Shared) {
+        let mut client = MembershipClient::new(self.channel.clone());
+        let mut quarrel = Backoff::default();
+        loop {
+            let granted = self.register_once(shared, &mut client).await;
+            let Granted { node, epoch, .. } = granted;
+            shared.counters.registrations.fetch_add(1, Ordering::Relaxed);
+            self.outbox().grant(node, epoch);
+            self.beats.send_replace(Beats::Answered);
+            self.granted.send_replace(Some(granted));
+            shared.emit(DirectoryEvent::Registered { member: self.name.to_string(), node, epoch });
+            self.set_up(shared, Up::Yes);
+            self.outbox_changed.notify_one();
+            let since = Instant::now();
+            let reason = self.keep(shared, granted).await;
+            tracing::info!(member = %self.name, node = node.0, epoch = epoch.0, reason, "registering again");
+            self.granted.send_replace(None);
+            self.outbox().lose();
+            self.set_up(shared, Up::No);
+            if since.elapsed() >= SETTLED_AFTER {
+                quarrel.reset();
+            } else {
+                sleep(quarrel.next(jitter())).await;
             }
         }
-    });
+    }
+
+    /// Tries until the member answers.
+    async fn register_once(&self, shared: &Shared, client: &mut MembershipClient<Channel>) -> Granted {
+        let mut backoff = Backoff::default();
+        let mut reported = None;
+        loop {
+            let status = match within(shared.settings.call_timeout, client.register(request(shared))).await {
+                Ok(reply) => match granted(&reply) {
+                    Some(granted) => return granted,
+                    None => Status::internal(format!("node number {} does not fit 16 bits", reply.node)),
+                },
+                Err(status) => status,
+            };
+            // Once per kind of failure, not once per attempt.
+            if reported != Some(status.code()) {
+                let (code, reason) = (status.code(), status.message());
+                tracing::warn!(member = %self.name, ?code, reason, "cannot register with the control plane");
+                reported = Some(code);
+            }
+            sleep(backoff.next(jitter())).await;
+        }
+    }
+
+    /// Follows the beats until the registration is lost; says why.
+    async fn keep(&self, shared: &Shared, granted: Granted) -> &'static str {
+        let mut beats = self.beats.subscribe();
+        let mut fenced = self.fenced.subscribe();
+        loop {
+            let now = *beats.borrow_and_update();
+            match now {
+                Beats::Answered => self.set_up(shared, Up::Yes),
+                Beats::Failing => self.set_up(shared, Up::No),
+                Beats::Unknown(epoch) if epoch == granted.epoch => return "the member does not know it",
+                Beats::Unknown(_) => {}
+            }
+            if *fenced.borrow_and_update() == Some(granted.epoch) {
+                return "a newer registration has taken its place";
+            }
+            tokio::select! {
+                // The senders live in this link, so neither can be closed.
+                _ = beats.changed() => {}
+                _ = fenced.changed() => {}
+            }
+        }
+    }
+
+    fn set_up(&self, shared: &Shared, up: Up) {
+        let up = up == Up::Yes;
+        if self.up.send_if_modified(|known| std::mem::replace(known, up) != up) {
+            shared.links_changed();
+        }
+    }
+
+    // ---- announcements -----------------------------------------------------------------------------------------
+
+    /// Sends batches one after the other: order is worth more than a second batch in flight.
+    async fn announce(&self, shared: &Shared) {
+        let mut client = DirectoryService::new(self.channel.clone());
+        let mut backoff = Backoff::default();
+        loop {
+            let next = self.outbox().next_step();
+            let sent = match next {
+                Next::Wait => {
+                    self.outbox_changed.notified().await;
+                    continue;
+                }
+                Next::Inventory(slots) => {
+                    shared.counters.inventories_wanted.fetch_add(1, Ordering::Relaxed);
+                    shared.emit(DirectoryEvent::InventoryWanted { slots });
+                    continue; // the sink may have taken a while: look again
+                }
+                Next::Standing(node, epoch) => self.ask_standing(shared, &mut client, node, epoch).await,
+                Next::Send(batch) => self.send(shared, &mut client, &batch).await,
+            };
+            match sent {
+                Sent::Settled => backoff.reset(),
+                Sent::Again => sleep(backoff.next(jitter())).await,
+            }
+        }
+    }
+
+    /// Asks which slots the member owns, and of which it wants an inventory.
+    async fn ask_standing(
+        &self,
+        shared: &Shared,
+        client: &mut DirectoryService<Channel>,
+        node: NodeId,
+        epoch: Epoch,
+    ) -> Sent {
+        let request = SlotsRequest { node: u32::from(node.0), epoch: epoch.0 };
+        let Ok(reply) = within(shared.settings.call_timeout, client.slots(request)).await else {
+            return Sent::Again;
+        };
+        if reply.fenced {
+            return self.fence(epoch);
+        }
+        let sets = (SlotSet::from_bytes(&reply.owned), SlotSet::from_bytes(&reply.wanted));
+        let (Some(owned), Some(wanted)) = sets else {
+            tracing::error!(member = %self.name, "the member's slots are no sets of slots");
+            return Sent::Again;
+        };
+        self.outbox().follow(epoch, reply.slots_version, &owned, &wanted);
+        Sent::Settled
+    }
+
+    async fn send(&self, shared: &Shared, client: &mut DirectoryService<Channel>, batch: &Batch) -> Sent {
+        let (epoch, sequence) = (batch.epoch, batch.sequence);
+        match within(shared.settings.call_timeout, client.update(wire::update_request(batch))).await {
+            Ok(reply) => {
+                let outcome = {
+                    let mut outbox = self.outbox();
+                    outbox.heard(epoch, reply.slots_version);
+                    outbox.answered(epoch, sequence, wire::answer(&reply))
+                };
+                match outcome {
+                    Outcome::Applied(changes) => {
+                        shared.counters.changes_announced.fetch_add(changes as u64, Ordering::Relaxed);
+                    }
+                    Outcome::Gap => tracing::info!(
+                        member = %self.name,
+                        sequence,
+                        expected = reply.expected_sequence,
+                        "the directory has missed changes; announcing everything again"
+                    ),
+                    Outcome::Fenced => return self.fence(epoch),
+                    Outcome::Stale => {}
+                }
+                Sent::Settled
+            }
+            Err(status) if status.code() == Code::InvalidArgument => {
+                let reason = status.message();
+                tracing::error!(member = %self.name, sequence, reason, "the directory refused an announcement");
+                self.outbox().refused();
+                Sent::Again
+            }
+            // The registrar reports an absent member; the batch stays and goes out again.
+            Err(_) => Sent::Again,
+        }
+    }
+
+    /// The registrar takes the registration away meanwhile.
+    fn fence(&self, epoch: Epoch) -> Sent {
+        self.fenced.send_replace(Some(epoch));
+        Sent::Again
+    }
+}
+
+/// Whether a link is up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Up {
+    Yes,
+    No,
+}
+
+/// What became of a message.
+enum Sent {
+    /// Answered; go on at once.
+    Settled,
+    /// Try again after a while.
+    Again,
 }
 
 /// One call with its time; running out of it reads like any other transient failure.
-async fn within<T>(
+pub(super) async fn within<T>(
     time: Duration,
     call: impl Future<Output = Result<tonic::Response<T>, Status>>,
 ) -> Result<T, Status> {
     match timeout(time, call).await {
         Ok(answer) => answer.map(tonic::Response::into_inner),
         Err(_) => Err(Status::deadline_exceeded("no answer in time")),
-    }
-}
-
-/// A random number for a delay. The standard library seeds each `RandomState` differently: enough for this.
-fn jitter() -> u32 {
-    (RandomState::new().hash_one(0) >> 32) as u32
-}
-
-// ---- registration ----------------------------------------------------------------------------------------------
-
-async fn register(shared: &Shared, mut client: MembershipClient<Channel>) {
-    let mut quarrel = Backoff::default();
-    loop {
-        let granted = register_once(shared, &mut client).await;
-        shared.counters.registrations.fetch_add(1, Ordering::Relaxed);
-        shared.outbox().grant(granted.node, granted.epoch);
-        shared.beats.send_replace(Beats::Answered);
-        shared.granted.send_replace(Some(granted));
-        shared.emit(DirectoryEvent::Registered { node: granted.node, epoch: granted.epoch });
-        set_connected(shared, Link::Up);
-        shared.outbox_changed.notify_one();
-        let since = Instant::now();
-        let reason = keep(shared, granted).await;
-        tracing::info!(node = granted.node.0, epoch = granted.epoch.0, reason, "registering again");
-        shared.granted.send_replace(None);
-        shared.outbox().lose();
-        set_connected(shared, Link::Down);
-        if since.elapsed() >= SETTLED_AFTER {
-            quarrel.reset();
-        } else {
-            sleep(quarrel.next(jitter())).await;
-        }
-    }
-}
-
-/// Tries until the control plane answers.
-async fn register_once(shared: &Shared, client: &mut MembershipClient<Channel>) -> Granted {
-    let mut backoff = Backoff::default();
-    let mut reported = None;
-    loop {
-        let status = match within(shared.settings.call_timeout, client.register(request(shared))).await {
-            Ok(reply) => match granted(&reply) {
-                Some(granted) => return granted,
-                None => Status::internal(format!("node number {} does not fit 16 bits", reply.node)),
-            },
-            Err(status) => status,
-        };
-        // Once per kind of failure, not once per attempt.
-        if reported != Some(status.code()) {
-            tracing::warn!(code = ?status.code(), reason = status.message(), "cannot register with the control plane");
-            reported = Some(status.code());
-        }
-        sleep(backoff.next(jitter())).await;
     }
 }
 
@@ -161,214 +391,4 @@ fn granted(reply: &RegisterReply) -> Option<Granted> {
         epoch: Epoch(reply.epoch),
         heartbeat_every: Duration::from_micros(reply.heartbeat_every_us).clamp(HEARTBEAT_MIN, HEARTBEAT_MAX),
     })
-}
-
-/// Follows the beats until the registration is lost; says why.
-async fn keep(shared: &Shared, granted: Granted) -> &'static str {
-    let mut beats = shared.beats.subscribe();
-    let mut fenced = shared.fenced.subscribe();
-    loop {
-        let now = *beats.borrow_and_update();
-        match now {
-            Beats::Answered => set_connected(shared, Link::Up),
-            Beats::Failing => set_connected(shared, Link::Down),
-            Beats::Unknown(epoch) if epoch == granted.epoch => return "the control plane does not know it",
-            Beats::Unknown(_) => {}
-        }
-        if *fenced.borrow_and_update() == Some(granted.epoch) {
-            return "a newer registration has taken its place";
-        }
-        tokio::select! {
-            // The senders live in `shared`, so neither can be closed.
-            _ = beats.changed() => {}
-            _ = fenced.changed() => {}
-        }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Link {
-    Up,
-    Down,
-}
-
-/// Says so when the link has changed.
-fn set_connected(shared: &Shared, link: Link) {
-    let up = link == Link::Up;
-    if shared.connected.send_if_modified(|connected| std::mem::replace(connected, up) != up) {
-        shared.emit(match link {
-            Link::Up => DirectoryEvent::Connected,
-            Link::Down => DirectoryEvent::Disconnected,
-        });
-    }
-}
-
-// ---- announcements ---------------------------------------------------------------------------------------------
-
-/// Sends batches one after the other: order is worth more than a second batch in flight.
-async fn announce(shared: &Shared, mut client: DirectoryService<Channel>) {
-    let mut backoff = Backoff::default();
-    loop {
-        let (wanted, batch) = {
-            let mut outbox = shared.outbox();
-            (outbox.take_inventory_notice(), outbox.batch())
-        };
-        if wanted {
-            shared.counters.inventories_wanted.fetch_add(1, Ordering::Relaxed);
-            shared.emit(DirectoryEvent::InventoryWanted);
-            continue; // the sink may have taken a while: look again
-        }
-        match batch {
-            None => shared.outbox_changed.notified().await,
-            Some(batch) => match send(shared, &mut client, &batch).await {
-                Sent::Settled => backoff.reset(),
-                Sent::Again => sleep(backoff.next(jitter())).await,
-            },
-        }
-    }
-}
-
-/// What became of a batch.
-enum Sent {
-    /// Answered; go on at once.
-    Settled,
-    /// Try again after a while.
-    Again,
-}
-
-async fn send(shared: &Shared, client: &mut DirectoryService<Channel>, batch: &Batch) -> Sent {
-    let (epoch, sequence) = (batch.epoch, batch.sequence);
-    match within(shared.settings.call_timeout, client.update(wire::update_request(batch))).await {
-        Ok(reply) => {
-            let outcome = shared.outbox().answered(epoch, sequence, wire::answer(&reply));
-            match outcome {
-                Outcome::Applied(changes) => {
-                    shared.counters.changes_announced.fetch_add(changes as u64, Ordering::Relaxed);
-                }
-                Outcome::Gap => tracing::info!(
-                    sequence,
-                    expected = reply.expected_sequence,
-                    "the directory has missed changes; announcing the whole inventory"
-                ),
-                Outcome::Fenced => {
-                    shared.fenced.send_replace(Some(epoch));
-                    return Sent::Again; // the registrar takes the registration away meanwhile
-                }
-                Outcome::Stale => {}
-            }
-            Sent::Settled
-        }
-        Err(status) if status.code() == Code::InvalidArgument => {
-            tracing::error!(sequence, reason = status.message(), "the directory refused an announcement");
-            shared.outbox().refused();
-            Sent::Again
-        }
-        // The registrar reports an absent control plane; the batch stays and goes out again.
-        Err(_) => Sent::Again,
-    }
-}
-
-// ---- lookups ---------------------------------------------------------------------------------------------------
-
-/// Starts lookups as they come. Bounded by the queue, which counts those under way.
-async fn look_up(shared: &Arc<Shared>, client: Option<DirectoryService<Channel>>) {
-    loop {
-        let next = shared.lookups().next();
-        match (next, &client) {
-            (None, _) => shared.lookups_changed.notified().await,
-            (Some(Next::Fail(id)), _) => fail(shared, id),
-            (Some(Next::Send(lookup)), Some(client)) if *shared.connected.borrow() => {
-                tokio::spawn(look_up_one(shared.clone(), client.clone(), lookup));
-            }
-            (Some(Next::Send(lookup)), _) => {
-                shared.lookups().finished();
-                fail(shared, lookup.id);
-            }
-        }
-    }
-}
-
-async fn look_up_one(shared: Arc<Shared>, mut client: DirectoryService<Channel>, lookup: Lookup) {
-    let left = lookup.deadline.saturating_duration_since(Instant::now());
-    let found = match timeout(left, ask(&shared, &mut client, &lookup)).await {
-        Ok(answer) => answer.inspect_err(|status| {
-            tracing::debug!(lookup = lookup.id.0, code = ?status.code(), reason = status.message(), "lookup failed");
-        }),
-        Err(_) => Err(Status::deadline_exceeded("no answer in time")),
-    };
-    shared.lookups().finished();
-    match found {
-        Ok(mut found) => {
-            leave_out_unreachable(&shared, &mut found);
-            shared.counters.lookups_answered.fetch_add(1, Ordering::Relaxed);
-            shared.emit(DirectoryEvent::Found { lookup: lookup.id, found });
-        }
-        Err(_) => fail(&shared, lookup.id),
-    }
-}
-
-/// Takes out replicas on nodes whose address is not known (yet): after a restart of the control plane replicas may be
-/// heard of before the node that has them. A block is found when it can be fetched.
-fn leave_out_unreachable(shared: &Shared, found: &mut [Vec<Replica>]) {
-    let nodes = shared.nodes.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-    for replicas in found {
-        replicas.retain(|replica| nodes.has_address(replica.node));
-    }
-}
-
-async fn ask(
-    shared: &Shared,
-    client: &mut DirectoryService<Channel>,
-    lookup: &Lookup,
-) -> Result<Vec<Vec<Replica>>, Status> {
-    let asking_node = shared.granted.borrow().map_or(0, |granted| u32::from(granted.node.0));
-    let mut found = Vec::with_capacity(lookup.keys.len());
-    for keys in lookup.keys.chunks(BATCH_CHANGES_MAX) {
-        let request = LookupRequest { keys: wire::pack(keys), asking_node };
-        let reply = client.lookup(request).await?.into_inner();
-        wire::unpack_found(&reply, keys.len(), &mut found)
-            .ok_or_else(|| Status::internal("the reply does not fit the keys asked"))?;
-    }
-    Ok(found)
-}
-
-fn fail(shared: &Shared, lookup: LookupId) {
-    shared.counters.lookups_failed.fetch_add(1, Ordering::Relaxed);
-    shared.emit(DirectoryEvent::LookupFailed { lookup });
-}
-
-// ---- node list -------------------------------------------------------------------------------------------------
-
-/// Keeps the node list; when the watch ends it is opened again, and the list fetched whole.
-async fn follow_nodes(shared: &Shared, mut client: MembershipClient<Channel>) {
-    let mut backoff = Backoff::default();
-    loop {
-        let ended = follow_nodes_once(shared, &mut client, &mut backoff).await;
-        tracing::debug!(reason = ?ended.err(), "node watch ended; opening it again");
-        sleep(backoff.next(jitter())).await;
-    }
-}
-
-async fn follow_nodes_once(
-    shared: &Shared,
-    client: &mut MembershipClient<Channel>,
-    backoff: &mut Backoff,
-) -> Result<(), Status> {
-    let time = shared.settings.call_timeout;
-    // The watch first: what changes between the two calls is then in both, and changes carry their epoch.
-    let mut changes = within(time, client.watch_nodes(WatchNodesRequest {})).await?;
-    let list = within(time, client.list_nodes(ListNodesRequest {})).await?;
-    write_nodes(shared, |nodes| nodes.replace(list.nodes));
-    backoff.reset();
-    while let Some(change) = changes.message().await? {
-        let presence = if change.removed { Presence::Removed } else { Presence::Here };
-        if let Some(node) = change.node {
-            write_nodes(shared, |nodes| nodes.change(node, presence));
-        }
-    }
-    Ok(())
-}
-
-fn write_nodes(shared: &Shared, write: impl FnOnce(&mut super::nodes::NodeMap)) {
-    write(&mut shared.nodes.write().unwrap_or_else(std::sync::PoisonError::into_inner));
 }

@@ -4,6 +4,7 @@
 //! same wire types in its own crate, and both together in `e2e`.
 
 mod fake;
+mod many;
 
 use std::sync::mpsc;
 
@@ -26,7 +27,7 @@ struct Agent {
 
 fn settings(endpoint: String) -> DirectorySettings {
     DirectorySettings {
-        endpoint,
+        endpoints: vec![endpoint],
         registration: Registration {
             name: "node-a".to_owned(),
             peer_address: "127.0.0.1:7000".to_owned(),
@@ -59,11 +60,19 @@ impl Agent {
         }
     }
 
-    /// Waits until registered and announces an inventory.
-    fn settle(&self, inventory: Vec<(BlockKey, Tier)>) {
-        self.wait_for(&DirectoryEvent::InventoryWanted);
-        self.client.announce_all(inventory);
+    /// Waits until everything is wanted and announces an inventory.
+    fn settle(&self, inventory: &[(BlockKey, Tier)]) {
+        self.wait_for(&everything_wanted());
+        self.client.inventory(&SlotSet::ALL, inventory);
     }
+}
+
+fn everything_wanted() -> DirectoryEvent {
+    DirectoryEvent::InventoryWanted { slots: Box::new(SlotSet::ALL) }
+}
+
+fn registered(epoch: u64) -> DirectoryEvent {
+    DirectoryEvent::Registered { member: "a".to_owned(), node: NodeId(1), epoch: Epoch(epoch) }
 }
 
 fn key(number: u32) -> BlockKey {
@@ -100,9 +109,9 @@ fn an_endpoint_that_is_no_address_is_refused_with_words() {
 
 #[test]
 fn without_a_control_plane_lookups_fail_at_once_and_announcements_vanish() {
-    let agent = Agent::start(settings(String::new()));
+    let agent = Agent::start(DirectorySettings { endpoints: Vec::new(), ..settings(String::new()) });
     agent.client.announce(&[change(1, Change::Added)]);
-    agent.client.announce_all(vec![(key(1), Tier::Dram)]);
+    agent.client.inventory(&SlotSet::ALL, &[(key(1), Tier::Dram)]);
     agent.client.lookup(LookupId(7), vec![key(1)], LOOKUP_TIMEOUT);
     assert_eq!(agent.next(), DirectoryEvent::LookupFailed { lookup: LookupId(7) });
     let status = agent.client.status();
@@ -116,11 +125,11 @@ fn without_a_control_plane_lookups_fail_at_once_and_announcements_vanish() {
 fn it_registers_wants_an_inventory_and_announces_in_order() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    assert_eq!(agent.next(), DirectoryEvent::Registered { node: NodeId(1), epoch: Epoch(1) });
+    assert_eq!(agent.next(), registered(1));
     assert_eq!(agent.next(), DirectoryEvent::Connected);
-    assert_eq!(agent.next(), DirectoryEvent::InventoryWanted);
+    assert_eq!(agent.next(), everything_wanted());
     agent.client.announce(&[change(99, Change::Added)]);
-    agent.client.announce_all(vec![(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
+    agent.client.inventory(&SlotSet::ALL, &[(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
     agent.client.announce(&[change(2, Change::Added), change(0, Change::Removed)]);
     agent.client.announce(&[change(3, Change::Added)]);
     let expected = [(key(0), 1), (key(1), 2), (key(2), 2), (key(0), 0x82), (key(3), 2)];
@@ -143,7 +152,7 @@ fn a_lookup_brings_the_replicas_of_each_key_that_can_be_reached_without_asking_f
         state.replicas.insert(key(8), vec![(4, 1)]);
     });
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(Vec::new());
+    agent.settle(&[]);
     let give_up = Instant::now() + PATIENCE;
     while agent.client.peer_address(NodeId(300)).is_none() {
         assert!(Instant::now() < give_up, "the node list comes");
@@ -165,7 +174,7 @@ fn a_lookup_brings_the_replicas_of_each_key_that_can_be_reached_without_asking_f
 fn a_lookup_without_an_answer_fails_when_its_time_is_over_while_beats_go_on() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(Vec::new());
+    agent.settle(&[]);
     fake.write(|state| state.lookup_mode = Mode::Stall);
     let asked = Instant::now();
     let beats = fake.read(|state| state.beats);
@@ -185,7 +194,7 @@ fn more_lookups_than_the_bound_fail_at_once_and_each_ends_once() {
     let fake = Fake::start();
     fake.write(|state| state.lookup_mode = Mode::Stall);
     let agent = Agent::start(DirectorySettings { lookups_max: 4, ..settings(fake.endpoint()) });
-    agent.settle(Vec::new());
+    agent.settle(&[]);
     for id in 0..10 {
         agent.client.lookup(LookupId(id), vec![key(1)], Duration::from_millis(500));
     }
@@ -213,8 +222,8 @@ fn an_absent_control_plane_is_found_when_it_comes_and_announced_to_again_when_it
     );
 
     let fake = Fake::start_at(port);
-    agent.wait_for(&DirectoryEvent::Registered { node: NodeId(1), epoch: Epoch(1) });
-    agent.settle(vec![(key(0), Tier::Dram)]);
+    agent.wait_for(&registered(1));
+    agent.settle(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
 
     fake.stop();
@@ -225,8 +234,8 @@ fn an_absent_control_plane_is_found_when_it_comes_and_announced_to_again_when_it
 
     let again = Fake::start_at(port);
     again.write(|state| state.epoch = 5);
-    agent.wait_for(&DirectoryEvent::Registered { node: NodeId(1), epoch: Epoch(6) });
-    agent.settle(vec![(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
+    agent.wait_for(&registered(6));
+    agent.settle(&[(key(0), Tier::Dram), (key(1), Tier::Nvme)]);
     again.wait(|state| state.log == [(key(0), 1), (key(1), 2)]);
     assert!(agent.client.status().beats_failed > 0);
     agent.client.shutdown();
@@ -236,7 +245,7 @@ fn an_absent_control_plane_is_found_when_it_comes_and_announced_to_again_when_it
 fn a_control_plane_that_comes_back_knowing_the_node_gets_what_was_queued_and_no_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(vec![(key(0), Tier::Dram)]);
+    agent.settle(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
     let state = fake.read(Clone::clone);
     let port = fake.stop();
@@ -255,7 +264,7 @@ fn a_control_plane_that_comes_back_knowing_the_node_gets_what_was_queued_and_no_
 fn a_batch_whose_answer_was_lost_is_sent_again_and_applied_once() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(Vec::new());
+    agent.settle(&[]);
     fake.wait(|state| state.resets == 1);
     fake.write(|state| state.update_mode = Mode::Stall);
     agent.client.announce(&[change(1, Change::Added)]);
@@ -271,27 +280,27 @@ fn a_batch_whose_answer_was_lost_is_sent_again_and_applied_once() {
 fn a_gap_a_fence_and_a_refusal_each_end_in_a_whole_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(vec![(key(0), Tier::Dram)]);
+    agent.settle(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
 
     fake.write(|state| state.expected += 100);
     agent.client.announce(&[change(1, Change::Added)]);
-    agent.settle(vec![(key(7), Tier::Dram)]);
+    agent.settle(&[(key(7), Tier::Dram)]);
     fake.wait(|state| state.log == [(key(7), 1)] && state.resets == 2);
 
     fake.write(|state| state.update_mode = Mode::Refuse);
     agent.client.announce(&[change(1, Change::Added)]);
-    agent.wait_for(&DirectoryEvent::InventoryWanted);
+    agent.wait_for(&everything_wanted());
     fake.write(|state| state.update_mode = Mode::Answer);
-    agent.client.announce_all(vec![(key(8), Tier::Dram)]);
+    agent.client.inventory(&SlotSet::ALL, &[(key(8), Tier::Dram)]);
     fake.wait(|state| state.log == [(key(8), 1)] && state.resets == 3);
 
     // The beats do not tell: only the update is fenced, as when another agent has just taken the name.
     fake.write(|state| state.fence_updates_of = Some(1));
     agent.client.announce(&[change(1, Change::Added)]);
     agent.wait_for(&DirectoryEvent::Disconnected);
-    agent.wait_for(&DirectoryEvent::Registered { node: NodeId(1), epoch: Epoch(2) });
-    agent.settle(vec![(key(9), Tier::Dram)]);
+    agent.wait_for(&registered(2));
+    agent.settle(&[(key(9), Tier::Dram)]);
     fake.wait(|state| state.log == [(key(9), 1)]);
     agent.client.shutdown();
 }
@@ -300,16 +309,17 @@ fn a_gap_a_fence_and_a_refusal_each_end_in_a_whole_inventory() {
 fn a_queue_that_overflows_is_dropped_and_replaced_by_an_inventory() {
     let fake = Fake::start();
     let agent = Agent::start(DirectorySettings { changes_queued_max: 10, ..settings(fake.endpoint()) });
-    agent.settle(Vec::new());
+    agent.settle(&[]);
     fake.wait(|state| state.resets == 1);
     fake.write(|state| state.update_mode = Mode::Stall);
     agent.client.announce(&added(0..5));
     fake.wait(|state| state.updates >= 2);
     agent.client.announce(&added(5..20));
-    agent.wait_for(&DirectoryEvent::InventoryWanted);
+    agent.wait_for(&everything_wanted());
     assert_eq!(agent.client.status().changes_superseded, 20);
     fake.write(|state| state.update_mode = Mode::Answer);
-    agent.client.announce_all((0..20).map(|number| (key(number), Tier::Nvme)).collect());
+    let all: Vec<_> = (0..20).map(|number| (key(number), Tier::Nvme)).collect();
+    agent.client.inventory(&SlotSet::ALL, &all);
     fake.wait(|state| state.log.len() == 20 && state.resets == 2);
     agent.client.shutdown();
 }
@@ -320,7 +330,7 @@ fn beats_go_on_while_the_sink_blocks_and_updates_stall() {
     let (release, blocked) = mpsc::channel::<()>();
     let blocked = Mutex::new(blocked);
     let sink: DirectorySink = Arc::new(move |event| {
-        if event == DirectoryEvent::InventoryWanted {
+        if event == everything_wanted() {
             let blocked = blocked.lock().expect("not poisoned");
             let _ = blocked.recv_timeout(PATIENCE);
         }
@@ -339,7 +349,7 @@ fn peers_are_known_by_the_list_and_by_every_change() {
     let fake = Fake::start();
     fake.write(|state| state.nodes = vec![info(1, 1, "a:1"), info(2, 4, "b:1")]);
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(Vec::new());
+    agent.settle(&[]);
     let wait = |node, address: Option<&str>| {
         let start = Instant::now();
         while agent.client.peer_address(NodeId(node)).as_deref() != address {
@@ -370,7 +380,7 @@ fn shutdown_is_quick_whatever_the_control_plane_does_and_can_be_repeated() {
     let fake = Fake::start();
     fake.write(|state| (state.lookup_mode, state.update_mode) = (Mode::Stall, Mode::Stall));
     let agent = Agent::start(settings(fake.endpoint()));
-    agent.settle(vec![(key(1), Tier::Dram)]);
+    agent.settle(&[(key(1), Tier::Dram)]);
     agent.client.lookup(LookupId(1), vec![key(1)], LOOKUP_TIMEOUT);
     fake.wait(|state| state.updates > 0 && state.lookups > 0);
     let start = Instant::now();

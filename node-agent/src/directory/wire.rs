@@ -2,8 +2,8 @@
 
 use prost::bytes::Bytes;
 use reprise_agent_core::event::Replica;
-use reprise_agent_core::outbox::{Answer, Batch, Begin};
-use reprise_policy::{BlockKey, NodeId, Tier};
+use reprise_agent_core::outbox::{Answer, Batch, Opening};
+use reprise_policy::{BlockKey, NodeId, SlotSet, Tier};
 use reprise_proto::controlplane::{LookupReply, UpdateReply, UpdateRequest};
 
 /// Packed replica: u16 node, u8 tier, u8 zero.
@@ -11,14 +11,24 @@ const REPLICA_BYTES: usize = 4;
 
 /// A batch as the directory's request.
 pub(super) fn update_request(batch: &Batch) -> UpdateRequest {
+    let begins = match &batch.opening {
+        Opening::Nothing => Bytes::new(),
+        Opening::Slots(slots) | Opening::Anew(slots) => set(slots),
+    };
     UpdateRequest {
         node: u32::from(batch.node.0),
         epoch: batch.epoch.0,
         sequence: batch.sequence,
         keys: Bytes::copy_from_slice(&batch.keys),
         operations: Bytes::copy_from_slice(&batch.operations),
-        reset: batch.begin == Begin::Inventory,
+        reset: matches!(batch.opening, Opening::Anew(_)),
+        begins,
+        ends: if batch.ends.is_empty() { Bytes::new() } else { set(&batch.ends) },
     }
+}
+
+fn set(slots: &SlotSet) -> Bytes {
+    Bytes::copy_from_slice(&slots.to_bytes())
 }
 
 /// The directory's answer to a batch.
@@ -38,7 +48,8 @@ pub(super) fn unpack_found(reply: &LookupReply, keys: usize, found: &mut Vec<Vec
     let whole = rest.is_empty()
         && reply.offsets.len() == keys + 1
         && reply.offsets.first() == Some(&0)
-        && reply.offsets.last().is_some_and(|last| *last as usize == replicas.len());
+        && reply.offsets.last().is_some_and(|last| *last as usize == replicas.len())
+        && reply.elsewhere.iter().all(|index| (*index as usize) < keys);
     if !whole {
         return None;
     }
@@ -63,6 +74,7 @@ mod tests {
         let reply = LookupReply {
             offsets: vec![0, 2, 2, 3],
             replicas: vec![1, 0, 1, 0, 2, 1, 2, 0, 3, 0, 2, 0].into(),
+            ..LookupReply::default()
         };
         let mut found = Vec::new();
         assert_eq!(unpack_found(&reply, 3, &mut found), Some(()));
@@ -88,11 +100,13 @@ mod tests {
             (vec![0, 0], replicas.clone()),
             (vec![0, 1], replicas.slice(..3)),
         ] {
-            let reply = LookupReply { offsets: offsets.clone(), replicas };
+            let reply = LookupReply { offsets: offsets.clone(), replicas, ..LookupReply::default() };
             assert_eq!(unpack_found(&reply, 1, &mut Vec::new()), None, "{offsets:?}");
         }
-        let backwards = LookupReply { offsets: vec![0, 1, 0, 1], replicas };
+        let backwards = LookupReply { offsets: vec![0, 1, 0, 1], replicas, ..LookupReply::default() };
         assert_eq!(unpack_found(&backwards, 3, &mut Vec::new()), None);
+        let beyond = LookupReply { offsets: vec![0, 0], elsewhere: vec![1], ..LookupReply::default() };
+        assert_eq!(unpack_found(&beyond, 1, &mut Vec::new()), None);
     }
 
     #[test]
@@ -101,9 +115,10 @@ mod tests {
             node: NodeId(7),
             epoch: reprise_policy::Epoch(3),
             sequence: 9,
-            begin: Begin::Inventory,
+            opening: Opening::Anew(SlotSet::ALL),
             keys: vec![5; 16],
             operations: vec![0x81],
+            ends: SlotSet::EMPTY,
         };
         let request = update_request(&batch);
         assert_eq!((request.node, request.epoch, request.sequence, request.reset), (7, 3, 9, true));
@@ -111,8 +126,12 @@ mod tests {
             (request.keys.as_ref(), request.operations.as_ref()),
             ([5; 16].as_slice(), [0x81].as_slice())
         );
-        assert!(!update_request(&Batch { begin: Begin::Continue, ..batch }).reset);
-        assert_eq!(answer(&UpdateReply { fenced: true, expected_sequence: 4 }), Answer::Fenced);
-        assert_eq!(answer(&UpdateReply { fenced: false, expected_sequence: 4 }), Answer::Expecting(4));
+        assert_eq!((request.begins.len(), request.ends.len()), (SlotSet::BYTES, 0));
+        let slots: SlotSet = [9].into_iter().collect();
+        let gained = update_request(&Batch { opening: Opening::Slots(slots.clone()), ends: slots, ..batch });
+        assert!(!gained.reset && gained.begins == gained.ends && gained.begins[1] == 2);
+        let reply = |fenced| UpdateReply { fenced, expected_sequence: 4, slots_version: 1 };
+        assert_eq!(answer(&reply(true)), Answer::Fenced);
+        assert_eq!(answer(&reply(false)), Answer::Expecting(4));
     }
 }

@@ -39,7 +39,11 @@ impl Source {
 
     async fn open(&mut self) -> Result<(), StoreError> {
         // A token that has expired is renewed by calls, and not by watches.
-        self.store.revision().await?;
+        let now = self.store.revision().await?;
+        if self.next > now.0 + 1 {
+            // etcd was emptied, or restored from a backup: it would wait for a revision that others will make.
+            return Err(StoreError::Compacted { oldest: Revision(now.0 + 1) });
+        }
         let mut client = self.store.client.watch_client().max_decoding_message_size(MESSAGE_BYTES_MAX);
         let prefix = self.store.full(&self.prefix);
         let options = WatchOptions::new().with_prefix().with_start_revision(wire(self.next));

@@ -136,6 +136,12 @@ impl Server {
         assert!(sent.expect("kill is there").success(), "SIG{name} reaches one's own child");
     }
 
+    /// Removes all that it has stored. Only while it does not run.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
+    pub(crate) fn wipe(&self) {
+        std::fs::remove_dir_all(self.folder.join("etcd")).expect("one's own folder");
+    }
+
     /// Starts it again with its data and under its addresses.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn restart(&mut self) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{LoadedBlock, LossReason, Source};
 use reprise_agent_core::event::{Event, Scope};
-use reprise_policy::{BlockKey, TenantId, Tier};
+use reprise_policy::{BlockKey, SlotSet, TenantId, Tier};
 
 use crate::random::{random_setup, settle, step};
 use crate::rng::{for_seeds, seed_wanted};
@@ -75,7 +75,7 @@ fn after_power_loss_what_was_announced_durable_is_there_and_the_rest_is_a_clean_
             let promised = promised(&world);
             world = world.crash();
             assert!(world.announced.is_empty(), "nothing is announced before the control plane asks");
-            world.apply(Event::InventoryWanted);
+            world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
             let found: BTreeSet<BlockKey> = self::promised(&world);
             assert!(
                 found.is_superset(&promised),
@@ -126,7 +126,7 @@ fn a_pool_that_was_written_full_comes_back_with_room() {
     assert!(world.core.counters().nvme_evictions > 0, "the pool was full");
     let promised = promised(&world);
     let mut world = world.crash();
-    world.apply(Event::InventoryWanted);
+    world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
     assert!(self::promised(&world).is_superset(&promised));
     let session = world.open_session(TenantId::DEFAULT, large_layout());
     world.reserve(session, 4);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::event::{Event, Priority, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::rng::{Rng, for_seeds, seed_wanted};
@@ -186,7 +186,7 @@ fn world_changes(world: &mut World) {
     match world.rng.below(4) {
         0 => {
             let before = world.announced.clone();
-            world.apply(Event::InventoryWanted);
+            world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
             assert_eq!(world.announced, before, "the whole inventory is the sum of the changes");
         }
         1 | 2 => {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::jobs::Job;
@@ -384,10 +384,15 @@ fn the_whole_inventory_names_every_replica() {
     world.load(session, &keys(0..1), LATER, Scope::Local);
     world.finish_jobs();
     world.announced.clear();
-    world.apply(Event::InventoryWanted);
+    world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
     let mut expected: Vec<(BlockKey, Tier)> = keys(0..4).into_iter().map(|key| (key, Tier::Nvme)).collect();
     expected.push((key(0), Tier::Dram));
-    assert_eq!(world.announced, expected.into_iter().collect());
+    assert_eq!(world.announced, expected.iter().copied().collect());
+
+    world.announced.clear();
+    let slot: SlotSet = [key(0).hash_slot()].into_iter().collect();
+    world.apply(Event::InventoryWanted { slots: Box::new(slot.clone()) });
+    assert_eq!(world.announced, expected.into_iter().filter(|(key, _)| slot.has_key(key)).collect());
 }
 
 #[test]

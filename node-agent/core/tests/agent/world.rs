@@ -371,7 +371,7 @@ impl World {
                     assert!(new, "{change:?} changes nothing");
                 }
             }
-            Effect::AnnounceAll { replicas } => self.announced = replicas.into_iter().collect(),
+            Effect::Inventory { replicas, .. } => self.announced = replicas.into_iter().collect(),
             Effect::ServeHeader { serve, block, checksums, .. } => {
                 self.serve(serve, |serve| serve.on_header(block, checksums));
             }

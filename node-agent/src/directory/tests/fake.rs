@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex};
 
-use reprise_policy::BlockKey;
+use reprise_policy::{BlockKey, SlotSet};
 use reprise_proto::controlplane::directory_server::{Directory, DirectoryServer};
 use reprise_proto::controlplane::membership_server::{Membership, MembershipServer};
 use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
-    ListNodesRequest, LookupReply, LookupRequest, MemberList, NodeChange, NodeInfo, RegisterReply,
-    RegisterRequest, UpdateReply, UpdateRequest, WatchMembersRequest, WatchNodesRequest, WatchReply,
-    WatchRequest,
+    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo,
+    RegisterReply, RegisterRequest, SlotsReply, SlotsRequest, UpdateReply, UpdateRequest,
+    WatchMembersRequest, WatchNodesRequest, WatchReply, WatchRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;
@@ -36,8 +36,20 @@ pub(super) enum Mode {
 }
 
 /// What the fake member knows and has seen.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct State {
+    /// Its name among the members.
+    pub(super) name: &'static str,
+    /// What it tells of the members; none: it is the only one.
+    pub(super) members: Option<MemberList>,
+    /// Its slots, and how often they have been others.
+    pub(super) owned: SlotSet,
+    pub(super) version: u64,
+    /// Of its own map, in answers to lookups.
+    pub(super) map_epoch: u64,
+    /// Slots of which the node has begun an inventory, and those of which it is whole.
+    pub(super) begun: SlotSet,
+    pub(super) whole: SlotSet,
     /// Of the last registration; 0 before the first.
     pub(super) epoch: u64,
     pub(super) expected: u64,
@@ -57,6 +69,34 @@ pub(super) struct State {
     pub(super) fence_updates_of: Option<u64>,
 }
 
+impl Default for State {
+    fn default() -> State {
+        State {
+            name: "a",
+            members: None,
+            owned: SlotSet::ALL,
+            version: 1,
+            map_epoch: 1,
+            begun: SlotSet::EMPTY,
+            whole: SlotSet::EMPTY,
+            epoch: 0,
+            expected: 0,
+            log: Vec::new(),
+            registrations: 0,
+            beats: 0,
+            updates: 0,
+            resets: 0,
+            lookups: 0,
+            asking: 0,
+            replicas: HashMap::new(),
+            nodes: Vec::new(),
+            update_mode: Mode::Answer,
+            lookup_mode: Mode::Answer,
+            fence_updates_of: None,
+        }
+    }
+}
+
 /// A running fake member; its connections break when it is stopped or dropped.
 pub(super) struct Fake {
     runtime: Runtime,
@@ -68,6 +108,8 @@ pub(super) struct Fake {
 struct Shared {
     state: Arc<(Mutex<State>, Condvar)>,
     news: broadcast::Sender<NodeInfo>,
+    member_news: broadcast::Sender<()>,
+    port: u16,
 }
 
 impl Fake {
@@ -85,13 +127,17 @@ impl Fake {
             .enable_all()
             .build()
             .expect("a runtime");
-        let shared =
-            Shared { state: Arc::new((Mutex::new(state), Condvar::new())), news: broadcast::Sender::new(16) };
         let incoming = {
             let _context = runtime.enter();
             TcpIncoming::bind(([127, 0, 0, 1], port).into()).expect("the port is free")
         };
         let port = incoming.local_addr().expect("bound").port();
+        let shared = Shared {
+            state: Arc::new((Mutex::new(state), Condvar::new())),
+            news: broadcast::Sender::new(16),
+            member_news: broadcast::Sender::new(16),
+            port,
+        };
         let server = tonic::transport::Server::builder()
             .add_service(MembershipServer::new(shared.clone()))
             .add_service(DirectoryServer::new(shared.clone()))
@@ -127,17 +173,62 @@ impl Fake {
         assert!(!waited.timed_out(), "never came: {state:?}");
     }
 
+    /// As a member among others.
+    pub(super) fn info(&self) -> MemberInfo {
+        self.shared.info(&self.read(Clone::clone))
+    }
+
+    /// Tells of other members, and owns other slots.
+    pub(super) fn change_members(&self, members: &MemberList, owned: SlotSet) {
+        self.write(|state| {
+            state.members = Some(members.clone());
+            state.map_epoch = members.epoch;
+            state.own(owned);
+        });
+        // Nobody watching is no error.
+        let _ = self.shared.member_news.send(());
+    }
+
     /// Changes a node and tells the watchers.
     pub(super) fn change_node(&self, node: NodeInfo) {
         self.write(|state| {
             state.nodes.retain(|known| known.node != node.node);
             state.nodes.push(node.clone());
         });
-        self.shared.news.send(node).expect("somebody watches");
+        // Who is not watching asks for the list when it comes.
+        let _ = self.shared.news.send(node);
+    }
+}
+
+impl State {
+    /// Owns other slots, and says so.
+    pub(super) fn own(&mut self, owned: SlotSet) {
+        (self.begun, self.whole) = (self.begun.and(&owned), self.whole.and(&owned));
+        self.log.retain(|(key, _)| owned.has_key(key));
+        self.owned = owned;
+        self.version += 1;
     }
 }
 
 impl Shared {
+    fn info(&self, state: &State) -> MemberInfo {
+        let address = format!("127.0.0.1:{}", self.port);
+        MemberInfo { name: state.name.to_owned(), address, incarnation: 1 }
+    }
+
+    fn members(&self) -> MemberList {
+        self.with(|state| {
+            let alone = MemberList {
+                epoch: state.map_epoch,
+                members: vec![self.info(state)],
+                answering: String::new(),
+                registered: true,
+            };
+            let list = state.members.clone().unwrap_or(alone);
+            MemberList { answering: state.name.to_owned(), ..list }
+        })
+    }
+
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
         let (state, changed) = &*self.state;
         let result = act(&mut state.lock().expect("not poisoned"));
@@ -158,6 +249,7 @@ impl Membership for Shared {
             state.epoch += 1;
             state.registrations += 1;
             (state.expected, state.log) = (0, Vec::new());
+            (state.begun, state.whole) = (SlotSet::EMPTY, SlotSet::EMPTY);
             state.epoch
         });
         let heartbeat_every_us = 20_000;
@@ -173,11 +265,12 @@ impl Membership for Shared {
         &self,
         request: Request<HeartbeatRequest>,
     ) -> Result<Response<HeartbeatReply>, Status> {
-        let known = self.with(|state| {
+        let reply = self.with(|state| {
             state.beats += 1;
-            request.get_ref().epoch == state.epoch
+            let known = request.get_ref().epoch == state.epoch;
+            HeartbeatReply { known, slots_version: state.version }
         });
-        Ok(Response::new(HeartbeatReply { known }))
+        Ok(Response::new(reply))
     }
 
     async fn list_nodes(&self, _: Request<ListNodesRequest>) -> Result<Response<ListNodesReply>, Status> {
@@ -199,7 +292,7 @@ impl Membership for Shared {
     }
 
     async fn list_members(&self, _: Request<ListMembersRequest>) -> Result<Response<MemberList>, Status> {
-        Err(Status::unimplemented("agents do not ask for members"))
+        Ok(Response::new(self.members()))
     }
 
     type WatchMembersStream = Pin<Box<dyn Stream<Item = Result<MemberList, Status>> + Send>>;
@@ -208,12 +301,26 @@ impl Membership for Shared {
         &self,
         _: Request<WatchMembersRequest>,
     ) -> Result<Response<Self::WatchMembersStream>, Status> {
-        Err(Status::unimplemented("agents do not ask for members"))
+        let news = tokio_stream::wrappers::BroadcastStream::new(self.member_news.subscribe());
+        let shared = self.clone();
+        let changes = tokio_stream::StreamExt::map(news, move |_| Ok(shared.members()));
+        let now = tokio_stream::once(Ok(self.members()));
+        Ok(Response::new(Box::pin(tokio_stream::StreamExt::chain(now, changes))))
     }
 }
 
 #[tonic::async_trait]
 impl Directory for Shared {
+    async fn slots(&self, request: Request<SlotsRequest>) -> Result<Response<SlotsReply>, Status> {
+        let reply = self.with(|state| SlotsReply {
+            fenced: request.get_ref().epoch != state.epoch,
+            slots_version: state.version,
+            owned: state.owned.to_bytes().to_vec().into(),
+            wanted: state.owned.without(&state.begun).to_bytes().to_vec().into(),
+        });
+        Ok(Response::new(reply))
+    }
+
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<UpdateReply>, Status> {
         let request = request.into_inner();
         let (mode, reply) = self.with(|state| {
@@ -236,7 +343,11 @@ impl Directory for Shared {
         let mode = self.with(|state| {
             state.lookups += 1;
             state.asking = asking_node;
-            for key in keys {
+            reply.map_epoch = state.map_epoch;
+            for (index, key) in (0..).zip(keys) {
+                if !state.owned.has_key(&key) {
+                    reply.elsewhere.push(index);
+                }
                 for (node, tier) in state.replicas.get(&key).into_iter().flatten() {
                     let [low, high] = node.to_le_bytes();
                     packed.extend_from_slice(&[low, high, *tier, 0]);
@@ -265,22 +376,32 @@ impl Directory for Shared {
     }
 }
 
-/// The rules of sequence and epoch, as `controlplane.proto` gives them.
+/// The rules of sequence, epoch and inventories, as `controlplane.proto` gives them.
 fn apply(state: &mut State, request: &UpdateRequest) -> UpdateReply {
     let fenced = request.epoch != state.epoch || state.fence_updates_of == Some(request.epoch);
     if fenced {
-        return UpdateReply { fenced, expected_sequence: 0 };
+        return UpdateReply { fenced, ..UpdateReply::default() };
     }
+    let set = |bytes: &[u8]| SlotSet::from_bytes(bytes).unwrap_or_default();
+    let (begins, ends) = (set(&request.begins), set(&request.ends));
     if state.update_mode != Mode::Refuse {
         if request.reset && request.sequence >= state.expected {
             state.resets += 1;
             (state.expected, state.log) = (request.sequence, Vec::new());
+            (state.begun, state.whole) = (SlotSet::EMPTY, SlotSet::EMPTY);
         }
         if request.sequence == state.expected {
+            let begins = begins.and(&state.owned);
+            state.log.retain(|(key, _)| !begins.has_key(key));
+            state.begun = state.begun.or(&begins);
             let keys = BlockKey::unpack(&request.keys).expect("whole keys");
-            state.log.extend(keys.into_iter().zip(request.operations.iter().copied()));
+            let begun = state.begun.clone();
+            let changes = keys.into_iter().zip(request.operations.iter().copied());
+            state.log.extend(changes.filter(|(key, _)| begun.has_key(key)));
+            state.whole = state.whole.or(&ends.and(&begun));
             state.expected += request.operations.len() as u64;
+            state.expected += u64::from(request.reset || !request.begins.is_empty());
         }
     }
-    UpdateReply { fenced: false, expected_sequence: state.expected }
+    UpdateReply { fenced: false, expected_sequence: state.expected, slots_version: state.version }
 }

@@ -1,0 +1,157 @@
+//! Which store this is: a member must not go on with what it knows from one store when it is another now.
+//!
+//! | key                  | value                              |
+//! |----------------------|------------------------------------|
+//! | `identity`           | random text, put by the first member |
+//! | `identities/<text>`  | empty: it is there while the store is |
+//!
+//! A store that is emptied, or restored from a backup, while members run gives out node numbers again that they know as
+//! others'. So every registration is conditional on the store's identity ([`Identity::unchanged`]), and a member that finds
+//! another one ends: the next process begins anew, and agents announce everything to it. That the random text is in a key
+//! makes the condition one of those that a [`Store`] has.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use reprise_controlplane_store::{Condition, Outcome, Revision, Store, StoreError, Transaction, Write};
+use tokio::time::sleep;
+
+const IDENTITY: &[u8] = b"identity";
+const IDENTITIES_PREFIX: &str = "identities/";
+/// Attempts against other members that start at the same moment: one of them succeeds.
+const ATTEMPTS_MAX: usize = 8;
+/// Pause after the store failed.
+const RETRY_AFTER: Duration = Duration::from_millis(250);
+
+/// The identity of a store, as it was when this was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    key: Vec<u8>,
+    revision: Revision,
+}
+
+impl Identity {
+    /// Reads it; gives the store one when it has none.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn of(store: &dyn Store) -> Result<Identity, StoreError> {
+        let mut last = StoreError::Unavailable { reason: "its identity changes all the time".to_owned() };
+        for _ in 0..ATTEMPTS_MAX {
+            match Identity::read(store).await {
+                Ok(Some(identity)) => return Ok(identity),
+                Ok(None) => drop(create(store).await?),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    /// Holds while the store is the same.
+    pub fn unchanged(&self) -> Condition {
+        Condition::Modified { key: self.key.clone(), revision: self.revision }
+    }
+
+    /// Whether the store is still the same.
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn is_of(&self, store: &dyn Store) -> Result<bool, StoreError> {
+        Ok(store.get(&self.key).await?.is_some_and(|entry| entry.modified == self.revision))
+    }
+
+    /// Waits until the store is another one.
+    pub async fn lost(&self, store: &Arc<dyn Store>) {
+        let next = Revision(self.revision.0 + 1);
+        loop {
+            // A watch ends with the connection, and a store that was emptied has ended its connections.
+            match self.is_of(store.as_ref()).await {
+                Ok(false) => return,
+                Ok(true) => match store.watch(&self.key, next).await {
+                    Ok(mut watch) => {
+                        // Anything that happens to it is its end.
+                        if watch.next().await.is_ok() {
+                            return;
+                        }
+                    }
+                    Err(StoreError::Compacted { .. }) => {}
+                    Err(error) => tracing::debug!(%error, "the identity of the store cannot be watched"),
+                },
+                Err(error) => tracing::debug!(%error, "the identity of the store cannot be read"),
+            }
+            sleep(RETRY_AFTER).await;
+        }
+    }
+
+    async fn read(store: &dyn Store) -> Result<Option<Identity>, StoreError> {
+        let Some(entry) = store.get(IDENTITY).await? else { return Ok(None) };
+        let key = [IDENTITIES_PREFIX.as_bytes(), &entry.value].concat();
+        Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified }))
+    }
+}
+
+async fn create(store: &dyn Store) -> Result<Outcome, StoreError> {
+    // The standard library seeds each `RandomState` differently: enough to tell stores apart.
+    let text = format!("{:016x}", RandomState::new().hash_one(IDENTITY));
+    let key = format!("{IDENTITIES_PREFIX}{text}").into_bytes();
+    let put = |key: Vec<u8>, value: Vec<u8>| Write::Put { key, value, lease: None };
+    store
+        .transact(Transaction {
+            conditions: vec![Condition::Absent { key: IDENTITY.to_vec() }],
+            writes: vec![put(IDENTITY.to_vec(), text.into_bytes()), put(key, Vec::new())],
+        })
+        .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use reprise_controlplane_store::MemoryStore;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    fn store() -> Arc<dyn Store> {
+        Arc::new(MemoryStore::new())
+    }
+
+    async fn delete(store: &dyn Store, key: &[u8]) {
+        let writes = vec![Write::Delete { key: key.to_vec() }];
+        store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("valid");
+    }
+
+    #[tokio::test]
+    async fn members_of_a_store_agree_about_it_and_other_stores_are_others() {
+        let (one, other) = (store(), store());
+        let identity = Identity::of(one.as_ref()).await.expect("made");
+        assert_eq!(Identity::of(one.as_ref()).await.expect("read"), identity);
+        assert!(identity.is_of(one.as_ref()).await.expect("read"));
+        assert_ne!(Identity::of(other.as_ref()).await.expect("made"), identity);
+        assert!(!identity.is_of(other.as_ref()).await.expect("read"));
+        // As a registration would.
+        let writes = vec![Write::Put { key: b"nodes/a".to_vec(), value: Vec::new(), lease: None }];
+        let conditions = vec![identity.unchanged()];
+        let transaction = Transaction { conditions, writes };
+        let refused = other.transact(transaction.clone()).await.expect("valid");
+        assert_eq!(refused, Outcome::Conflict);
+        assert!(matches!(one.transact(transaction).await.expect("valid"), Outcome::Committed(_)));
+    }
+
+    #[tokio::test]
+    async fn a_store_that_is_emptied_is_noticed() {
+        let store = store();
+        let identity = Identity::of(store.as_ref()).await.expect("made");
+        let waiting = timeout(Duration::from_millis(20), identity.lost(&store)).await;
+        assert!(waiting.is_err(), "it is there");
+        let lost = tokio::spawn({
+            let (store, identity) = (store.clone(), identity.clone());
+            async move { identity.lost(&store).await }
+        });
+        delete(store.as_ref(), &identity.key).await;
+        timeout(Duration::from_secs(10), lost).await.expect("noticed").expect("no panic");
+        delete(store.as_ref(), IDENTITY).await;
+        assert_ne!(Identity::of(store.as_ref()).await.expect("made again"), identity);
+    }
+}

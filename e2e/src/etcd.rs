@@ -1,0 +1,151 @@
+//! A real etcd on loopback, with a fresh data folder, ended when it is dropped.
+//!
+//! The binary is built from etcd's Go module by `e2e/etcd/build.sh` into the cache folder.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::process::Running;
+
+/// A start takes some 300 ms on a machine that does nothing else.
+const READY_WITHIN: Duration = Duration::from_secs(30);
+
+/// Attempts to find ports: another process may take one between our look and etcd's.
+const ATTEMPTS_MAX: usize = 5;
+
+/// A server that runs, or was killed and can be started again under the same addresses.
+#[derive(Debug)]
+pub struct Etcd {
+    folder: PathBuf,
+    ports: Ports,
+    running: Option<Running>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Ports {
+    client: u16,
+    peer: u16,
+    health: u16,
+}
+
+/// The binary, built when it is not there yet.
+fn binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("etcd/build.sh");
+        let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash is there");
+        assert!(output.status.success(), "etcd cannot be built");
+        PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
+    })
+}
+
+impl Etcd {
+    /// Starts one with its files in `folder`.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn start_in(folder: &Path) -> Etcd {
+        for _ in 0..ATTEMPTS_MAX {
+            let mut etcd = Etcd { folder: folder.to_owned(), ports: Ports::free(), running: None };
+            if etcd.try_start() {
+                return etcd;
+            }
+        }
+        panic!("etcd does not start: {}", fs::read_to_string(folder.join("etcd.log")).unwrap_or_default());
+    }
+
+    /// Where clients reach it.
+    pub fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.ports.client)
+    }
+
+    /// `host:port` for clients.
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.ports.client)
+    }
+
+    /// SIGKILL.
+    pub fn kill(&mut self) {
+        self.running.as_mut().expect("etcd runs").kill();
+        self.running = None;
+    }
+
+    /// All that it has stored is gone. Only while it does not run.
+    pub fn wipe(&self) {
+        assert!(self.running.is_none(), "its files are in use");
+        fs::remove_dir_all(self.folder.join("etcd")).expect("its own folder can be removed");
+    }
+
+    /// Starts the killed one again under its addresses.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn restart(&mut self) {
+        assert!(self.try_start(), "etcd does not start again");
+    }
+
+    /// SIGSTOP: it keeps its connections and answers nothing.
+    pub fn pause(&self) {
+        self.running.as_ref().expect("etcd runs").signal(Signal::STOP);
+    }
+
+    /// SIGCONT.
+    pub fn resume(&self) {
+        self.running.as_ref().expect("etcd runs").signal(Signal::CONT);
+    }
+
+    /// False when it ends instead.
+    fn try_start(&mut self) -> bool {
+        let Ports { client, peer, health } = self.ports;
+        let [client, peer, health] = [client, peer, health].map(|port| format!("http://127.0.0.1:{port}"));
+        let log = fs::File::options().create(true).append(true).open(self.folder.join("etcd.log"));
+        let mut command = Command::new(binary());
+        command
+            .args(["--name", "test", "--log-level", "error", "--data-dir"])
+            .arg(self.folder.join("etcd"))
+            .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &format!("test={peer}"), "--listen-metrics-urls", &health])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log.expect("a log file can be written"));
+        let mut running = Running::spawn(command);
+        let give_up = Instant::now() + READY_WITHIN;
+        while Instant::now() < give_up {
+            if !running.is_alive() {
+                return false;
+            }
+            if self.is_healthy() {
+                self.running = Some(running);
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        panic!("etcd is not ready within {READY_WITHIN:?}");
+    }
+
+    fn is_healthy(&self) -> bool {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.ports.health)) else { return false };
+        let mut answer = String::new();
+        stream.write_all(b"GET /health HTTP/1.0\r\n\r\n").is_ok()
+            && stream.read_to_string(&mut answer).is_ok()
+            && answer.contains("\"health\":\"true\"")
+    }
+}
+
+impl Ports {
+    /// Ports that nobody has just now.
+    fn free() -> Ports {
+        let bind = || TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = |listener: &TcpListener| listener.local_addr().expect("bound").port();
+        let all = [bind(), bind(), bind()];
+        Ports { client: port(&all[0]), peer: port(&all[1]), health: port(&all[2]) }
+    }
+}

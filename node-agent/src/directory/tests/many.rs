@@ -1,0 +1,241 @@
+//! The client with several members: who is told and asked what, and what happens when one goes.
+
+use reprise_policy::shards::{MemberName, ShardMap};
+use reprise_proto::controlplane::{MemberInfo, MemberList};
+
+use super::*;
+
+/// Keys in many slots.
+fn spread(count: u32) -> Vec<BlockKey> {
+    (0..count)
+        .map(|number| {
+            let mut key = [7; 16];
+            key[..2].copy_from_slice(&((number * 40_503 % 65_536) as u16).to_be_bytes());
+            key[4..8].copy_from_slice(&number.to_be_bytes());
+            BlockKey(key)
+        })
+        .collect()
+}
+
+fn list(epoch: u64, members: Vec<MemberInfo>) -> MemberList {
+    MemberList { epoch, members, answering: String::new(), registered: true }
+}
+
+fn owned(list: &MemberList, name: &str) -> SlotSet {
+    let name_of = |text: &str| MemberName::new(text).expect("a name");
+    let names = list.members.iter().map(|member| name_of(&member.name));
+    ShardMap::new(Epoch(list.epoch), names).expect("a map").owned_by(&name_of(name))
+}
+
+/// Members that know of each other.
+struct Members {
+    fakes: Vec<Fake>,
+    epoch: u64,
+}
+
+impl Members {
+    fn start(names: &[&'static str]) -> Members {
+        let fake = |name: &&'static str| {
+            Fake::start_with(0, fake::State { name, owned: SlotSet::EMPTY, ..fake::State::default() })
+        };
+        let mut members = Members { fakes: names.iter().map(fake).collect(), epoch: 1 };
+        members.tell();
+        members
+    }
+
+    /// All that are left learn who is left.
+    fn tell(&mut self) -> MemberList {
+        self.epoch += 1;
+        let list = list(self.epoch, self.fakes.iter().map(Fake::info).collect());
+        for fake in &self.fakes {
+            fake.change_members(&list, owned(&list, fake.read(|state| state.name)));
+        }
+        list
+    }
+
+    fn agent(&self) -> Agent {
+        let endpoints = self.fakes.iter().map(Fake::endpoint).collect();
+        Agent::start(DirectorySettings { endpoints, ..settings(String::new()) })
+    }
+}
+
+impl Agent {
+    /// Announces what is wanted of these keys until every member has it all.
+    fn serve(&self, members: &Members, keys: &[BlockKey]) {
+        let whole = |fake: &Fake| fake.read(|state| state.whole == state.owned && !state.owned.is_empty());
+        let give_up = Instant::now() + PATIENCE;
+        while !members.fakes.iter().all(whole) {
+            assert!(Instant::now() < give_up, "not every member has its inventory");
+            if let Ok(DirectoryEvent::InventoryWanted { slots }) =
+                self.events.recv_timeout(Duration::from_millis(10))
+            {
+                let here = keys.iter().filter(|key| slots.has_key(key));
+                let here: Vec<_> = here.map(|key| (*key, Tier::Nvme)).collect();
+                self.client.inventory(&slots, &here);
+            }
+        }
+    }
+
+    fn found(&self, lookup: u64, keys: &[BlockKey], time: Duration) -> Vec<Vec<Replica>> {
+        self.client.lookup(LookupId(lookup), keys.to_vec(), time);
+        loop {
+            if let DirectoryEvent::Found { lookup: LookupId(id), found } = self.next() {
+                assert_eq!(id, lookup);
+                return found;
+            }
+        }
+    }
+}
+
+#[test]
+fn each_member_is_told_and_asked_what_is_in_its_slots() {
+    let members = Members::start(&["a", "b", "c"]);
+    let agent = members.agent();
+    let keys = spread(300);
+    agent.serve(&members, &keys[..200]);
+    let changes: Vec<ReplicaChange> = keys[200..]
+        .iter()
+        .map(|key| ReplicaChange { key: *key, tier: Tier::Dram, change: Change::Added })
+        .collect();
+    agent.client.announce(&changes);
+    for fake in &members.fakes {
+        let mine = fake.read(|state| state.owned.clone());
+        let expected: Vec<(BlockKey, u8)> = keys
+            .iter()
+            .zip((0..).map(|at| if at < 200 { 2 } else { 1 }))
+            .filter(|(key, _)| mine.has_key(key))
+            .map(|(key, tier)| (*key, tier))
+            .collect();
+        assert!(expected.len() > 50, "slots are spread");
+        fake.wait(|state| state.log == expected);
+        fake.write(|state| {
+            state.nodes = vec![info(2, 1, "127.0.0.1:7002")];
+            for (key, tier) in &expected {
+                state.replicas.insert(*key, vec![(2, *tier)]);
+            }
+        });
+        fake.change_node(info(2, 2, "127.0.0.1:7002"));
+    }
+    let give_up = Instant::now() + PATIENCE;
+    while agent.client.peer_address(NodeId(2)).is_none() {
+        assert!(Instant::now() < give_up, "the node list comes");
+        std::thread::yield_now();
+    }
+    let found = agent.found(1, &keys, LOOKUP_TIMEOUT);
+    assert!(found.iter().all(|replicas| replicas.len() == 1), "the answers are in the order of the keys");
+    assert!(found[..200].iter().all(|replicas| replicas[0].tier == Tier::Nvme));
+    let status = agent.client.status();
+    assert_eq!((status.members, status.members_connected, status.map_epoch), (3, 3, 2));
+    assert_eq!((status.lookup_keys_redirected, status.lookup_keys_unanswered), (0, 0));
+    agent.client.shutdown();
+}
+
+#[test]
+fn the_slots_of_a_member_that_dies_are_announced_to_their_new_owners_and_no_others() {
+    let mut members = Members::start(&["a", "b", "c"]);
+    let agent = members.agent();
+    let keys = spread(300);
+    agent.serve(&members, &keys);
+    let before: Vec<SlotSet> =
+        members.fakes.iter().map(|fake| fake.read(|state| state.owned.clone())).collect();
+    members.fakes.remove(0).stop();
+    members.tell();
+    agent.serve(&members, &keys);
+    for (fake, before) in members.fakes.iter().zip(&before[1..]) {
+        let (now, log) = fake.read(|state| (state.owned.clone(), state.log.clone()));
+        assert_eq!(before.without(&now), SlotSet::EMPTY, "those that stay keep theirs");
+        let mut logged: Vec<BlockKey> = log.iter().map(|(key, _)| *key).collect();
+        logged.sort_unstable();
+        let mut expected: Vec<BlockKey> = keys.iter().filter(|key| now.has_key(key)).copied().collect();
+        expected.sort_unstable();
+        assert_eq!(logged, expected, "each once");
+        assert_eq!(fake.read(|state| (state.registrations, state.resets)), (1, 1));
+    }
+    agent.client.shutdown();
+}
+
+#[test]
+fn keys_of_a_member_that_does_not_answer_are_misses_and_the_others_are_found() {
+    let members = Members::start(&["a", "b"]);
+    for fake in &members.fakes {
+        fake.write(|state| state.nodes = vec![info(2, 1, "127.0.0.1:7002")]);
+    }
+    let agent = members.agent();
+    let keys = spread(100);
+    agent.serve(&members, &keys);
+    for fake in &members.fakes {
+        fake.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 2)]))));
+    }
+    assert!(agent.found(1, &keys, LOOKUP_TIMEOUT).iter().all(|replicas| replicas.len() == 1));
+    members.fakes[1].write(|state| state.lookup_mode = Mode::Stall);
+    let silent = members.fakes[1].read(|state| state.owned.clone());
+    let found = agent.found(2, &keys, Duration::from_millis(300));
+    for (key, replicas) in keys.iter().zip(&found) {
+        assert_eq!(replicas.is_empty(), silent.has_key(key));
+    }
+    let unanswered = keys.iter().filter(|key| silent.has_key(key)).count() as u64;
+    assert_eq!(agent.client.status().lookup_keys_unanswered, unanswered);
+    agent.client.shutdown();
+}
+
+#[test]
+fn a_question_by_an_older_map_is_asked_again_where_the_newer_one_says() {
+    let members = Members::start(&["a", "b"]);
+    for fake in &members.fakes {
+        fake.write(|state| state.nodes = vec![info(2, 1, "127.0.0.1:7002")]);
+    }
+    let agent = members.agent();
+    let keys = spread(100);
+    agent.serve(&members, &keys);
+    for fake in &members.fakes {
+        fake.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 2)]))));
+    }
+    // A third member takes slots, and no home has told yet.
+    let third = Fake::start_with(0, fake::State { name: "c", ..fake::State::default() });
+    third.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 1)]))));
+    let three = list(9, members.fakes.iter().map(Fake::info).chain([third.info()]).collect());
+    third.change_members(&three, owned(&three, "c"));
+    for fake in &members.fakes {
+        fake.write(|state| {
+            state.members = Some(three.clone());
+            state.map_epoch = 9;
+            state.own(owned(&three, state.name));
+        });
+    }
+    let moved = |key: &BlockKey| owned(&three, "c").has_key(key);
+    // The first question meets a link that is not up yet, or not: in the end everything is found.
+    let give_up = Instant::now() + PATIENCE;
+    let mut lookup = 0;
+    loop {
+        lookup += 1;
+        let found = agent.found(lookup, &keys, LOOKUP_TIMEOUT);
+        let right = |(key, replicas): (&BlockKey, &Vec<Replica>)| {
+            replicas.len() == 1 && (replicas[0].tier == Tier::Dram) == moved(key)
+        };
+        if keys.iter().zip(&found).all(right) {
+            break;
+        }
+        assert!(Instant::now() < give_up, "the third member is never asked");
+    }
+    let status = agent.client.status();
+    assert!(status.lookup_keys_redirected > 0 && status.map_epoch == 9, "{status:?}");
+    agent.client.shutdown();
+}
+
+#[test]
+fn members_are_followed_at_another_one_when_their_teller_goes_or_is_not_sure_of_itself() {
+    let mut members = Members::start(&["a", "b", "c"]);
+    let agent = members.agent();
+    agent.serve(&members, &[]);
+    for left in [2, 1] {
+        members.fakes.remove(0).stop();
+        let list = members.tell();
+        let give_up = Instant::now() + PATIENCE;
+        while agent.client.status().map_epoch != list.epoch {
+            assert!(Instant::now() < give_up, "{:?}", agent.client.status());
+            std::thread::yield_now();
+        }
+        assert_eq!(agent.client.status().members, left);
+    }
+    agent.client.shutdown();
+}
