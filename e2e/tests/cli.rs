@@ -210,14 +210,25 @@ fn the_demo_on_etcd_outlives_a_member_and_an_agent_and_ends_with_a_complete_dire
     build_etcd();
     let world = World::new();
     let folder = world.folder().to_str().expect("our folders have plain names");
-    let demo = [&DEMO[..], &[folder, "--etcd", "--members", "1", "--nodes", "3"]].concat();
+    let demo = [&DEMO[..], &[folder, "--etcd", "--members", "3", "--nodes", "3"]].concat();
     let summary = objects(&demo).remove(0);
     assert_eq!((number(&summary, "/requests"), number(&summary, "/mismatches")), (300, 0));
-    assert_eq!((number(&summary, "/members"), number(&summary, "/members_killed")), (1, 1));
+    assert_eq!((number(&summary, "/members"), number(&summary, "/members_killed")), (3, 1));
     assert_eq!(number(&summary, "/durable_after_restart"), number(&summary, "/durable_before_kill"));
     assert!(number(&summary, "/directory_nvme") > 1000, "{summary}");
     assert!(processes(folder).is_empty(), "no process outlives the command");
     assert!(!Path::new(folder).join("etcd.data").exists(), "etcd's data are of no use without it");
+}
+
+#[test]
+fn the_keys_of_a_killed_member_are_found_again_and_no_answer_is_wrong_meanwhile() {
+    build_etcd();
+    let world = World::new();
+    let folder = world.folder().to_str().expect("our folders have plain names");
+    let figures = objects(&["bench", "failover", "--repetitions", "1", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    let wrong = figures.iter().find(|figure| figure["name"] == "failover.wrong_answers").expect("a figure");
+    assert_eq!(wrong["value"], 0.0);
 }
 
 #[test]
