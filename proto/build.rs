@@ -2,7 +2,7 @@
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=protos");
-    let files = protox::compile(["local.proto", "controlplane.proto"], ["protos"])?;
+    let files = protox::compile(["local.proto", "controlplane.proto", "events.proto"], ["protos"])?;
     tonic_prost_build::configure().bytes(".").compile_fds(files)?;
     Ok(())
 }

@@ -10,6 +10,7 @@ mod demo;
 mod doctor;
 mod engine;
 mod engine_process;
+mod events;
 mod http;
 mod interrupt;
 mod kv_function;
@@ -59,6 +60,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Members, nodes, tiers and health of a running cluster.
     Status(status::StatusArgs),
+    /// What the members of the control plane hold, and every change of it.
+    Events(events::EventsArgs),
     /// What this machine can do, and what Reprise will use in consequence.
     Doctor(doctor::DoctorArgs),
     /// The reference engine as a process; started by demo and replay.
@@ -102,6 +105,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
         Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
+        Some(Command::Events(args)) => events::command(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout }) => engine_process::serve(socket, layout),
         None => anyhow::bail!("name a command: `reprise --help` lists them"),

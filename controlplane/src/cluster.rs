@@ -2,7 +2,8 @@
 //!
 //! Rules of the locks:
 //! * The members' lock is held for map accesses only; the directory's, for one part of a batch.
-//! * Neither is held across an await, nor both at once.
+//! * None is held across an await, nor members' and directory's at once.
+//! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -10,19 +11,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Standing,
+    Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Scope,
+    Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
-use reprise_proto::controlplane::{NodeChange, NodeInfo, WatchReply};
+use reprise_proto::controlplane::{NodeChange, NodeInfo};
 use tokio::sync::broadcast;
 use tonic::Status;
 
+use crate::events::Events;
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
 
 /// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
 const NODE_NEWS_MAX: usize = 4096;
-/// Directory news a watcher may lag behind: 256 parts of 1,024 changes of 17 bytes are 4.3 MiB, shared by all.
-const DIRECTORY_NEWS_MAX: usize = 256;
 /// Places of the directory's tables that one sweep looks at: about 0.3 ms under the lock. Ten million entries are
 /// swept in 200 sweeps.
 const SWEEP_PLACES: usize = 1 << 16;
@@ -36,9 +37,10 @@ pub struct Cluster {
     /// Of the directory's slots; apart, so that heartbeats take no lock for it.
     slots_version: AtomicU64,
     node_news: broadcast::Sender<News<NodeChange>>,
-    directory_news: broadcast::Sender<News<WatchReply>>,
     watchers: AtomicUsize,
     watchers_max: usize,
+    /// The changes of the directory.
+    pub events: Events,
     /// All metrics of the process.
     pub metrics: Metrics,
 }
@@ -61,16 +63,16 @@ pub struct WatcherSeat {
 
 impl Cluster {
     /// No members, an empty directory.
-    pub fn new(settings: MemberSettings, watchers_max: usize, metrics: Metrics) -> Cluster {
+    pub fn new(settings: MemberSettings, watchers_max: usize, events: Events, metrics: Metrics) -> Cluster {
         Cluster {
             start: Instant::now(),
             members: Mutex::new(Members::new(settings)),
             directory: RwLock::new(Directory::new()),
             slots_version: AtomicU64::new(0),
             node_news: broadcast::Sender::new(NODE_NEWS_MAX),
-            directory_news: broadcast::Sender::new(DIRECTORY_NEWS_MAX),
             watchers: AtomicUsize::new(0),
             watchers_max,
+            events,
             metrics,
         }
     }
@@ -120,13 +122,11 @@ impl Cluster {
         if directory.owned() == slots {
             return;
         }
-        let lost = directory.owned().without(slots).len();
+        let lost = directory.owned().without(slots);
         directory.own(slots);
         self.slots_version.store(directory.version(), Ordering::Relaxed);
-        tracing::info!(slots = slots.len(), lost, "slots of this member");
-        if lost > 0 {
-            self.tell_changes(|| WatchReply { missed: true, ..WatchReply::default() });
-        }
+        tracing::info!(slots = slots.len(), lost = lost.len(), "slots of this member");
+        lost.iter().for_each(|slot| self.events.cleared(Scope::slot(slot)));
     }
 
     /// The slots that the directory has.
@@ -149,7 +149,7 @@ impl Cluster {
         let (node, epoch) = (record.node, record.epoch);
         let mut directory = self.directory_mut();
         directory.register(node, epoch);
-        self.tell_replaced(node);
+        self.events.cleared(Scope::node(node));
         drop(directory);
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
@@ -202,7 +202,7 @@ impl Cluster {
         for (node, epoch) in forgotten {
             let mut directory = self.directory_mut();
             directory.forget(node, epoch);
-            self.tell_replaced(node);
+            self.events.cleared(Scope::node(node));
         }
         next.map(|next| next.since(now))
     }
@@ -249,11 +249,6 @@ impl Cluster {
         (nodes, self.node_news.subscribe())
     }
 
-    /// Every change of the directory from now on.
-    pub fn watch_directory(&self) -> broadcast::Receiver<News<WatchReply>> {
-        self.directory_news.subscribe()
-    }
-
     /// A place among the watchers; refused when there are too many.
     pub fn take_seat(self: &Arc<Cluster>, of: WatchOf) -> Result<WatcherSeat, Status> {
         if self.watchers.fetch_add(1, Ordering::Relaxed) >= self.watchers_max {
@@ -267,23 +262,10 @@ impl Cluster {
         Ok(WatcherSeat { cluster: self.clone(), of })
     }
 
-    /// Sends directory changes to watchers; call it under the directory's lock.
-    pub fn tell_changes(&self, news: impl FnOnce() -> WatchReply) {
-        if self.directory_news.receiver_count() > 0 {
-            // Nobody listening any more is no error.
-            let _ = self.directory_news.send(News::Change(news()));
-        }
-    }
-
-    /// Watchers must look again at what they know of a node; call it under the directory's lock.
-    fn tell_replaced(&self, node: NodeId) {
-        self.tell_changes(|| replaced(node));
-    }
-
     /// Ends all watch streams.
     pub fn close(&self) {
         let _ = self.node_news.send(News::Closing);
-        let _ = self.directory_news.send(News::Closing);
+        self.events.close();
     }
 
     /// Updates the metrics that are counted only when somebody asks.
@@ -304,11 +286,6 @@ impl Drop for WatcherSeat {
         self.cluster.watchers.fetch_sub(1, Ordering::Relaxed);
         self.cluster.metrics.watchers.get_or_create(&WatchLabels { of: self.of }).dec();
     }
-}
-
-/// The news that a node's inventory is replaced as a whole: `missed`, for this node only.
-pub fn replaced(node: NodeId) -> WatchReply {
-    WatchReply { node: u32::from(node.0), missed: true, ..WatchReply::default() }
 }
 
 fn info(record: &NodeRecord, state: MemberState) -> NodeInfo {

@@ -8,8 +8,10 @@ use reprise_policy::Interval;
 use reprise_policy::shards::MemberName;
 use serde::Deserialize;
 
+mod events;
 mod store;
 
+pub use events::EventsConfig;
 pub use store::{EtcdConfig, EtcdTlsConfig, EtcdUserConfig, StoreConfig};
 
 /// What `--print-default-config` prints. A test holds it equal to [`Config::default`].
@@ -40,6 +42,8 @@ pub struct Config {
     pub member: MemberConfig,
     /// When silent nodes die.
     pub membership: MembershipConfig,
+    /// The stream of changes, and its publisher.
+    pub events: EventsConfig,
     /// Bounds.
     pub limits: LimitsConfig,
     /// The log on standard error.
@@ -151,6 +155,7 @@ impl Config {
         }
         self.store.check()?;
         self.member.check(self.listen, &self.store)?;
+        self.events.check()?;
         if !(1..=CALLS_AT_ONCE_MAX).contains(&self.limits.calls_at_once) {
             return refuse("limits.calls_at_once", format!("1 to {CALLS_AT_ONCE_MAX}"));
         }
@@ -169,6 +174,7 @@ impl Default for Config {
             store: StoreConfig::default(),
             member: MemberConfig::default(),
             membership: MembershipConfig::default(),
+            events: EventsConfig::default(),
             limits: LimitsConfig::default(),
             log: LogConfig::default(),
         }
@@ -280,6 +286,9 @@ mod tests {
             ("[member]\nadvertise = 'host'", "member.advertise"),
             ("[member]\ntime_to_live = '500ms'", "member.time_to_live"),
             ("listen = '0.0.0.0:1'\n[store]\nkind = 'etcd'\nendpoints = ['http://a:1']", "member.advertise"),
+            ("[events]\nhistory = '1KiB'", "events.history"),
+            ("[events]\npublish = '127.0.0.1:1'\nbuffer_steps = 0", "events.buffer_steps"),
+            ("[events]\nreplay = '127.0.0.1:1'", "events.replay"),
             ("[limits]\ncalls_at_once = 0", "limits.calls_at_once"),
             ("[limits]\nwatchers = 0", "limits.watchers"),
             ("listen = 'localhost'", "listen"),

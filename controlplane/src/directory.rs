@@ -5,27 +5,23 @@
 //! always free of parts ([`Turns`]), so that heartbeats wait for nobody.
 
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use reprise_controlplane_core::{Changes, Found, LiveNodes, Opening, Update, Updated};
+use reprise_controlplane_core::{Changes, Found, LiveNodes, Opening, Scope, Update, Updated, Voided};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 use reprise_proto::controlplane::directory_server::Directory;
 use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, LookupReply, LookupRequest, NodeReplicas, SlotsReply, SlotsRequest,
-    UpdateReply, UpdateRequest, WatchReply, WatchRequest,
+    UpdateReply, UpdateRequest,
 };
 use reprise_proto::local::KEYS_PER_CALL_MAX;
-use tokio_stream::wrappers::BroadcastStream;
-use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
-use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::cluster::{Cluster, News, replaced};
+use crate::cluster::Cluster;
 use crate::membership::node_number;
-use crate::metrics::{Call, UpdateResult, WatchLabels, WatchOf};
+use crate::metrics::{Call, UpdateResult};
 use crate::shards::Shards;
 use crate::turns::Turns;
 
@@ -41,9 +37,6 @@ pub struct DirectoryService {
     shards: Arc<Shards>,
     turns: Turns,
 }
-
-/// The stream of directory changes.
-pub type DirectoryChanges = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
 impl DirectoryService {
     /// A service over the shared state.
@@ -72,7 +65,7 @@ impl DirectoryService {
         UpdateReply { fenced: false, expected_sequence, slots_version }
     }
 
-    /// Applies one part and tells the watchers what of it was new, in one taking of the lock.
+    /// Applies one part and records what of it was new, in one taking of the lock.
     fn apply_part(&self, batch: &Batch, part: Range<usize>) -> Updated {
         let (node, first) = (batch.node, part.start);
         let opening = if first == 0 { batch.opening() } else { Opening::Nothing };
@@ -82,20 +75,19 @@ impl DirectoryService {
         let mut directory = self.cluster.directory_mut();
         let update = Update { node, epoch: batch.epoch, sequence, opening, changes, ends };
         let updated = directory.update(&update);
-        if let Updated::Expecting { applied, expected } = &updated {
-            // An opening that was taken has moved what is expected to the end of its part.
-            if opening != Opening::Nothing && *expected == batch.number_of(first + changes.len()) {
-                self.cluster.tell_changes(|| replaced(node));
+        if let Updated::Expecting { applied, voided, .. } = &updated {
+            match voided {
+                Voided::Nothing => {}
+                Voided::Node => self.cluster.events.cleared(Scope::node(node)),
+                Voided::Slots(slots) => {
+                    slots
+                        .iter()
+                        .for_each(|slot| self.cluster.events.cleared(Scope::node_in_slot(node, slot)));
+                }
             }
-            let taken = |at: &usize| {
-                let key = &batch.keys[at * BlockKey::SIZE..(at + 1) * BlockKey::SIZE];
-                directory.takes(node, &BlockKey(key.try_into().expect("one key")))
-            };
-            let taken: Vec<usize> = (first + applied.start..first + applied.end).filter(taken).collect();
-            if !taken.is_empty() {
-                self.cluster.tell_changes(|| batch.news(&taken));
-                self.cluster.metrics.changes.inc_by(taken.len() as u64);
-            }
+            let taken: Vec<_> = directory.taken(node, changes.range(applied.clone())).collect();
+            self.cluster.metrics.changes.inc_by(taken.len() as u64);
+            self.cluster.events.changed(node, taken);
         }
         updated
     }
@@ -222,25 +214,6 @@ impl Directory for DirectoryService {
             slots_partial: u32::try_from(size.slots_partial).expect("16 bits"),
         }))
     }
-
-    type WatchStream = DirectoryChanges;
-
-    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<DirectoryChanges>, Status> {
-        let seat = self.cluster.take_seat(WatchOf::directory)?;
-        let metrics = self.cluster.metrics.clone();
-        let changes = BroadcastStream::new(self.cluster.watch_directory()).map(move |news| {
-            let _open = &seat;
-            match news {
-                Ok(News::Change(change)) => Ok(change),
-                Ok(News::Closing) => Err(Status::unavailable("the control plane is shutting down")),
-                Err(BroadcastStreamRecvError::Lagged(_)) => {
-                    metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
-                    Ok(WatchReply { missed: true, ..WatchReply::default() })
-                }
-            }
-        });
-        Ok(Response::new(Box::pin(changes)))
-    }
 }
 
 /// An update whose keys and operations are well formed.
@@ -284,17 +257,6 @@ impl Batch {
     /// Sequence number of the change at an index.
     fn number_of(&self, change: usize) -> u64 {
         self.sequence + u64::from(self.opening() != Opening::Nothing) + change as u64
-    }
-
-    /// Some of its changes for watchers.
-    fn news(&self, changes: &[usize]) -> WatchReply {
-        let keys = changes.iter().flat_map(|at| &self.keys[at * BlockKey::SIZE..(at + 1) * BlockKey::SIZE]);
-        WatchReply {
-            node: u32::from(self.node.0),
-            keys: keys.copied().collect(),
-            operations: changes.iter().map(|at| self.operations[*at]).collect(),
-            missed: false,
-        }
     }
 }
 

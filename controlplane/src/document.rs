@@ -1,12 +1,13 @@
-//! The limits in `docs/PROTOCOL.md`, part 2, are those of this member.
+//! The limits in `docs/PROTOCOL.md`, parts 2 and 4, are those of this member.
 
 use std::time::Duration;
 
 use reprise_controlplane_core::directory::REPLICAS_PER_KEY_MAX;
+use reprise_controlplane_core::log;
 use reprise_proto::local::KEYS_PER_CALL_MAX;
 
-use crate::config::{LimitsConfig, MembershipConfig};
-use crate::{membership, registry, server};
+use crate::config::{EventsConfig, LimitsConfig, MembershipConfig};
+use crate::{events, membership, registry, server};
 
 const DOCUMENT: &str = include_str!("../../docs/PROTOCOL.md");
 
@@ -17,6 +18,12 @@ fn the_limits_in_the_document_are_those_of_a_member() {
     assert_eq!(LimitsConfig::default().calls_at_once, 1024);
     assert_eq!((registry::NODES_MAX, membership::NAME_BYTES_MAX), (65_535, 512));
     assert_eq!(MembershipConfig::default().forget_after.0, Duration::from_secs(60));
+    let EventsConfig { history, subscribers, buffer_steps, .. } = EventsConfig::default();
+    assert_eq!((history.0, subscribers, buffer_steps), (32 << 20, 64, 10_000));
+    assert_eq!((log::RECORD_BYTES, events::PART_CHANGES), (20, 1024));
+    let (blocks_max, blocks_limit) =
+        (events::format::BLOCKS_PER_BATCH_MAX, events::replay::BLOCKS_PER_BATCH_LIMIT);
+    assert_eq!((blocks_max, blocks_limit), (256, 65_536));
     for words in [
         "Requests at most 256 KiB, 1,024 calls at once\non a connection, at most 8,192 keys in a call",
         "A member holds 1,024 calls of its directory at once (`limits.calls_at_once`)",
@@ -24,6 +31,11 @@ fn the_limits_in_the_document_are_those_of_a_member() {
         "Name: 1 to 512\n  letters",
         "(`forget_after`, 60 s by default)",
         "at most 16 a key",
+        "(`events.history`, 32 MiB of 20 bytes\n  each)",
+        "At most 1,024 changes",
+        "`events.subscribers` connections each (64)",
+        "`events.buffer_steps` batches (10,000)",
+        "A batch has at most 256 blocks, those of a snapshot in\na replay up to 65,536",
     ] {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -6,8 +6,9 @@
 //!   Register, Heartbeat, List,  │  membership ──────────┤
 //!   Watch                       │      │                └── Members   (its own lock, held for microseconds)
 //!                               │      ▼ forget, register
-//!   Update, Lookup, Describe,   │  directory service ────── Directory (readers-writer lock, taken in parts)
-//!   Watch                       │
+//!   Update, Lookup, Describe    │  directory service ────── Directory (readers-writer lock, taken in parts)
+//!                               │      ▼ changes
+//!   Follow                      │  events ───────────────── Log (its own lock) ──► ZeroMQ: PUB, ROUTER
 //!            HTTP: /metrics /healthz /readyz /nodes /directory
 //! ```
 //!
@@ -27,6 +28,7 @@ pub mod config;
 pub mod directory;
 #[cfg(test)]
 mod document;
+pub mod events;
 pub mod identity;
 pub mod membership;
 pub mod metrics;

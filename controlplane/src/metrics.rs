@@ -49,6 +49,14 @@ pub struct Metrics {
     pub watchers: Family<WatchLabels, Gauge>,
     /// Times that a watch stream fell behind.
     pub watch_missed: Family<WatchLabels, Counter>,
+    /// Batches of KV events published.
+    pub event_batches: Counter,
+    /// Batches that slow subscribers were not sent.
+    pub event_batches_skipped: Counter,
+    /// Connections for KV events beyond their number.
+    pub event_connections_refused: Counter,
+    /// Answers to subscribers that had missed batches.
+    event_replays: Family<ReplayLabels, Counter>,
     /// Time of calls.
     call: Family<CallLabels, Histogram, fn() -> Histogram>,
     members: Gauge,
@@ -134,6 +142,24 @@ pub enum WatchOf {
     members,
 }
 
+/// Outcome of a replay.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReplayLabels {
+    result: ReplayResult,
+}
+
+/// Outcomes of a replay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+pub enum ReplayResult {
+    /// All batches were kept.
+    kept,
+    /// Some were not: a snapshot came in their place.
+    snapshot,
+    /// Some were not, and there was no room for a snapshot.
+    incomplete,
+}
+
 /// A timed call.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CallLabels {
@@ -169,6 +195,10 @@ impl Metrics {
             lookup_keys_partial: Counter::default(),
             watchers: Family::default(),
             watch_missed: Family::default(),
+            event_batches: Counter::default(),
+            event_batches_skipped: Counter::default(),
+            event_connections_refused: Counter::default(),
+            event_replays: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
             members: Gauge::default(),
             member_registered: Gauge::default(),
@@ -183,6 +213,7 @@ impl Metrics {
         let mut registry = Registry::with_prefix(PREFIX);
         metrics.register_membership(&mut registry);
         metrics.register_directory(&mut registry);
+        metrics.register_events(&mut registry);
         (metrics, registry)
     }
 
@@ -198,6 +229,9 @@ impl Metrics {
         for of in [WatchOf::nodes, WatchOf::directory, WatchOf::members] {
             drop(self.watchers.get_or_create(&WatchLabels { of }));
             drop(self.watch_missed.get_or_create(&WatchLabels { of }));
+        }
+        for result in [ReplayResult::kept, ReplayResult::snapshot, ReplayResult::incomplete] {
+            drop(self.event_replays.get_or_create(&ReplayLabels { result }));
         }
         for call in [Call::register, Call::update, Call::lookup] {
             drop(self.call.get_or_create(&CallLabels { call }));
@@ -274,6 +308,26 @@ impl Metrics {
             Unit::Bytes,
             self.directory_bytes.clone(),
         );
+    }
+
+    fn register_events(&self, registry: &mut Registry) {
+        registry.register("event_batches", "Batches of KV events published", self.event_batches.clone());
+        registry.register(
+            "event_batches_skipped",
+            "Batches of KV events that a slow subscriber was not sent",
+            self.event_batches_skipped.clone(),
+        );
+        registry.register(
+            "event_connections_refused",
+            "Connections for KV events beyond their number",
+            self.event_connections_refused.clone(),
+        );
+        registry.register("event_replays", "Replays of KV events by outcome", self.event_replays.clone());
+    }
+
+    /// A replay ended so.
+    pub fn replayed(&self, result: ReplayResult) {
+        self.event_replays.get_or_create(&ReplayLabels { result }).inc();
     }
 
     /// A call took this long.
@@ -354,6 +408,6 @@ mod tests {
         assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
         let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
         let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
-        assert_eq!((helps, types), (23, 23));
+        assert_eq!((helps, types), (27, 27));
     }
 }

@@ -9,6 +9,7 @@ use reprise_controlplane_core::MemberSettings;
 use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store, TimeToLive};
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
+use reprise_proto::controlplane::events_server::EventsServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -21,6 +22,8 @@ use crate::admin::{self, Admin};
 use crate::cluster::Cluster;
 use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
+use crate::events::service::EventsService;
+use crate::events::{Events, Publisher};
 use crate::identity::Identity;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
@@ -54,6 +57,8 @@ pub struct ControlPlane {
     pub grpc: SocketAddr,
     /// Where the admin endpoint listens.
     pub admin: SocketAddr,
+    /// What publishes KV events, if something does.
+    pub publisher: Option<Publisher>,
     cluster: Arc<Cluster>,
     admin_state: Arc<Admin>,
     stop: watch::Sender<bool>,
@@ -80,12 +85,15 @@ impl ControlPlane {
             dead_after: config.membership.dead_after.0,
             forget_after: config.membership.forget_after.0,
         };
-        let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, metrics));
+        let history = usize::try_from(config.events.history.0).context("events.history")?;
+        let events = Events::new(history);
+        let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, events, metrics));
         cluster.restore(known);
 
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
+        let publisher = Publisher::start(cluster.clone(), &config.events).await?;
         let shards = Arc::new(shards(&config, store.clone(), grpc)?);
         if let StoreConfig::Embedded { .. } = config.store {
             shards.forget_former().await.context("cannot tidy the store")?;
@@ -106,6 +114,7 @@ impl ControlPlane {
                 store_lost,
             ),
             directory: DirectoryService::new(cluster.clone(), shards.clone(), turns),
+            events: EventsService::new(cluster.clone()),
         };
         let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
         let routes = admin::router(admin_state.clone());
@@ -127,6 +136,7 @@ impl ControlPlane {
         Ok(ControlPlane {
             grpc,
             admin,
+            publisher,
             cluster,
             admin_state,
             stop,
@@ -148,6 +158,7 @@ impl ControlPlane {
         for task in &self.background {
             task.abort();
         }
+        drop(self.publisher);
         let (mut grpc_task, mut admin_task) = (self.grpc_task, self.admin_task);
         let mut registration = self.registration;
         let all = async {
@@ -192,6 +203,7 @@ impl ControlPlane {
 struct Services {
     membership: MembershipService,
     directory: DirectoryService,
+    events: EventsService,
 }
 
 async fn serve_grpc(
@@ -209,6 +221,7 @@ async fn serve_grpc(
         .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
         .add_service(membership)
         .add_service(directory)
+        .add_service(EventsServer::new(services.events).max_decoding_message_size(MESSAGE_BYTES_MAX))
         .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), wait(stop))
         .await
 }

@@ -11,8 +11,11 @@ use reprise_proto::controlplane as cluster;
 use reprise_proto::local::{self, Request, Response, request, response};
 
 const DOCUMENT: &str = include_str!("../../docs/PROTOCOL.md");
-const PROTOS: [&str; 2] =
-    [include_str!("../protos/local.proto"), include_str!("../protos/controlplane.proto")];
+const PROTOS: [&str; 3] = [
+    include_str!("../protos/local.proto"),
+    include_str!("../protos/controlplane.proto"),
+    include_str!("../protos/events.proto"),
+];
 
 /// The bytes of an example: `count` of the same.
 fn run(byte: u8, count: usize) -> Bytes {
@@ -246,8 +249,6 @@ fn directory_rows() -> Vec<String> {
         slots_owned: 10,
         slots_partial: 6,
     };
-    let watched =
-        cluster::WatchReply { node: 7, keys: run(0x11, 32), operations: operations(), missed: true };
     vec![
         row("`SlotsRequest`", "node 7, epoch 3", &cluster::SlotsRequest { node: 7, epoch: 3 }),
         row(
@@ -281,7 +282,32 @@ fn directory_rows() -> Vec<String> {
             &found,
         ),
         row("`DescribeReply`", "1, 2, 3, 4, 5; node 7: 8, 9; 10 slots, 6 partial", &described),
-        row("`WatchReply`", "node 7: 16 × 11 in DRAM, then not on NVMe; missed", &watched),
+    ]
+}
+
+fn event_rows() -> Vec<String> {
+    use cluster::follow_reply::Event;
+    let position = cluster::Position { log: 5, next: 9 };
+    let told = |event| cluster::FollowReply { position: None, event: Some(event) };
+    let begins = cluster::SnapshotBegins { reason: cluster::snapshot_begins::Reason::Behind.into() };
+    let changes = cluster::ReplicaChanges {
+        keys: run(0x11, 32),
+        nodes: Bytes::from_static(&[7, 0, 2, 1]),
+        operations: Bytes::from_static(&[0x01, 0x82]),
+    };
+    let cleared = cluster::Cleared { node: 7, slots: vec![1, 4095] };
+    let current =
+        cluster::FollowReply { position: Some(position), event: Some(Event::Current(cluster::Current {})) };
+    vec![
+        row("`FollowRequest`", "log 5, next 9", &cluster::FollowRequest { from: Some(position) }),
+        row("`FollowReply`, `SnapshotBegins`", "behind; no position", &told(Event::Snapshot(begins))),
+        row(
+            "`FollowReply`, `ReplicaChanges`",
+            "16 × 11 in DRAM of node 7, and not on NVMe of node 258; no position",
+            &told(Event::Changes(changes)),
+        ),
+        row("`FollowReply`, `Cleared`", "node 7, slots 1, 4095; no position", &told(Event::Cleared(cleared))),
+        row("`FollowReply`, `Current`", "log 5, next 9", &current),
     ]
 }
 
@@ -302,17 +328,18 @@ fn the_examples_of_the_session_are_its_bytes() {
 }
 
 #[test]
-fn the_examples_of_membership_and_directory_are_their_bytes() {
+fn the_examples_of_membership_directory_and_events_are_their_bytes() {
     assert_rows(&membership_rows());
     assert_rows(&directory_rows());
+    assert_rows(&event_rows());
 }
 
 #[test]
 fn every_message_with_fields_has_its_part_in_an_example() {
-    let rows = [session_rows(), membership_rows(), directory_rows()].concat().join("\n");
+    let rows = [session_rows(), membership_rows(), directory_rows(), event_rows()].concat().join("\n");
     // Carried by others, or by every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
-    let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo"];
+    let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "Position"];
     let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
         let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;

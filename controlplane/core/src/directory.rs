@@ -26,6 +26,7 @@ mod announced;
 mod changes;
 mod found;
 mod ownership;
+mod reading;
 mod table;
 mod update;
 
@@ -34,11 +35,12 @@ use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use crate::live::LiveNodes;
 use announced::{Announced, Awaited};
-pub use changes::{BadChanges, Changes};
+pub use changes::{BadChanges, Changes, Operation};
 pub use found::{Found, Replica};
 pub use ownership::Standing;
+pub use reading::{Cursor, HeldReplica};
 use table::{Entry, Table};
-pub use update::{Opening, Update, Updated};
+pub use update::{Opening, Update, Updated, Voided};
 
 /// Replicas answered for one key at the most. A lookup of 8,192 keys then stays below 8,192 × 16 × 4 bytes = 512 KiB;
 /// a block that more nodes hold is hot enough that any 16 of them will do.

@@ -5,6 +5,7 @@
 //!   the agents' inventories.
 //! * [`LiveNodes`]: what the one tells the other. The two are apart so that a runtime can keep them behind locks of
 //!   their own: a heartbeat never waits for an update of the directory.
+//! * [`Log`]: the last changes of the directory, in order; [`Follower`]: what one reader of it is to be told next.
 //!
 //! Time arrives as [`Tick`](reprise_policy::Tick); nothing here reads a clock, blocks or logs.
 //!
@@ -12,14 +13,18 @@
 //! replicas found (policy).
 
 pub mod directory;
+pub mod follower;
 pub mod live;
+pub mod log;
 pub mod members;
 
 pub use directory::{
-    BadChanges, Changes, Directory, DirectorySize, Found, NodeReplicas, Opening, Replica, Standing, Update,
-    Updated,
+    BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
+    Operation, Replica, Standing, Update, Updated, Voided,
 };
+pub use follower::{Follower, Reason, Source, Step, Told};
 pub use live::LiveNodes;
+pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
 pub use members::{
     Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, StaleEpoch,
 };

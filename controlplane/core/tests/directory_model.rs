@@ -4,7 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use reprise_controlplane_core::{Changes, Directory, Found, LiveNodes, Opening, Replica, Update, Updated};
+use reprise_controlplane_core::{
+    Changes, Directory, Found, LiveNodes, Opening, Replica, Update, Updated, Voided,
+};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 /// Slots that keys of this test are in.
@@ -109,25 +111,31 @@ impl ModelNode {
             return Updated::Fenced;
         }
         let sequence = self.expected.saturating_add_signed(batch.skew);
-        let refused = Updated::Expecting { expected: self.expected, applied: 0..0 };
+        let refused = Updated::Expecting { expected: self.expected, applied: 0..0, voided: Voided::Nothing };
         // One number after the other, as if each were a message of its own.
         let (opens, opened) = match batch.open {
             Open::Nothing => (0, SlotSet::EMPTY),
             Open::Slots(mask) => (1, set(mask)),
             Open::Anew(mask) => (1, set(mask)),
         };
+        let mut voided = Voided::Nothing;
         if matches!(batch.open, Open::Anew(_)) {
             if sequence < self.expected {
                 return refused;
             }
             self.lose(|_| true);
             self.expected = sequence;
+            voided = Voided::Node;
         } else if sequence > self.expected {
             return refused;
         }
         let mut news = false;
         if opens == 1 && self.expected == sequence {
             let opened: BTreeSet<u16> = opened.iter().filter(|slot| owned.contains(slot)).collect();
+            let again: SlotSet = opened.intersection(&self.begun).copied().collect();
+            if !again.is_empty() {
+                voided = Voided::Slots(Box::new(again));
+            }
             self.lose(|slot| opened.contains(&slot));
             self.begun.extend(opened);
             self.expected += 1;
@@ -150,7 +158,7 @@ impl ModelNode {
         if news {
             self.whole.extend(set(batch.ends).iter().filter(|slot| self.begun.contains(slot)));
         }
-        Updated::Expecting { expected: self.expected, applied: first..batch.changes.len() }
+        Updated::Expecting { expected: self.expected, applied: first..batch.changes.len(), voided }
     }
 }
 

@@ -39,7 +39,7 @@ fn directory() -> (Directory, LiveNodes, Vec<u64>) {
             changes: Changes::parse(&[], &[]).expect("no changes"),
             ends: &SlotSet::ALL,
         });
-        assert_eq!(updated, Updated::Expecting { expected: 1, applied: 0..0 });
+        assert!(matches!(updated, Updated::Expecting { expected: 1, .. }));
     }
     (directory, (1..=NODES).map(NodeId).collect(), vec![1; usize::from(NODES) + 1])
 }

@@ -7,6 +7,7 @@ use reprise_controlplane::config::{Config, StoreConfig};
 use reprise_controlplane::server::ControlPlane;
 use reprise_policy::{BlockKey, SlotSet};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
+use reprise_proto::controlplane::events_client::EventsClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
     HeartbeatRequest, LookupReply, LookupRequest, RegisterReply, RegisterRequest, SlotsReply, SlotsRequest,
@@ -50,6 +51,10 @@ pub(crate) async fn membership(member: &ControlPlane) -> MembershipClient<Channe
 
 pub(crate) async fn directory(member: &ControlPlane) -> DirectoryClient<Channel> {
     DirectoryClient::new(channel(member).await)
+}
+
+pub(crate) async fn events(member: &ControlPlane) -> EventsClient<Channel> {
+    EventsClient::new(channel(member).await)
 }
 
 pub(crate) fn registration(name: &str) -> RegisterRequest {

@@ -3,7 +3,9 @@
 
 mod connection;
 mod directory;
+mod events;
 mod harness;
+mod kv_events;
 mod membership;
 mod restart;
 mod watches;

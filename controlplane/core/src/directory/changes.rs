@@ -46,8 +46,10 @@ pub enum BadChanges {
 
 /// What happens to a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Operation {
+pub enum Operation {
+    /// It is there.
     Announce(Tier),
+    /// It is not there any more.
     Withdraw(Tier),
 }
 
@@ -61,7 +63,7 @@ impl<'a> Changes<'a> {
         if whole.len() != operations.len() {
             return Err(BadChanges::Uneven { keys: whole.len(), operations: operations.len() });
         }
-        match operations.iter().position(|operation| parse_operation(*operation).is_none()) {
+        match operations.iter().position(|operation| Operation::from_wire(*operation).is_none()) {
             Some(index) => Err(BadChanges::UnknownOperation { index, operation: operations[index] }),
             None => Ok(Changes { keys: whole, operations }),
         }
@@ -82,16 +84,27 @@ impl<'a> Changes<'a> {
         Changes { keys: &self.keys[range.clone()], operations: &self.operations[range] }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (BlockKey, Operation)> + use<'a> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockKey, Operation)> + use<'a> {
         self.keys.iter().zip(self.operations).map(|(key, operation)| {
-            (BlockKey(*key), parse_operation(*operation).expect("checked when the changes were parsed"))
+            (BlockKey(*key), Operation::from_wire(*operation).expect("checked when the changes were parsed"))
         })
     }
 }
 
-fn parse_operation(operation: u8) -> Option<Operation> {
-    let tier = Tier::from_wire(operation & !WITHDRAWN)?;
-    Some(if operation & WITHDRAWN == 0 { Operation::Announce(tier) } else { Operation::Withdraw(tier) })
+impl Operation {
+    /// The operation of a byte, if it is one.
+    pub fn from_wire(operation: u8) -> Option<Operation> {
+        let tier = Tier::from_wire(operation & !WITHDRAWN)?;
+        Some(if operation & WITHDRAWN == 0 { Operation::Announce(tier) } else { Operation::Withdraw(tier) })
+    }
+
+    /// Its byte.
+    pub fn wire(self) -> u8 {
+        match self {
+            Operation::Announce(tier) => tier as u8,
+            Operation::Withdraw(tier) => tier as u8 | WITHDRAWN,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -105,6 +118,7 @@ mod tests {
             let parsed = Changes::parse(&[0; 32], &operations);
             if [1, 2, 0x81, 0x82].contains(&byte) {
                 assert_eq!(parsed.expect("an operation").len(), 2);
+                assert_eq!(Operation::from_wire(byte).map(Operation::wire), Some(byte));
             } else {
                 let refused = parsed.expect_err("no operation");
                 assert_eq!(refused, BadChanges::UnknownOperation { index: 1, operation: byte });

@@ -134,6 +134,12 @@ impl Table {
             .filter(move |entry| entry.key == *key)
     }
 
+    /// The entries whose hash is `hash` or higher, in hash order.
+    pub(super) fn starting_at(&self, hash: u64) -> impl Iterator<Item = &Entry> {
+        let places = self.entries.get(home(hash, self.homes)..).unwrap_or_default().iter();
+        places.filter(move |entry| !entry.is_empty() && entry.key.table_hash() >= hash)
+    }
+
     /// The entry of a key and node. The caller must not leave it without tiers: see [`Table::remove`].
     pub(super) fn entry_mut(&mut self, key: &BlockKey, node: NodeId) -> Option<&mut Entry> {
         let index = self.find(key, node)?;
@@ -351,6 +357,8 @@ mod tests {
                 let expected: BTreeSet<u16> =
                     model.keys().filter(|(other, _)| *other == key).map(|(_, node)| *node).collect();
                 prop_assert_eq!(held, expected);
+                let behind = table.iter().filter(|entry| entry.key.table_hash() >= hash);
+                prop_assert!(table.starting_at(hash).map(|entry| entry.key).eq(behind.map(|entry| entry.key)));
             }
             prop_assert_eq!(table.len(), model.len());
         }

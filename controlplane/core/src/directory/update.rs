@@ -53,7 +53,20 @@ pub enum Updated {
         expected: u64,
         /// Indices of the changes applied.
         applied: Range<usize>,
+        /// What was announced before and is gone.
+        voided: Voided,
     },
+}
+
+/// What the opening of an update has made void.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Voided {
+    /// Nothing: it opened nothing, was known before, or the node had announced nothing there.
+    Nothing,
+    /// What the node had announced in these slots.
+    Slots(Box<SlotSet>),
+    /// What the node had announced.
+    Node,
 }
 
 impl Directory {
@@ -65,9 +78,11 @@ impl Directory {
         let anew = matches!(update.opening, Opening::Anew(_));
         // Sent twice: what came after it must not be forgotten. Or something is missing.
         if (anew && update.sequence < expected) || (!anew && update.sequence > expected) {
-            return Updated::Expecting { expected, applied: 0..0 };
+            return Updated::Expecting { expected, applied: 0..0, voided: Voided::Nothing };
         }
+        let mut voided = Voided::Nothing;
         if anew {
+            voided = Voided::Node;
             self.begin_anew(update.node);
             self.nodes[index].expected = update.sequence;
         }
@@ -75,7 +90,10 @@ impl Directory {
         match update.opening {
             Opening::Nothing => {}
             Opening::Slots(slots) | Opening::Anew(slots) if known == 0 => {
-                self.begin_slots(update.node, slots);
+                let again = self.begin_slots(update.node, slots);
+                if !anew && !again.is_empty() {
+                    voided = Voided::Slots(Box::new(again));
+                }
                 self.nodes[index].expected += 1;
             }
             Opening::Slots(_) | Opening::Anew(_) => known -= 1,
@@ -91,7 +109,16 @@ impl Directory {
         {
             announced.end(update.ends, &mut self.awaited);
         }
-        Updated::Expecting { expected: node.expected, applied: first..count }
+        Updated::Expecting { expected: node.expected, applied: first..count, voided }
+    }
+
+    /// Those changes of a node that are in slots of which it has begun its inventory.
+    pub fn taken<'a>(
+        &'a self,
+        node: NodeId,
+        changes: Changes<'a>,
+    ) -> impl Iterator<Item = (BlockKey, Operation)> + 'a {
+        changes.iter().filter(move |(key, _)| self.takes(node, key))
     }
 
     /// Whether changes of the node in the key's slot are taken.
@@ -113,15 +140,19 @@ impl Directory {
         self.nodes[usize::from(node.0)].announced = Some(announced);
     }
 
-    /// The node's inventory of slots begins: nothing is known of it there.
-    fn begin_slots(&mut self, node: NodeId, slots: &SlotSet) {
-        let Some(mut announced) = self.nodes[usize::from(node.0)].announced.take() else { return };
+    /// The node's inventory of slots begins: nothing is known of it there. Returns those that it had begun before.
+    fn begin_slots(&mut self, node: NodeId, slots: &SlotSet) -> SlotSet {
+        let Some(mut announced) = self.nodes[usize::from(node.0)].announced.take() else {
+            return SlotSet::EMPTY;
+        };
         let slots = slots.and(&self.owned);
-        for slot in slots.and(announced.begun()).iter() {
+        let again = slots.and(announced.begun());
+        for slot in again.iter() {
             self.remove(slot, |entry| entry.node == node);
         }
         announced.begin(&slots, &mut self.awaited);
         self.nodes[usize::from(node.0)].announced = Some(announced);
+        again
     }
 
     fn announce(&mut self, node: NodeId, key: BlockKey, tier: Tier) {

@@ -11,7 +11,7 @@ use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
     ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo,
     RegisterReply, RegisterRequest, SlotsReply, SlotsRequest, UpdateReply, UpdateRequest,
-    WatchMembersRequest, WatchNodesRequest, WatchReply, WatchRequest,
+    WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;
@@ -366,12 +366,6 @@ impl Directory for Shared {
     }
 
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<DescribeReply>, Status> {
-        Err(Status::unimplemented("not asked by agents"))
-    }
-
-    type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
-
-    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         Err(Status::unimplemented("not asked by agents"))
     }
 }

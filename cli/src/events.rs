@@ -1,0 +1,236 @@
+//! `reprise events`: what the members of the control plane hold, and every change of it.
+//!
+//! One stream for each member, found by `ListMembers` and, when it goes on, by `WatchMembers`. A stream that breaks is
+//! opened again at the position of the last line, so that nothing is missed; when the member cannot go on from there, it
+//! says so with a `snapshot` line, and all that it holds follows.
+//!
+//! Lines are printed by a task of their own behind a bounded queue: a reader that stops reading stops the streams, never this
+//! process's signals.
+
+mod line;
+mod stream;
+
+use std::collections::BTreeMap;
+use std::io::{BufWriter, ErrorKind, Write};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::{ListMembersRequest, MemberInfo, MemberList, WatchMembersRequest};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinSet};
+use tonic::transport::{Channel, Endpoint};
+
+use crate::cluster::ClusterFile;
+use crate::config::Config;
+use crate::output::Audience;
+use line::{Line, MemberPosition};
+use stream::{Extent, MemberStream, Positions};
+
+/// Messages of lines that wait to be printed: 1,024 lines each.
+const MESSAGES_MAX: usize = 4;
+/// Bound on connecting.
+const CONNECTED_WITHIN: Duration = Duration::from_secs(5);
+/// A member whose machine is gone without a word is noticed within both.
+const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
+/// Pause before something that failed is tried again.
+const RETRY_AFTER: Duration = Duration::from_millis(500);
+
+/// Arguments of `reprise events`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct EventsArgs {
+    /// A member's gRPC address, `host:port` [default: that of the running cluster].
+    #[arg(long, value_name = "ADDRESS")]
+    controlplane: Option<String>,
+    /// Directory of the running cluster [default: the demo's].
+    #[arg(long, value_name = "DIR")]
+    cluster: Option<PathBuf>,
+    /// Go on with changes until interrupted.
+    #[arg(long)]
+    follow: bool,
+    /// Go on from a line's position, MEMBER@LOG:NUMBER, instead of a snapshot of that member; once for each member.
+    #[arg(long, value_name = "POSITION")]
+    from: Vec<MemberPosition>,
+}
+
+/// The streams that are open, by the name of their member.
+struct Streams {
+    tasks: JoinSet<anyhow::Result<()>>,
+    members: BTreeMap<String, (String, AbortHandle)>,
+    positions: Positions,
+    lines: mpsc::Sender<Vec<Line>>,
+    extent: Extent,
+}
+
+/// `reprise events`.
+pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    let address = match &args.controlplane {
+        Some(address) => address.clone(),
+        None => {
+            let file = ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?;
+            file.grpc_addresses().into_iter().next().context("the cluster has no member")?
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let ended = runtime.block_on(async {
+        let (mut terminate, mut interrupt) =
+            (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let (lines, printed) = mpsc::channel(MESSAGES_MAX);
+        let mut printer = tokio::spawn(print(printed, audience));
+        tokio::select! {
+            ended = tell(args, &address, lines) => ended?,
+            _ = terminate.recv() => return Ok(()),
+            _ = interrupt.recv() => return Ok(()),
+            // Nobody reads any more.
+            ended = &mut printer => return ended?,
+        }
+        printer.await?
+    });
+    // A line that nobody reads must not keep the process.
+    runtime.shutdown_background();
+    ended
+}
+
+/// Prints lines until there are no more, or nobody reads them.
+async fn print(mut lines: mpsc::Receiver<Vec<Line>>, audience: Audience) -> anyhow::Result<()> {
+    let mut output = BufWriter::new(std::io::stdout());
+    while let Some(message) = lines.recv().await {
+        let written = message.iter().try_for_each(|line| writeln!(output, "{}", line.text(audience)));
+        match written.and_then(|()| if lines.is_empty() { output.flush() } else { Ok(()) }) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(()),
+            Err(error) => return Err(error).context("cannot write to standard output"),
+        }
+    }
+    output.flush().context("cannot write to standard output")
+}
+
+/// Sends the lines of all members; ends when all are current, or never.
+async fn tell(args: &EventsArgs, address: &str, lines: mpsc::Sender<Vec<Line>>) -> anyhow::Result<()> {
+    let list = list(address).await?;
+    let mut streams = Streams {
+        tasks: JoinSet::new(),
+        members: BTreeMap::new(),
+        positions: Positions::new(&args.from),
+        lines,
+        extent: if args.follow { Extent::ForEver } else { Extent::UntilCurrent },
+    };
+    streams.set(&members(list, address));
+    if args.follow {
+        return streams.follow(address).await;
+    }
+    while let Some(ended) = streams.tasks.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+impl Streams {
+    /// One stream for each of these members: those that are new, or elsewhere, are opened, those of others closed.
+    fn set(&mut self, members: &[MemberInfo]) {
+        self.members.retain(|name, (address, task)| {
+            let stays = members.iter().any(|member| member.name == *name && member.address == *address);
+            if !stays {
+                task.abort();
+            }
+            stays
+        });
+        for member in members {
+            if !self.members.contains_key(&member.name) {
+                let stream = MemberStream::new(member, self.positions.clone(), self.lines.clone());
+                let task = self.tasks.spawn(stream.run(self.extent));
+                self.members.insert(member.name.clone(), (member.address.clone(), task));
+            }
+        }
+    }
+
+    /// Follows the members for ever, whichever of them says who they are.
+    async fn follow(&mut self, address: &str) -> anyhow::Result<()> {
+        loop {
+            let known = self.members.values().map(|(address, _)| address.clone());
+            let addresses: Vec<String> = std::iter::once(address.to_owned()).chain(known).collect();
+            for of in addresses {
+                if let Err(error) = self.follow_members(&of).await {
+                    tracing::debug!(
+                        address = of,
+                        error = format!("{error:#}"),
+                        "the list of members is lost"
+                    );
+                }
+            }
+            tokio::time::sleep(RETRY_AFTER).await;
+        }
+    }
+
+    async fn follow_members(&mut self, address: &str) -> anyhow::Result<()> {
+        let mut lists = MembershipClient::new(connect(address).await?)
+            .watch_members(WatchMembersRequest {})
+            .await
+            .context("watching members")?
+            .into_inner();
+        while let Some(list) = lists.message().await? {
+            // A member that has just started, or lost its store, knows nobody yet.
+            if !list.members.is_empty() {
+                self.set(&members(list, address));
+            }
+        }
+        Ok(())
+    }
+}
+
+async fn connect(address: &str) -> anyhow::Result<Channel> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .with_context(|| format!("'{address}' is no host:port"))?
+        .connect_timeout(CONNECTED_WITHIN)
+        .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
+        .keep_alive_timeout(KEEP_ALIVE_ANSWER);
+    endpoint.connect().await.with_context(|| format!("cannot reach the control plane at {address}"))
+}
+
+async fn list(address: &str) -> anyhow::Result<MemberList> {
+    let answer = async {
+        let mut membership = MembershipClient::new(connect(address).await?);
+        Ok(membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner())
+    };
+    tokio::time::timeout(CONNECTED_WITHIN, answer).await.with_context(|| {
+        format!("the control plane at {address} did not answer within {CONNECTED_WITHIN:?}")
+    })?
+}
+
+/// The members: the one that was asked at the address at which it answered, which may lead through a tunnel, and alone
+/// when it knows of nobody since its store is away.
+fn members(list: MemberList, asked: &str) -> Vec<MemberInfo> {
+    let MemberList { answering, mut members, .. } = list;
+    if members.is_empty() {
+        return vec![MemberInfo { name: answering, address: asked.to_owned(), incarnation: 0 }];
+    }
+    if let Some(member) = members.iter_mut().find(|member| member.name == answering) {
+        member.address = asked.to_owned();
+    }
+    members
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_member_that_was_asked_is_followed_where_it_answered() {
+        let member =
+            |name: &str| MemberInfo { name: name.to_owned(), address: format!("{name}:1"), incarnation: 1 };
+        let list = |members: &[&str]| MemberList {
+            answering: "a".to_owned(),
+            members: members.iter().map(|name| member(name)).collect(),
+            ..MemberList::default()
+        };
+        let addresses = |list: MemberList| -> Vec<String> {
+            members(list, "here:2").into_iter().map(|member| member.address).collect()
+        };
+        assert_eq!(addresses(list(&["a", "b"])), ["here:2", "b:1"]);
+        assert_eq!(addresses(list(&[])), ["here:2"], "alone, without its store");
+        assert_eq!(addresses(list(&["b"])), ["b:1"]);
+    }
+}

@@ -1,0 +1,245 @@
+//! Connections of subscribers (to PUB) and of those who ask for a replay (to ROUTER), one task each.
+//!
+//! A subscriber reads the publisher's buffer at a number of its own, so nothing is queued for it: it has 64 KiB that are being
+//! written, and what the kernel holds. One that takes nothing for [`STALLED_AFTER`] is cut; one whose machine is gone is found by
+//! TCP's keep-alive. Connections are as many as `events.subscribers` says, for each of both sockets; more are closed at once.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::net::sockopt;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::publisher::{Batch, Hub};
+use super::replay;
+use super::zmtp::{self, Received, Role, ZmtpError};
+
+/// Whoever connects says who it is within this time.
+const GREETED_WITHIN: Duration = Duration::from_secs(5);
+/// A connection that takes no byte for this long is cut.
+const STALLED_AFTER: Duration = Duration::from_secs(10);
+/// Silence after which TCP asks whether the other machine is there, then the pause between such questions, and their number.
+const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(30);
+const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_COUNT: u32 = 3;
+/// Pause after a connection could not be accepted: no descriptors are left, most likely.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Bytes that are written together.
+const WRITE_BYTES: usize = 64 << 10;
+/// What a peer may have said that was not yet looked at; it waits then.
+const RECEIVED_MAX: usize = 8;
+/// Subscriptions of one subscriber: there is one topic.
+const SUBSCRIPTIONS_MAX: usize = 64;
+
+/// What is on its way to a peer.
+#[derive(Debug)]
+pub(super) struct Out<W> {
+    write: W,
+    pending: Vec<u8>,
+}
+
+/// What a subscriber wants: messages whose topic begins with one of these.
+#[derive(Debug, Default)]
+struct Subscriptions(Vec<Vec<u8>>);
+
+/// Accepts connections for ever; they end with it.
+pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, connections_max: usize) {
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = listener.accept().await;
+        while connections.try_join_next().is_some() {}
+        let metrics = &hub.cluster.metrics;
+        match accepted {
+            Ok(_) if connections.len() >= connections_max => {
+                // Closed as it is dropped.
+                metrics.event_connections_refused.inc();
+            }
+            Ok((stream, peer)) => {
+                let hub = hub.clone();
+                connections.spawn(async move {
+                    let Err(error) = talk(stream, role, &hub).await;
+                    tracing::debug!(%peer, ?role, %error, "a connection for KV events has ended");
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, ?role, "cannot accept a connection for KV events");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Talks to a peer until one of both has enough.
+async fn talk(mut stream: TcpStream, role: Role, hub: &Hub) -> Result<Infallible, ZmtpError> {
+    keep_alive(&stream)?;
+    timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role))
+        .await
+        .map_err(|_| ZmtpError::Peer("it did not say who it is"))??;
+    let (read, write) = stream.into_split();
+    let (sender, received) = mpsc::channel(RECEIVED_MAX);
+    let out = Out { write, pending: Vec::new() };
+    tokio::select! {
+        ended = listen(BufReader::new(read), sender) => ended,
+        ended = async {
+            match role {
+                Role::Publisher => publish(hub, received, out).await,
+                Role::Router => answer(hub, received, out).await,
+            }
+        } => ended,
+    }
+}
+
+fn keep_alive(stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_AFTER)?;
+    sockopt::set_tcp_keepintvl(stream, KEEP_ALIVE_EVERY)?;
+    Ok(sockopt::set_tcp_keepcnt(stream, KEEP_ALIVE_COUNT)?)
+}
+
+async fn listen<R: AsyncRead + Unpin>(
+    mut read: R,
+    sender: mpsc::Sender<Received>,
+) -> Result<Infallible, ZmtpError> {
+    loop {
+        let received = zmtp::receive(&mut read).await?;
+        if sender.send(received).await.is_err() {
+            // The other half has ended, and says why.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Sends batches to a subscriber, from the next one on.
+async fn publish<W: AsyncWrite + Unpin>(
+    hub: &Hub,
+    mut received: mpsc::Receiver<Received>,
+    mut out: Out<W>,
+) -> Result<Infallible, ZmtpError> {
+    let mut subscriptions = Subscriptions::default();
+    let mut published = hub.published();
+    let mut next = 0;
+    loop {
+        let wanted = subscriptions.want(&hub.topic);
+        tokio::select! {
+            said = received.recv() => match said {
+                Some(Received::Message(frames)) => subscriptions.take(&frames)?,
+                Some(Received::Command(body)) => out.pong(&body).await?,
+                None => return Err(ZmtpError::Peer("it is gone")),
+            },
+            _ = published.changed(), if wanted => {
+                next = send_published(hub, next, &mut out).await?;
+            }
+        }
+        if !wanted && subscriptions.want(&hub.topic) {
+            published.mark_unchanged();
+            next = hub.kept().end;
+        }
+    }
+}
+
+/// Sends all batches from `next` on that there are; the number of the first that is not.
+async fn send_published<W: AsyncWrite + Unpin>(
+    hub: &Hub,
+    mut next: u64,
+    out: &mut Out<W>,
+) -> Result<u64, ZmtpError> {
+    loop {
+        match hub.batch(next) {
+            Batch::There(payload) => {
+                out.message(&[hub.topic.as_bytes(), &next.to_be_bytes(), &payload]).await?;
+                next += 1;
+            }
+            Batch::Gone { oldest } => {
+                hub.cluster.metrics.event_batches_skipped.inc_by(oldest - next);
+                next = oldest;
+            }
+            Batch::NotYet => {
+                out.flush().await?;
+                return Ok(next);
+            }
+        }
+    }
+}
+
+/// Answers replays, one after the other.
+async fn answer<W: AsyncWrite + Unpin>(
+    hub: &Hub,
+    mut received: mpsc::Receiver<Received>,
+    mut out: Out<W>,
+) -> Result<Infallible, ZmtpError> {
+    loop {
+        match received.recv().await {
+            Some(Received::Message(frames)) => {
+                let start = start(&frames).ok_or(ZmtpError::Peer(
+                    "a replay is asked for by an empty frame and 8 bytes, big endian",
+                ))?;
+                replay::answer(hub, start, &mut out).await?;
+            }
+            Some(Received::Command(body)) => out.pong(&body).await?,
+            None => return Err(ZmtpError::Peer("it is gone")),
+        }
+    }
+}
+
+/// The number that a replay is to begin with.
+fn start(frames: &[Vec<u8>]) -> Option<u64> {
+    let [delimiter, number] = frames else { return None };
+    let number: [u8; 8] = number.as_slice().try_into().ok()?;
+    delimiter.is_empty().then(|| u64::from_be_bytes(number))
+}
+
+impl<W: AsyncWrite + Unpin> Out<W> {
+    /// Sends a message, at once or with those that follow.
+    pub(super) async fn message(&mut self, frames: &[&[u8]]) -> Result<(), ZmtpError> {
+        zmtp::message(frames, &mut self.pending);
+        if self.pending.len() >= WRITE_BYTES { self.flush().await } else { Ok(()) }
+    }
+
+    /// Sends what was not yet sent.
+    pub(super) async fn flush(&mut self) -> Result<(), ZmtpError> {
+        let mut rest = self.pending.as_slice();
+        while !rest.is_empty() {
+            let written = timeout(STALLED_AFTER, self.write.write(rest)).await;
+            let written = written.map_err(|_| ZmtpError::Peer("it takes nothing"))??;
+            rest = &rest[written..];
+        }
+        self.pending.clear();
+        Ok(())
+    }
+
+    async fn pong(&mut self, command: &[u8]) -> Result<(), ZmtpError> {
+        if let Some(pong) = zmtp::pong(command) {
+            self.pending.extend(pong);
+            self.flush().await?;
+        }
+        Ok(())
+    }
+}
+
+impl Subscriptions {
+    fn want(&self, topic: &str) -> bool {
+        self.0.iter().any(|prefix| topic.as_bytes().starts_with(prefix))
+    }
+
+    /// A subscription, or the end of one, RFC 29 §"PUB and SUB".
+    fn take(&mut self, frames: &[Vec<u8>]) -> Result<(), ZmtpError> {
+        let [frame] = frames else { return Err(ZmtpError::Peer("it sends messages to a publisher")) };
+        match frame.split_first() {
+            Some((1, prefix)) if self.0.len() < SUBSCRIPTIONS_MAX => self.0.push(prefix.to_vec()),
+            Some((1, _)) => return Err(ZmtpError::Peer("it has too many subscriptions")),
+            Some((0, prefix)) => {
+                if let Some(index) = self.0.iter().position(|known| known == prefix) {
+                    self.0.swap_remove(index);
+                }
+            }
+            _ => return Err(ZmtpError::Peer("it sends messages to a publisher")),
+        }
+        Ok(())
+    }
+}
