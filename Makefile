@@ -42,7 +42,7 @@ test: lint etcd
 etcd:
 	e2e/etcd/build.sh
 
-bench: build
+bench: build etcd
 	$(RELEASE)/reprise bench all --json
 
 doctor: build

@@ -4,9 +4,13 @@
 //! medians and the median of the ratios ([`report`]). Everything is bounded: bytes, repetitions, time.
 
 mod directory;
+mod etcd;
+mod failover;
 mod fixture;
 mod local;
+mod loopback;
 mod matching;
+mod mooncake;
 mod peer;
 mod pool_file;
 mod recovery;
@@ -50,9 +54,12 @@ enum Which {
     Match,
     /// The replica directory: memory and look-ups, in this process and over gRPC; its rebuild.
     Directory {
-        /// Replica entries.
+        /// Replica entries in this process; as many over gRPC, ten million at the most.
         #[arg(long, default_value_t = 10_000_000)]
         entries: usize,
+        /// Another system's master, measured in the same run.
+        #[arg(long)]
+        peer: Option<Peer>,
     },
     /// Opening a pool with a long journal; the agent's memory for each block.
     Recovery {
@@ -60,8 +67,23 @@ enum Which {
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
-    /// All of them.
+    /// What etcd keeps for a thousand blocks and for many: it is to be the same.
+    Etcd {
+        /// Blocks of the larger measurement.
+        #[arg(long, default_value_t = 1_000_000)]
+        entries: usize,
+    },
+    /// One of three control-plane members is killed: how long its keys are missed.
+    Failover,
+    /// All of them; those with etcd need its binary (`make etcd`).
     All,
+}
+
+/// Systems that ours is measured beside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Peer {
+    /// Mooncake's master; its wheel is installed into an environment of its own in the cache folder.
+    Mooncake,
 }
 
 /// What every benchmark is told.
@@ -100,8 +122,10 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Which::Local,
         Which::Peer,
         Which::Match,
-        Which::Directory { entries: 10_000_000 },
+        Which::Directory { entries: 10_000_000, peer: None },
         Which::Recovery { entries: 1_000_000 },
+        Which::Etcd { entries: 1_000_000 },
+        Which::Failover,
     ];
     let chosen = match &args.which {
         Which::All => all.as_slice(),
@@ -113,12 +137,14 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             Which::Local => local::run(&settings)?,
             Which::Peer => peer::run(&settings)?,
             Which::Match => matching::run(&settings)?,
-            Which::Directory { entries } => {
+            Which::Directory { entries, peer } => {
                 let mut figures = directory::run(*entries, &settings)?;
-                figures.extend(service::run(*entries, &settings)?);
+                figures.extend(service::run((*entries).min(service::ENTRIES_MAX), *peer, &settings)?);
                 figures
             }
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,
+            Which::Etcd { entries } => etcd::run(*entries, &settings)?,
+            Which::Failover => failover::run(&settings)?,
             Which::All => continue,
         };
         report::print(audience, &figures);

@@ -1,39 +1,38 @@
-//! A Reprise cluster on this machine: one control plane, agents with a pool directory each.
+//! A Reprise cluster on this machine: a control plane of one or more members, agents with a pool directory each.
 //!
 //! Started from the binaries beside this one, with configuration files written into one directory. Every
-//! process says in one line of JSON on its standard output when it is ready and which ports it got. One command
-//! at a time has a directory ([`directory`]), and its processes end with it: when the cluster is dropped, at an
-//! interruption, or, after a SIGKILL, when the next command wants the directory.
+//! process says in one line of JSON on its standard output when it is ready and which ports it got. Several members share
+//! an etcd, which is started with them ([`etcd`]). One command at a time has a directory ([`directory`]), and its
+//! processes end with it: when the cluster is dropped, at an interruption, or, after a SIGKILL, when the next command
+//! wants the directory.
 
+mod configuration;
 mod directory;
+mod etcd;
+mod member;
+mod process;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::process::{Child, Stdio};
+use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use crate::interrupt;
+use configuration::{AgentConfig, StoreChoice};
 use directory::ClusterDirectory;
 pub(crate) use directory::end_recorded;
-
-/// How long a process may take until it is ready: formatting or recovering a pool and touching its arena.
-const READY_WITHIN: Duration = Duration::from_secs(60);
-
-/// How long a process may take to end after SIGTERM (it flushes what is not durable yet).
-const STOP_WITHIN: Duration = Duration::from_secs(10);
+use etcd::Etcd;
+pub(crate) use member::MemberAddresses;
+use member::{Member, all_registered};
+pub(crate) use process::{Launch, stop};
+use process::{Process, kill};
 
 /// File in the cluster's directory that says how to reach it.
 const CLUSTER_FILE: &str = "cluster.json";
-
-/// The control plane's configuration and log, in the cluster's directory.
-const CONTROLPLANE_CONFIG: &str = "controlplane.toml";
-const CONTROLPLANE_LOG: &str = "controlplane.log";
 
 /// An agent's pool, in its folder.
 const POOL_FILE: &str = "device-0.pool";
@@ -41,10 +40,10 @@ const POOL_FILE: &str = "device-0.pool";
 /// How to reach a running cluster; written by whoever starts one, read by `replay` and `status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ClusterFile {
-    /// The control plane's gRPC address, `host:port`.
-    pub(crate) controlplane: String,
-    /// The control plane's admin address.
-    pub(crate) controlplane_admin: String,
+    /// URL of the etcd that the members share; none when there is one member with a store of its own.
+    pub(crate) etcd: Option<String>,
+    /// The members of the control plane; one at least.
+    pub(crate) members: Vec<MemberAddresses>,
     /// The agents.
     pub(crate) agents: Vec<AgentAddresses>,
 }
@@ -69,10 +68,23 @@ pub(crate) struct AgentSizes {
     pub(crate) pool: ByteSize,
 }
 
+/// The control plane of a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ControlPlanes {
+    /// One member, with its store in a file.
+    Embedded,
+    /// Members that share an etcd.
+    Etcd {
+        /// How many; at least one.
+        members: usize,
+    },
+}
+
 /// A running cluster; its processes are ended when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Cluster {
-    controlplane: Process,
+    etcd: Option<Etcd>,
+    members: Vec<Member>,
     agents: Vec<Agent>,
     /// Given up last.
     directory: ClusterDirectory,
@@ -83,24 +95,6 @@ struct Agent {
     config: PathBuf,
     process: Process,
     addresses: AgentAddresses,
-}
-
-/// A child process that has said that it is ready.
-#[derive(Debug)]
-struct Process {
-    child: Child,
-    ready: ReadyLine,
-}
-
-/// The line that a process prints when it is ready. Fields that a process has no use for are absent.
-#[derive(Clone, Debug, Deserialize)]
-struct ReadyLine {
-    ready: bool,
-    admin: String,
-    #[serde(default)]
-    grpc: String,
-    #[serde(default)]
-    socket: PathBuf,
 }
 
 impl ClusterFile {
@@ -116,39 +110,76 @@ impl ClusterFile {
         })?;
         serde_json::from_str(&text).with_context(|| format!("{} is not a cluster file", path.display()))
     }
+
+    /// Where the members' gRPC services are.
+    pub(crate) fn grpc_addresses(&self) -> Vec<String> {
+        self.members.iter().map(|member| member.grpc.clone()).collect()
+    }
 }
 
 impl Cluster {
-    /// Starts a control plane and `count` agents with fresh data in `directory`.
+    /// Starts a control plane of one member and `count` agents with fresh data in `directory`.
     pub(crate) fn start(directory: &Path, count: usize, sizes: AgentSizes) -> anyhow::Result<Cluster> {
-        let mut claimed = ClusterDirectory::claim(directory)?;
+        let mut cluster = Cluster::start_controlplane(directory, ControlPlanes::Embedded)?;
+        cluster.start_agents(count, sizes)?;
+        Ok(cluster)
+    }
+
+    /// Starts a control plane without agents, with fresh data in `directory`; every member is registered.
+    pub(crate) fn start_controlplane(directory: &Path, control: ControlPlanes) -> anyhow::Result<Cluster> {
+        let claimed = ClusterDirectory::claim(directory)?;
         interrupt::ends_cluster(directory)?;
-        let config = directory.join(CONTROLPLANE_CONFIG);
-        let store = directory.join("controlplane.redb");
-        remove_if_there(&store)?;
-        let text = format!(
-            "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\n[store]\nkind = \"embedded\"\npath = {}\n",
-            quoted(&store)
-        );
-        fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
-        let controlplane =
-            Process::start("reprise-controlplane", &config, &directory.join(CONTROLPLANE_LOG), &mut claimed)?;
-        let mut cluster = Cluster { controlplane, agents: Vec::new(), directory: claimed };
-        for index in 0..count {
-            let agent = cluster.start_agent(&format!("node-{}", index + 1), sizes)?;
-            cluster.agents.push(agent);
+        let mut cluster = Cluster { etcd: None, members: Vec::new(), agents: Vec::new(), directory: claimed };
+        match control {
+            ControlPlanes::Embedded => {
+                let store = directory.join("controlplane.redb");
+                remove_if_there(&store)?;
+                cluster.start_member("controlplane", &StoreChoice::Embedded(store))?;
+            }
+            ControlPlanes::Etcd { members } => {
+                let etcd = cluster.etcd.insert(Etcd::start(&mut cluster.directory)?);
+                let store = StoreChoice::Etcd(etcd.endpoint());
+                for number in 1..=members {
+                    cluster.start_member(&format!("controlplane-{number}"), &store)?;
+                }
+                all_registered(&cluster.file().members)?;
+            }
         }
         cluster.write_file()?;
         Ok(cluster)
     }
 
+    /// Starts agents named `node-1` and on.
+    pub(crate) fn start_agents(&mut self, count: usize, sizes: AgentSizes) -> anyhow::Result<()> {
+        for _ in 0..count {
+            let agent = self.start_agent(&format!("node-{}", self.agents.len() + 1), sizes)?;
+            self.agents.push(agent);
+        }
+        self.write_file()
+    }
+
     /// How to reach the cluster.
     pub(crate) fn file(&self) -> ClusterFile {
         ClusterFile {
-            controlplane: self.controlplane.ready.grpc.clone(),
-            controlplane_admin: self.controlplane.ready.admin.clone(),
+            etcd: self.etcd.as_ref().map(Etcd::endpoint),
+            members: self.members.iter().map(Member::addresses).collect(),
             agents: self.agents.iter().map(|agent| agent.addresses.clone()).collect(),
         }
+    }
+
+    /// The cluster's directory.
+    pub(crate) fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Starts a process beside the cluster's own: recorded, so that it ends with them whatever happens.
+    pub(crate) fn spawn(&mut self, launch: &Launch<'_>) -> anyhow::Result<Child> {
+        launch.spawn(Stdio::null(), &mut self.directory)
+    }
+
+    /// Where etcd tells its metrics, `host:port`.
+    pub(crate) fn etcd_metrics(&self) -> Option<String> {
+        self.etcd.as_ref().map(Etcd::metrics)
     }
 
     /// The pool file of an agent.
@@ -158,10 +189,7 @@ impl Cluster {
 
     /// Ends an agent with SIGKILL: nothing of it gets a chance to tidy up.
     pub(crate) fn kill_agent(&mut self, index: usize) -> anyhow::Result<()> {
-        let child = &mut self.agents[index].process.child;
-        child.kill().context("killing an agent")?;
-        child.wait().context("waiting for a killed agent")?;
-        Ok(())
+        kill(&mut self.agents[index].process.child)
     }
 
     /// Starts a killed agent again on the pool it left behind; returns the seconds until it was ready.
@@ -175,19 +203,31 @@ impl Cluster {
         Ok(started.elapsed().as_secs_f64())
     }
 
-    /// The control plane's process.
-    pub(crate) fn controlplane_pid(&self) -> u32 {
-        self.controlplane.child.id()
+    /// The process of a member of the control plane.
+    pub(crate) fn member_pid(&self, index: usize) -> u32 {
+        self.members[index].pid()
     }
 
-    /// Ends the control plane with SIGKILL and starts it again on the store it left behind.
-    pub(crate) fn restart_controlplane(&mut self) -> anyhow::Result<()> {
-        self.controlplane.child.kill().context("killing the control plane")?;
-        self.controlplane.child.wait().context("waiting for the killed control plane")?;
-        let path = self.directory.path();
-        let (config, log) = (path.join(CONTROLPLANE_CONFIG), path.join(CONTROLPLANE_LOG));
-        self.controlplane = Process::start("reprise-controlplane", &config, &log, &mut self.directory)?;
+    /// Ends a member of the control plane with SIGKILL.
+    pub(crate) fn kill_member(&mut self, index: usize) -> anyhow::Result<()> {
+        self.members[index].kill()
+    }
+
+    /// Starts a killed member again where it was, on the store that it left behind.
+    pub(crate) fn restart_member(&mut self, index: usize) -> anyhow::Result<()> {
+        self.members[index].restart(&mut self.directory)?;
         self.write_file()
+    }
+
+    /// Waits until every member is registered and knows all others.
+    pub(crate) fn members_know_each_other(&self) -> anyhow::Result<()> {
+        all_registered(&self.file().members)
+    }
+
+    fn start_member(&mut self, name: &str, store: &StoreChoice) -> anyhow::Result<()> {
+        let member = Member::start(name, store, &mut self.directory)?;
+        self.members.push(member);
+        Ok(())
     }
 
     fn start_agent(&mut self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
@@ -195,21 +235,9 @@ impl Cluster {
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
         let pool = home.join(POOL_FILE);
         remove_if_there(&pool)?;
-        let socket = home.join("agent.sock");
+        let members = self.members.iter().map(|member| member.addresses().grpc).collect();
+        let text = AgentConfig { node, home: &home, pool: &pool, sizes, members }.text();
         let config = self.directory.path().join(format!("{node}.toml"));
-        // One engine a node, which may have all that engines may have.
-        let text = format!(
-            "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
-             \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[cache]\narena_session_permille = 1000\n\n[peers]\nlisten = \
-             \"127.0.0.1:0\"\n\n[controlplane]\naddress = \"{controlplane}\"\n\n[admin]\nlisten = \
-             \"127.0.0.1:0\"\n",
-            socket = quoted(&socket),
-            arena = sizes.arena,
-            region = ByteSize(sizes.arena.0.min(64 << 20)),
-            pool = quoted(&pool),
-            bytes = sizes.pool,
-            controlplane = self.controlplane.ready.grpc,
-        );
         fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
         let log = self.directory.path().join(format!("{node}.log"));
         let process = Process::start("reprise-agent", &config, &log, &mut self.directory)?;
@@ -231,79 +259,17 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for agent in &mut self.agents {
-            agent.process.stop();
+            stop(&mut agent.process.child);
         }
         for index in 0..self.agents.len() {
             // Pools are large and of no use to anyone once the cluster is gone.
             drop(fs::remove_file(self.pool_path(index)));
         }
-        self.controlplane.stop();
+        self.members.iter_mut().for_each(Member::stop);
+        self.etcd.iter_mut().for_each(Etcd::stop);
         // All have ended: this removes the files that say how to reach them.
         drop(end_recorded(self.directory.path()));
         interrupt::ends_only_this();
-    }
-}
-
-impl Process {
-    fn start(
-        program: &str,
-        config: &Path,
-        log: &Path,
-        directory: &mut ClusterDirectory,
-    ) -> anyhow::Result<Process> {
-        let file = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(log)
-            .with_context(|| format!("cannot write {}", log.display()))?;
-        let path = binary(program)?;
-        let held_off = interrupt::hold_off();
-        let mut child = Command::new(&path)
-            .arg("--config")
-            .arg(config)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(file)
-            .spawn()
-            .with_context(|| format!("cannot start {}", path.display()))?;
-        directory.record(child.id(), program, config)?;
-        drop(held_off);
-        let output = child.stdout.take().expect("piped above");
-        let (sender, receiver) = mpsc::sync_channel(1);
-        // The thread ends with the line or with the process.
-        std::thread::spawn(move || {
-            let mut line = String::new();
-            let read = BufReader::new(output).read_line(&mut line).map(|_| line);
-            drop(sender.send(read));
-        });
-        let line = receiver.recv_timeout(READY_WITHIN);
-        let ready = match line {
-            Ok(Ok(line)) => serde_json::from_str::<ReadyLine>(&line).ok().filter(|ready| ready.ready),
-            Ok(Err(_)) | Err(_) => None,
-        };
-        let Some(ready) = ready else {
-            drop(child.kill());
-            drop(child.wait());
-            bail!("{program} did not become ready; the end of its log {}:\n{}", log.display(), tail(log));
-        };
-        Ok(Process { child, ready })
-    }
-
-    /// Asks the process to end, and ends it when it does not.
-    fn stop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(Some(_))) {
-            return;
-        }
-        terminate(&self.child);
-        let give_up = Instant::now() + STOP_WITHIN;
-        while Instant::now() < give_up {
-            if matches!(self.child.try_wait(), Ok(Some(_))) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        drop(self.child.kill());
-        drop(self.child.wait());
     }
 }
 
@@ -314,39 +280,17 @@ pub(crate) fn cache_directory() -> PathBuf {
     std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
 }
 
-/// A binary beside this one.
-pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("cannot find this program's own file")?;
-    let path = own.with_file_name(program);
-    if !path.exists() {
-        bail!("{} is missing: build the whole workspace (`cargo build --release`)", path.display());
-    }
-    Ok(path)
-}
-
-fn terminate(child: &Child) {
-    let pid = rustix::process::Pid::from_child(child);
-    if let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::TERM) {
-        tracing::debug!(%error, "a process to be ended was gone");
-    }
-}
-
 fn remove_if_there(path: &Path) -> anyhow::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("cannot remove {}", path.display()))
-        }
-        _ => Ok(()),
+    was_there(fs::remove_file(path)).with_context(|| format!("cannot remove {}", path.display()))
+}
+
+fn remove_directory_if_there(path: &Path) -> anyhow::Result<()> {
+    was_there(fs::remove_dir_all(path)).with_context(|| format!("cannot remove {}", path.display()))
+}
+
+fn was_there(removed: std::io::Result<()>) -> std::io::Result<()> {
+    match removed {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
     }
-}
-
-/// A path as a TOML string.
-fn quoted(path: &Path) -> String {
-    toml::Value::String(path.to_string_lossy().into_owned()).to_string()
-}
-
-fn tail(log: &Path) -> String {
-    let text = fs::read_to_string(log).unwrap_or_default();
-    let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(15)..].join("\n")
 }

@@ -1,5 +1,9 @@
-//! The demo: a two-node cluster on this machine serves a real trace, every byte checked; then one agent is
-//! killed and comes back.
+//! The demo: a cluster on this machine serves a real trace, every byte checked; then one agent is killed and comes back.
+//! With etcd the control plane has several members, one of which is killed while the trace is replayed, and comes back when
+//! it has ended. In the end the directory is complete.
+
+mod completeness;
+mod faults;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -9,22 +13,26 @@ use indicatif::ProgressBar;
 use reprise_policy::{ByteSize, TenantName};
 use serde::Serialize;
 
-use crate::cluster::{AgentAddresses, AgentSizes, Cluster};
+use crate::cluster::{AgentAddresses, AgentSizes, Cluster, ControlPlanes};
 use crate::config::{Config, DemoConfig};
-use crate::engine::{DurableCheck, EngineSettings};
+use crate::engine::EngineSettings;
 use crate::engine_process::EngineProcess;
 use crate::http;
 use crate::interrupt;
 use crate::model::llama_3_8b_scaled;
 use crate::output::{Audience, bytes_text};
 use crate::replay::{self, Subject, Summary, Totals};
-use crate::trace::Trace;
+use crate::trace::{Trace, TraceRequest};
+use completeness::{Complete, await_complete};
+use faults::{LostMember, demand_durable, kill_and_restart};
 
-/// Nodes of the demo's cluster.
+/// Nodes of the demo's cluster, unless told otherwise; and at the most, which share this machine.
 const NODES: usize = 2;
+const NODES_MAX: usize = 16;
 
-/// The node that is killed.
-const VICTIM: usize = 0;
+/// Members of the control plane on etcd, unless told otherwise; and at the most.
+const MEMBERS: usize = 3;
+const MEMBERS_MAX: usize = 16;
 
 /// How old the evictions on the screen may be: asking the agents takes about a millisecond.
 const EVICTIONS_EVERY: Duration = Duration::from_millis(500);
@@ -59,6 +67,15 @@ pub(crate) struct DemoArgs {
     /// Keep the cluster running after the demo, until Ctrl-C.
     #[arg(long)]
     hold: bool,
+    /// Nodes, each with an agent and an engine [default: 2].
+    #[arg(long, value_parser = clap::value_parser!(u8).range(2..=NODES_MAX as i64))]
+    nodes: Option<u8>,
+    /// Members of the control plane that share an etcd, one of which is killed on the way; needs its binary (`make etcd`).
+    #[arg(long)]
+    etcd: bool,
+    /// How many members [default: 3].
+    #[arg(long, requires = "etcd", value_parser = clap::value_parser!(u8).range(1..=MEMBERS_MAX as i64))]
+    members: Option<u8>,
 }
 
 /// The last line of `reprise demo --json`.
@@ -81,6 +98,12 @@ struct DemoSummary {
     durable_after_restart: u64,
     /// Seconds from the restart of the killed agent until it was ready.
     restart_seconds: f64,
+    /// Members of the control plane, and how many of them were killed on the way.
+    members: usize,
+    members_killed: usize,
+    /// What the directory knows in the end, which is what the agents hold.
+    #[serde(flatten)]
+    complete: Complete,
     /// The part of the trace that was replayed again.
     after_restart: Summary,
 }
@@ -125,14 +148,6 @@ impl Live<'_> {
     }
 }
 
-/// What killing and restarting an agent showed.
-#[derive(Clone, Copy, Debug)]
-struct KillOutcome {
-    before: DurableCheck,
-    after: DurableCheck,
-    restart_seconds: f64,
-}
-
 /// `reprise demo`.
 pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let trace = Trace::open(args.trace.as_deref())?;
@@ -146,9 +161,19 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         layout.objects(),
         bytes_text(layout.object_bytes())
     ));
-    audience.say(format!("Starting a control plane and {NODES} agents in {} …", directory.display()));
+    let (control, nodes) = (args.control(), args.nodes());
+    audience.say(match control {
+        ControlPlanes::Embedded => {
+            format!("Starting a control plane and {nodes} agents in {} …", directory.display())
+        }
+        ControlPlanes::Etcd { members } => format!(
+            "Starting etcd, {members} members of the control plane and {nodes} agents in {} …",
+            directory.display()
+        ),
+    });
     let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool };
-    let mut cluster = Cluster::start(&directory, NODES, sizes)?;
+    let mut cluster = Cluster::start_controlplane(&directory, control)?;
+    cluster.start_agents(nodes, sizes)?;
     for agent in cluster.file().agents {
         audience.say(format!("  {}: status and metrics at http://{}/status", agent.node, agent.admin));
     }
@@ -164,11 +189,17 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         Subject { trace: trace.name.clone(), scale: chosen.scale, block_bytes: layout.block_bytes() };
     let requests = &trace.requests[..chosen.requests.min(trace.requests.len())];
     audience.say(format!("Replaying {} requests of {} …", requests.len(), trace.name));
-    let bar = audience.progress(requests.len() as u64, "replay");
     let mut totals = Totals::new();
-    let mut live = Live::new(bar, &cluster);
-    replay::run(requests, &mut engines, &mut totals, |totals| live.served(totals))?;
-    live.end();
+    let (first, rest) = match control {
+        ControlPlanes::Embedded => (requests, [].as_slice()),
+        ControlPlanes::Etcd { .. } => requests.split_at(requests.len() / 2),
+    };
+    serve(first, &mut engines, &mut totals, (&cluster, audience))?;
+    let mut lost = LostMember::None;
+    if let ControlPlanes::Etcd { members } = control {
+        lost = LostMember::kill(&mut cluster, members, audience)?;
+        serve(rest, &mut engines, &mut totals, (&cluster, audience))?;
+    }
     let summary = totals.summary("demo", &subject);
     let evictions = evictions(&cluster)?;
     audience.say(format!(
@@ -179,14 +210,20 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     ));
 
     let killed = kill_and_restart(&mut cluster, &mut engines, audience)?;
+    lost.bring_back(&mut cluster, audience)?;
     let again = &requests[..REQUESTS_AFTER_RESTART.min(requests.len())];
     audience.say(format!("Replaying the first {} requests again …", again.len()));
     let mut after = Totals::new();
-    let bar = audience.progress(again.len() as u64, "replay again");
-    let mut live = Live::new(bar, &cluster);
-    replay::run(again, &mut engines, &mut after, |totals| live.served(totals))?;
-    live.end();
+    serve(again, &mut engines, &mut after, (&cluster, audience))?;
     audience.say(after.table());
+    for engine in &mut engines {
+        engine.settle()?;
+    }
+    let complete = await_complete(&cluster.file())?;
+    audience.say(format!(
+        "The directory is complete: {} blocks in DRAM and {} on NVMe, as many as the agents hold.",
+        complete.directory_dram, complete.directory_nvme
+    ));
 
     let mismatches =
         totals.mismatches + after.mismatches + killed.before.mismatches + killed.after.mismatches;
@@ -205,6 +242,9 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         durable_before_kill: killed.before.present,
         durable_after_restart: killed.after.present,
         restart_seconds: killed.restart_seconds,
+        members: cluster.file().members.len(),
+        members_killed: lost.count(),
+        complete,
         after_restart: after.summary("after_restart", &subject),
     });
     if mismatches > 0 {
@@ -223,47 +263,17 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     Ok(())
 }
 
-/// Kills an agent with SIGKILL, restarts it, and compares its durable blocks before and after.
-fn kill_and_restart(
-    cluster: &mut Cluster,
+/// Sends requests to the engines, with a bar for people.
+fn serve(
+    requests: &[TraceRequest],
     engines: &mut [EngineProcess],
-    audience: Audience,
-) -> anyhow::Result<KillOutcome> {
-    engines[VICTIM].settle()?;
-    let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
-    let evicted = evictions_of(&cluster.file().agents[VICTIM])?.nvme;
-    demand_durable(&before, evicted)?;
-    audience.say(format!(
-        "node-{} has announced {} blocks durable so far, of which its policy has evicted {} from NVMe again; all other \
-         {} are there. Killing its agent with SIGKILL …",
-        VICTIM + 1,
-        before.announced,
-        before.missed,
-        before.present,
-    ));
-    cluster.kill_agent(VICTIM)?;
-    let restart_seconds = cluster.restart_agent(VICTIM)?;
-    engines[VICTIM].reconnect()?;
-    let after = engines[VICTIM].check_durable().context("checking durable blocks after the restart")?;
-    audience.say(format!(
-        "… ready again after {restart_seconds:.2} s: {} of {} durable blocks came back, every byte compared.",
-        after.present, before.present
-    ));
-    Ok(KillOutcome { before, after, restart_seconds })
-}
-
-/// Every block that was announced durable is there and right, or was evicted by the policy.
-fn demand_durable(check: &DurableCheck, evicted: u64) -> anyhow::Result<()> {
-    if check.failed > 0 {
-        bail!("{} of {} durable blocks could not be read back", check.failed, check.announced);
-    }
-    if check.missed > evicted {
-        bail!(
-            "{} of {} durable blocks are gone, and only {evicted} were evicted by the policy: the rest is lost",
-            check.missed,
-            check.announced
-        );
-    }
+    totals: &mut Totals,
+    (cluster, audience): (&Cluster, Audience),
+) -> anyhow::Result<()> {
+    let bar = audience.progress(requests.len() as u64, "replay");
+    let mut live = Live::new(bar, cluster);
+    replay::run(requests, engines, totals, |totals| live.served(totals))?;
+    live.end();
     Ok(())
 }
 
@@ -307,8 +317,20 @@ impl DemoArgs {
         }
     }
 
+    fn control(&self) -> ControlPlanes {
+        match self.etcd {
+            true => ControlPlanes::Etcd { members: self.members.map_or(MEMBERS, usize::from) },
+            false => ControlPlanes::Embedded,
+        }
+    }
+
+    fn nodes(&self) -> usize {
+        self.nodes.map_or(NODES, usize::from)
+    }
+
     fn sizes(&self, chosen: &DemoConfig) -> Sizes {
-        if self.trace.is_none() && *chosen == DemoConfig::default() { Sizes::Default } else { Sizes::Chosen }
+        let ours = self.trace.is_none() && self.nodes() == NODES && !self.etcd;
+        if ours && *chosen == DemoConfig::default() { Sizes::Default } else { Sizes::Chosen }
     }
 }
 
@@ -345,23 +367,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_durable_block_that_is_gone_without_an_eviction_fails_the_demo() {
-        let check = DurableCheck { announced: 10, present: 8, missed: 2, ..DurableCheck::default() };
-        assert!(demand_durable(&check, 2).is_ok());
-        let error = demand_durable(&check, 1).expect_err("one block is lost").to_string();
-        assert!(error.contains("2 of 10"), "{error}");
-    }
-
-    #[test]
     fn a_call_that_failed_fails_the_demo_and_is_counted() {
         assert!(demand_calls(0).is_ok());
         let error = demand_calls(3).expect_err("three calls failed").to_string();
         assert!(error.contains("3 calls"), "{error}");
-    }
-
-    #[test]
-    fn a_durable_block_that_cannot_be_read_fails_the_demo_however_many_were_evicted() {
-        let check = DurableCheck { announced: 10, present: 9, failed: 1, ..DurableCheck::default() };
-        assert!(demand_durable(&check, 1000).is_err());
     }
 }

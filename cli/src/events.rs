@@ -69,7 +69,10 @@ struct Streams {
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let address = match &args.controlplane {
         Some(address) => address.clone(),
-        None => ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.controlplane,
+        None => {
+            let file = ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?;
+            file.grpc_addresses().into_iter().next().context("the cluster has no member")?
+        }
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {

@@ -74,6 +74,8 @@ struct Part {
 
 /// What a member answers.
 struct Answers {
+    /// Who was asked.
+    address: String,
     members: MemberList,
     nodes: Vec<NodeInfo>,
     /// Of each member, in the order of the list.
@@ -98,19 +100,15 @@ struct NodeStatus {
 
 /// `reprise status`.
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let address = match &args.controlplane {
-        Some(address) => address.clone(),
+    let addresses = match &args.controlplane {
+        Some(address) => vec![address.clone()],
         None => {
             let directory = config.cluster.directory(args.cluster.as_deref());
-            ClusterFile::read(&directory)?.controlplane
+            ClusterFile::read(&directory)?.grpc_addresses()
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Answers { members, nodes, directories } = runtime.block_on(async {
-        tokio::time::timeout(ANSWERED_WITHIN, ask(&address)).await.with_context(|| {
-            format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
-        })?
-    })?;
+    let Answers { address, members, nodes, directories } = runtime.block_on(ask_any(&addresses))?;
     let answered: Vec<&DescribeReply> = directories.iter().flatten().collect();
     let sum = |of: fn(&DescribeReply) -> u64| answered.iter().map(|directory| of(directory)).sum();
     let status = Status {
@@ -128,6 +126,30 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
     Ok(())
 }
 
+/// The members' parts of the directory; an error when a listed member does not answer.
+pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<Vec<DescribeReply>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let answers = runtime.block_on(ask_any(&cluster.grpc_addresses()))?;
+    answers.directories.into_iter().map(|part| part.map_err(anyhow::Error::msg)).collect()
+}
+
+/// What the first member that answers says; the error is the last one's.
+async fn ask_any(addresses: &[String]) -> anyhow::Result<Answers> {
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    for address in addresses {
+        outcome = tokio::time::timeout(ANSWERED_WITHIN, ask(address))
+            .await
+            .with_context(|| {
+                format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?")
+            })
+            .flatten();
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    outcome
+}
+
 async fn ask(address: &str) -> anyhow::Result<Answers> {
     let endpoint = format!("http://{address}");
     let unreachable = || format!("cannot reach the control plane at {address}");
@@ -143,7 +165,7 @@ async fn ask(address: &str) -> anyhow::Result<Answers> {
         let late = |_| Err(anyhow::anyhow!("no answer within {MEMBER_ANSWERS_WITHIN:?}"));
         directories.push(described.unwrap_or_else(late).map_err(|error| format!("{error:#}")));
     }
-    Ok(Answers { members, nodes, directories })
+    Ok(Answers { address: address.to_owned(), members, nodes, directories })
 }
 
 async fn describe(address: &str) -> anyhow::Result<DescribeReply> {

@@ -66,6 +66,13 @@ fn assert_demo(summary: &Value) {
     assert_eq!(summary["tiers_without_hits"], serde_json::json!([]));
 }
 
+/// Builds etcd where it is not there yet: the commands only say that it is missing.
+fn build_etcd() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("etcd/build.sh");
+    let built = Command::new(script).stdout(Stdio::null()).status().expect("bash is there");
+    assert!(built.success(), "etcd cannot be built");
+}
+
 /// A demo that keeps its cluster up, until it is dropped.
 struct Held {
     child: Child,
@@ -150,9 +157,9 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
 /// Processes that have a configuration in this folder among their arguments.
 fn processes(folder: &str) -> Vec<Pid> {
     let in_folder = |arguments: &[u8]| {
-        String::from_utf8_lossy(arguments)
-            .split('\0')
-            .any(|argument| argument.starts_with(folder) && argument.ends_with(".toml"))
+        String::from_utf8_lossy(arguments).split('\0').any(|argument| {
+            argument.starts_with(folder) && [".toml", ".yaml"].iter().any(|end| argument.ends_with(end))
+        })
     };
     std::fs::read_dir("/proc")
         .expect("/proc is mounted")
@@ -196,6 +203,43 @@ fn a_command_that_was_killed_leaves_nothing_to_the_next_one_in_its_directory() {
 
     objects(&["bench", "match", "--repetitions", "1", "--dir", folder, "--json"]);
     assert!(processes(folder).is_empty());
+}
+
+#[test]
+fn the_demo_on_etcd_outlives_a_member_and_an_agent_and_ends_with_a_complete_directory() {
+    build_etcd();
+    let world = World::new();
+    let folder = world.folder().to_str().expect("our folders have plain names");
+    let demo = [&DEMO[..], &[folder, "--etcd", "--members", "3", "--nodes", "3"]].concat();
+    let summary = objects(&demo).remove(0);
+    assert_eq!((number(&summary, "/requests"), number(&summary, "/mismatches")), (300, 0));
+    assert_eq!((number(&summary, "/members"), number(&summary, "/members_killed")), (3, 1));
+    assert_eq!(number(&summary, "/durable_after_restart"), number(&summary, "/durable_before_kill"));
+    assert!(number(&summary, "/directory_nvme") > 1000, "{summary}");
+    assert!(processes(folder).is_empty(), "no process outlives the command");
+    assert!(!Path::new(folder).join("etcd.data").exists(), "etcd's data are of no use without it");
+}
+
+#[test]
+fn the_keys_of_a_killed_member_are_found_again_and_no_answer_is_wrong_meanwhile() {
+    build_etcd();
+    let world = World::new();
+    let folder = world.folder().to_str().expect("our folders have plain names");
+    let figures = objects(&["bench", "failover", "--repetitions", "1", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    let wrong = figures.iter().find(|figure| figure["name"] == "failover.wrong_answers").expect("a figure");
+    assert_eq!(wrong["value"], 0.0);
+}
+
+#[test]
+fn what_etcd_keeps_does_not_grow_with_the_blocks() {
+    build_etcd();
+    let world = World::new();
+    let folder = world.folder().to_str().expect("our folders have plain names");
+    let figures = objects(&["bench", "etcd", "--entries", "50000", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    assert_eq!(figures.len(), 4);
+    assert!(figures.iter().all(|figure| figure["met"] == true), "{figures:?}");
 }
 
 #[test]

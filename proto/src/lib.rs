@@ -2,11 +2,14 @@
 //!
 //! * [`local`]: the session between an engine and its node's agent, over a unix socket (`docs/PROTOCOL.md`).
 //! * [`controlplane`]: gRPC between agents, command line and control plane.
+//! * [`connection`]: the way of a small gRPC call to the socket, where its time counts.
 //!
 //! The agent-to-agent stream is a fixed binary framing and lives with its transport.
 
 // Generated code follows prost's style, not ours.
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic, clippy::cast_lossless)]
+
+pub mod connection;
 
 /// The local session: version, messages.
 pub mod local {

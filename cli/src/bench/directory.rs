@@ -1,4 +1,8 @@
 //! The replica directory in this process: resident memory of a replica entry, and look-ups on one core.
+//!
+//! Keys come from a seed, an update's worth at a time, and are made again to be asked for: besides the directory there are
+//! never more than [`LOOKUPS`] of them in memory (32 MB, and once more while they are put in order), so that what is
+//! resident is the directory. 10⁸ entries need about 4 GB.
 
 use std::time::Instant;
 
@@ -26,8 +30,27 @@ const LOOKUPS: usize = 2_000_000;
 /// Repetition number that the keys come from.
 const SEED: u64 = 4;
 
+/// Entries from which on the limits of a large directory hold.
+const LARGE: usize = 100_000_000;
+
+/// What a directory of some size may take, and must do.
+struct Limits {
+    bytes_max: f64,
+    million_lookups_min: f64,
+}
+
+impl Limits {
+    fn of(entries: usize) -> Limits {
+        match entries {
+            LARGE.. => Limits { bytes_max: 80.0, million_lookups_min: 2.0 },
+            _ => Limits { bytes_max: 64.0, million_lookups_min: 3.0 },
+        }
+    }
+}
+
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
-    let before = resident::anonymous_bytes(std::process::id())?;
+    resident::forget_peak()?;
+    let before = resident::peak_bytes()?;
     let mut live = LiveNodes::default();
     let mut directory = Directory::new();
     directory.own(&SlotSet::ALL);
@@ -44,30 +67,37 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         announce(&mut directory, node, &mut sequences[node], &packed)?;
     }
     let insert_seconds = started.elapsed().as_secs_f64();
-    let grown = resident::anonymous_bytes(std::process::id())?.saturating_sub(before);
-    let replicas = directory.size().replicas;
-    ensure!(replicas == entries as u64, "{replicas} of {entries} replicas are in the directory");
+    let peak = resident::peak_bytes()?.saturating_sub(before);
+    let size = directory.size();
+    ensure!(size.replicas == entries as u64, "{} of {entries} replicas are in the directory", size.replicas);
 
     let rates = settings
         .rounds("directory.lookups")
         .map(|repetition| look_up(&directory, &live, entries, repetition))
         .collect::<anyhow::Result<Vec<f64>>>()?;
-    let size = format!("{entries}");
+    let limits = Limits::of(entries);
     Ok(vec![
+        // At its peak: tables that grow hold their old places for a moment.
         Figure::absolute(
-            format!("directory.bytes_per_replica_at_{size}"),
-            grown as f64 / entries as f64,
+            format!("directory.resident_bytes_per_replica_at_{entries}"),
+            peak as f64 / entries as f64,
             "bytes",
-            Target::AtMost(64.0),
+            Target::AtMost(limits.bytes_max),
         ),
         Figure::absolute(
-            format!("directory.lookups_per_core_at_{size}"),
+            format!("directory.table_bytes_per_replica_at_{entries}"),
+            size.bytes as f64 / entries as f64,
+            "bytes",
+            Target::AtMost(limits.bytes_max),
+        ),
+        Figure::absolute(
+            format!("directory.lookups_per_core_at_{entries}"),
             median(rates) / 1e6,
             "million keys/s",
-            Target::AtLeast(3.0),
+            Target::AtLeast(limits.million_lookups_min),
         ),
         Figure::absolute(
-            format!("directory.inserts_per_core_at_{size}"),
+            format!("directory.inserts_per_core_at_{entries}"),
             entries as f64 / insert_seconds / 1e6,
             "million entries/s",
             Target::None,

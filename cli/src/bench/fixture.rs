@@ -6,7 +6,7 @@ use anyhow::{Context, bail, ensure};
 use reprise_client::{Client, ConnectOptions, Priority, Reservation, Ticket};
 use reprise_policy::{BlockKey, ByteSize, Layout, TenantName};
 
-use crate::cluster::{AgentSizes, Cluster};
+use crate::cluster::{AgentSizes, Cluster, ControlPlanes};
 use crate::engine;
 use crate::kv_function::mix;
 
@@ -33,7 +33,18 @@ impl Fixture {
         layout: &Layout,
         sizes: AgentSizes,
     ) -> anyhow::Result<Fixture> {
-        let cluster = Cluster::start(&settings.directory, nodes, sizes)?;
+        Fixture::start_on(settings, ControlPlanes::Embedded, nodes, (layout, sizes))
+    }
+
+    /// Starts `nodes` agents under a control plane of some kind.
+    pub(super) fn start_on(
+        settings: &Settings,
+        control: ControlPlanes,
+        nodes: usize,
+        (layout, sizes): (&Layout, AgentSizes),
+    ) -> anyhow::Result<Fixture> {
+        let mut cluster = Cluster::start_controlplane(&settings.directory, control)?;
+        cluster.start_agents(nodes, sizes)?;
         let clients = cluster
             .file()
             .agents

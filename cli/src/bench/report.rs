@@ -33,6 +33,8 @@ pub(crate) struct Figure {
 pub(crate) enum Target {
     /// The ratio to the reference is at least this.
     RatioAtLeast(f64),
+    /// The ratio to the reference is at most this.
+    RatioAtMost(f64),
     /// The value is at most this.
     AtMost(f64),
     /// The value is at least this.
@@ -63,7 +65,7 @@ impl Figure {
         let met = match target {
             Target::AtMost(limit) => Some(value <= limit),
             Target::AtLeast(limit) => Some(value >= limit),
-            Target::RatioAtLeast(_) | Target::None => None,
+            Target::RatioAtLeast(_) | Target::RatioAtMost(_) | Target::None => None,
         };
         Figure {
             name: name.into(),
@@ -87,6 +89,7 @@ impl Figure {
         let (reference, target) = against;
         let met = match target {
             Target::RatioAtLeast(least) => Some(paired.ratio >= least),
+            Target::RatioAtMost(most) => Some(paired.ratio <= most),
             Target::AtMost(limit) => Some(paired.subject <= limit),
             Target::AtLeast(limit) => Some(paired.subject >= limit),
             Target::None => None,
@@ -108,6 +111,7 @@ impl Target {
     fn words(self, unit: &str) -> Option<String> {
         match self {
             Target::RatioAtLeast(least) => Some(format!("ratio >= {least}")),
+            Target::RatioAtMost(most) => Some(format!("ratio <= {most}")),
             Target::AtMost(limit) => Some(format!("<= {limit} {unit}")),
             Target::AtLeast(limit) => Some(format!(">= {limit} {unit}")),
             Target::None => None,

@@ -4,6 +4,7 @@
 //! of the member is all that it does for them. Client and member share the machine; therefore look-ups are given for each
 //! second of CPU time that the member took, on all its threads, beside what the clock says.
 
+use std::cell::RefCell;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,21 +12,28 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
-use reprise_policy::{BlockKey, ByteSize, SlotSet, Tier};
+use reprise_policy::{BlockKey, SlotSet, Tier};
+use reprise_proto::connection::{Connection, LOOKUP};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeRequest, HeartbeatRequest, LookupRequest, RegisterRequest, SlotsRequest, UpdateRequest,
+    DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, RegisterRequest, SlotsRequest,
+    UpdateRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 
-use crate::cluster::{AgentSizes, Cluster};
+use crate::cluster::{Cluster, ControlPlanes};
 
-use super::Settings;
 use super::fixture::keys;
-use super::report::{Figure, Target, median};
+use super::mooncake::Mooncake;
+use super::report::{Figure, Target, median, paired};
+use super::{Peer, Settings, loopback, mooncake};
+
+/// Entries at the most: their keys are made beforehand and held (160 MB), so that they cost nothing while the member is
+/// measured, and the rebuild that is promised is one of this many.
+pub(super) const ENTRIES_MAX: usize = 10_000_000;
 
 /// Nodes that hold the entries.
 const NODES: usize = 10;
@@ -45,6 +53,9 @@ const CALLS_AT_ONCE: usize = 8;
 /// Calls of one repetition of the single-key measurement.
 const SINGLE_CALLS: usize = 2000;
 
+/// Calls of one repetition of the comparison of batches.
+const BATCH_CALLS: usize = 200;
+
 /// Time for a member that has started to be registered in its store.
 const OWNED_WITHIN: Duration = Duration::from_secs(10);
 
@@ -55,20 +66,19 @@ const SEED: u64 = 40_000;
 const SINGLE_KEY_MICROSECONDS: f64 = 62.0;
 
 /// The nodes' inventories, ready to be sent.
-struct Inventories {
+pub(super) struct Inventories {
     /// Of each node, packed keys by update.
     nodes: Vec<Vec<Bytes>>,
     entries: usize,
 }
 
 /// Nodes that are registered and beat until this is dropped.
-struct Beating {
+pub(super) struct Beating {
     stop: Arc<AtomicBool>,
 }
 
-pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
-    let sizes = AgentSizes { arena: ByteSize(0), pool: ByteSize(0) };
-    let mut cluster = Cluster::start(&settings.directory, 0, sizes)?;
+pub(super) fn run(entries: usize, peer: Option<Peer>, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    let mut cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Embedded)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let inventories = Inventories::new(entries);
     let (beating, announced) = announce(&runtime, &cluster, &inventories)?;
@@ -80,33 +90,30 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
         per_core.push(found / cpu_seconds / 1e6);
         by_clock.push(found / seconds / 1e6);
     }
-    let single = settings
-        .rounds("directory.service_single_key")
-        .map(|repetition| single_key(&cluster, &inventories, repetition))
-        .collect::<anyhow::Result<Vec<f64>>>()?;
+    let mut latency = latency(&cluster, &inventories, settings)?;
+    if peer == Some(Peer::Mooncake) {
+        let mooncake = Mooncake::start(&mut cluster, settings.audience)?;
+        latency.extend(beside_mooncake(mooncake, &cluster, &inventories, settings)?);
+    }
 
     drop(beating);
     let lost = Instant::now();
-    cluster.restart_controlplane()?;
+    cluster.kill_member(0)?;
+    cluster.restart_member(0)?;
     let (beating, _) = announce(&runtime, &cluster, &inventories)?;
     let rebuilt = lost.elapsed().as_secs_f64();
     drop(beating);
-    let millions = |figures| median(figures);
-    let rate = Target::AtLeast(2.0);
-    Ok(vec![
+    let mut figures = vec![
         Figure::absolute(
             "directory.service_lookups_per_server_core",
-            millions(per_core),
+            median(per_core),
             "million keys/s",
-            rate,
+            Target::AtLeast(2.0),
         ),
-        Figure::absolute("directory.service_lookups", millions(by_clock), "million keys/s", Target::None),
-        Figure::absolute(
-            "directory.service_single_key_p50",
-            median(single),
-            "us",
-            Target::AtMost(SINGLE_KEY_MICROSECONDS),
-        ),
+        Figure::absolute("directory.service_lookups", median(by_clock), "million keys/s", Target::None),
+    ];
+    figures.extend(latency);
+    figures.extend([
         Figure::absolute(
             "directory.service_announcements",
             entries as f64 / announced / 1e6,
@@ -114,11 +121,62 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
             Target::None,
         ),
         Figure::absolute(format!("directory.rebuild_{entries}_entries"), rebuilt, "s", Target::AtMost(10.0)),
+    ]);
+    Ok(figures)
+}
+
+/// A single key beside the least that any answer over TCP takes on this machine at this time: a byte there and back.
+fn latency(cluster: &Cluster, inventories: &Inventories, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    let mut repetitions = 0..;
+    let single = paired(
+        settings.rounds("directory.service_single_key"),
+        || loopback::round_trip_us(SINGLE_CALLS),
+        || single_key(cluster, inventories, repetitions.next().expect("endless")),
+    )?;
+    let target = Target::AtMost(SINGLE_KEY_MICROSECONDS);
+    let against = ("a byte over loopback TCP and back", target);
+    Ok(vec![Figure::relative("directory.service_single_key_p50", single, "us", against)])
+}
+
+/// Single keys and batches, one call after the other, by us and by Mooncake in turn.
+fn beside_mooncake(
+    mooncake: Mooncake,
+    cluster: &Cluster,
+    inventories: &Inventories,
+    settings: &Settings,
+) -> anyhow::Result<Vec<Figure>> {
+    let (mut repetitions, mooncake) = (0.., RefCell::new(mooncake));
+    let mut repetition = || repetitions.next().expect("endless");
+    let single = paired(
+        settings.rounds("directory.mooncake_single_key"),
+        || mooncake.borrow_mut().exists(1, SINGLE_CALLS),
+        || single_key(cluster, inventories, repetition()),
+    )?;
+    let rate = |microseconds: f64| LOOKUP_KEYS as f64 / microseconds;
+    let batch = paired(
+        settings.rounds("directory.mooncake_batches"),
+        || mooncake.borrow_mut().exists(LOOKUP_KEYS, BATCH_CALLS).map(rate),
+        || batches(cluster, inventories, repetition()).map(rate),
+    )?;
+    let name = format!("Mooncake {}", mooncake::VERSION);
+    Ok(vec![
+        Figure::relative(
+            "directory.service_single_key_p50_beside_mooncake",
+            single,
+            "us",
+            (name.clone(), Target::RatioAtMost(1.0)),
+        ),
+        Figure::relative(
+            "directory.service_batch_lookups_beside_mooncake",
+            batch,
+            "million keys/s",
+            (name, Target::RatioAtLeast(1.0)),
+        ),
     ])
 }
 
 impl Inventories {
-    fn new(entries: usize) -> Inventories {
+    pub(super) fn new(entries: usize) -> Inventories {
         let of_node = |node: usize| {
             let count = entries / NODES + usize::from(node < entries % NODES);
             let update = |first: usize| {
@@ -145,7 +203,7 @@ impl Inventories {
 }
 
 /// Registers the nodes and announces their inventories, all at once; the seconds until the directory has them.
-fn announce(
+pub(super) fn announce(
     runtime: &Runtime,
     cluster: &Cluster,
     inventories: &Inventories,
@@ -155,7 +213,7 @@ fn announce(
     runtime.block_on(async {
         let mut nodes = JoinSet::new();
         for (number, updates) in inventories.nodes.iter().enumerate() {
-            let (address, updates) = (cluster.file().controlplane, updates.clone());
+            let (address, updates) = (cluster.file().members[0].grpc.clone(), updates.clone());
             nodes.spawn(announce_one(address, number, updates, beating.stop.clone()));
         }
         while let Some(node) = nodes.join_next().await {
@@ -231,7 +289,7 @@ fn lookups(
     let wanted: Vec<Bytes> = (0..LOOKUP_CALLS)
         .map(|call| inventories.wanted(repetition * LOOKUP_CALLS + call, LOOKUP_KEYS))
         .collect();
-    let pid = cluster.controlplane_pid();
+    let pid = cluster.member_pid(0);
     runtime.block_on(async {
         let client = directory(cluster).await?;
         let (began, cpu_began) = (Instant::now(), cpu_seconds(pid)?);
@@ -252,32 +310,51 @@ async fn look_up(mut client: DirectoryClient<Channel>, wanted: Vec<Bytes>) -> an
         let count = keys.len() / BlockKey::SIZE;
         let reply =
             client.lookup(LookupRequest { keys, asking_node: 0 }).await.context("look-up")?.into_inner();
-        let found = reply.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
-        ensure!(found == count, "{found} of {count} keys were found");
+        all_found(&reply, count)?;
     }
     Ok(())
 }
 
-/// Median of single-key calls, one after the other, in microseconds. On one thread: a caller that hands its calls to
-/// another thread would measure how long that takes to wake.
+fn all_found(reply: &LookupReply, count: usize) -> anyhow::Result<()> {
+    let found = reply.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
+    ensure!(found == count, "{found} of {count} keys were found");
+    Ok(())
+}
+
+/// Median of single-key calls in microseconds.
 fn single_key(cluster: &Cluster, inventories: &Inventories, repetition: usize) -> anyhow::Result<f64> {
     let wanted = inventories.wanted(repetition, SINGLE_CALLS);
+    let keys = (0..wanted.len()).step_by(BlockKey::SIZE).map(|at| wanted.slice(at..at + BlockKey::SIZE));
+    one_after_the_other(cluster, keys.collect())
+}
+
+/// Median of calls of a thousand keys in microseconds.
+fn batches(cluster: &Cluster, inventories: &Inventories, repetition: usize) -> anyhow::Result<f64> {
+    let call = |call| inventories.wanted(repetition * BATCH_CALLS + call, LOOKUP_KEYS);
+    one_after_the_other(cluster, (0..BATCH_CALLS).map(call).collect())
+}
+
+/// Median time of these calls in microseconds, over a connection as agents look up. On one thread: a caller that hands its
+/// calls to another thread would measure how long that takes to wake.
+fn one_after_the_other(cluster: &Cluster, calls: Vec<Bytes>) -> anyhow::Result<f64> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let client = directory(cluster).await?;
-        let mut microseconds = Vec::with_capacity(SINGLE_CALLS);
-        for call in 0..SINGLE_CALLS {
-            let key = wanted.slice(call * BlockKey::SIZE..(call + 1) * BlockKey::SIZE);
+        let connection = Connection::to(&cluster.file().members[0].grpc)?;
+        let mut microseconds = Vec::with_capacity(calls.len());
+        for keys in calls {
+            let count = keys.len() / BlockKey::SIZE;
             let began = Instant::now();
-            look_up(client.clone(), vec![key]).await?;
+            let request = LookupRequest { keys, asking_node: 0 };
+            let reply = connection.call(LOOKUP, &request).await.context("look-up")?;
             microseconds.push(began.elapsed().as_secs_f64() * 1e6);
+            all_found(&reply, count)?;
         }
         Ok(median(microseconds))
     })
 }
 
 async fn directory(cluster: &Cluster) -> anyhow::Result<DirectoryClient<Channel>> {
-    let address = cluster.file().controlplane;
+    let address = &cluster.file().members[0].grpc;
     DirectoryClient::connect(format!("http://{address}")).await.context("connecting to the control plane")
 }
 

@@ -15,7 +15,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-use super::{CLUSTER_FILE, POOL_FILE, STOP_WITHIN, remove_if_there};
+use super::etcd::DATA as ETCD_DATA;
+use super::process::STOP_WITHIN;
+use super::{CLUSTER_FILE, POOL_FILE, remove_directory_if_there, remove_if_there};
 
 /// File that is locked while a command uses the directory.
 const LOCK_FILE: &str = "cluster.lock";
@@ -102,11 +104,12 @@ pub(crate) fn end_recorded(directory: &Path) -> anyhow::Result<()> {
     };
     // Cut short by a kill while it was written: the process that it was written for ends by hand.
     let processes: Vec<Recorded> = serde_json::from_str(&text).unwrap_or_default();
-    // The control plane was started first and ends last: agents take their leave of it.
+    // etcd and the control plane were started first and end last: agents take their leave of members, members of etcd.
     for process in processes.iter().rev() {
         process.end()?;
         drop(fs::remove_file(process.config.with_extension("").join(POOL_FILE)));
     }
+    remove_directory_if_there(&directory.join(ETCD_DATA))?;
     remove_if_there(&directory.join(CLUSTER_FILE))?;
     remove_if_there(&record)
 }

@@ -1,6 +1,7 @@
 //! The control plane's services, called as agents call them: the generated gRPC clients against a member in this
 //! process, on free loopback ports.
 
+mod connection;
 mod directory;
 mod events;
 mod harness;

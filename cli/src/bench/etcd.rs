@@ -1,0 +1,65 @@
+//! How much etcd keeps for a control plane: the same for a thousand blocks as for a million.
+//!
+//! A real etcd, a member on it, and nodes that this process plays, which announce over gRPC ([`super::service`]). Sizes are
+//! etcd's own, from its metrics: of its database file, and of that what is in use.
+
+use anyhow::{Context, ensure};
+
+use super::Settings;
+use super::report::{Figure, Target};
+use super::service::{Inventories, announce};
+use crate::cluster::{Cluster, ControlPlanes};
+use crate::http;
+
+/// Blocks of the first measurement.
+const FEW: usize = 1000;
+
+/// What etcd may keep at the most, whatever the number of blocks.
+const DATA_MIB_MAX: f64 = 2.0;
+
+/// Names of the sizes among etcd's metrics.
+const FILE: &str = "etcd_mvcc_db_total_size_in_bytes";
+const IN_USE: &str = "etcd_mvcc_db_total_size_in_use_in_bytes";
+
+pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    let control = ControlPlanes::Etcd { members: 1 };
+    let cluster = Cluster::start_controlplane(&settings.directory, control)?;
+    let metrics = cluster.etcd_metrics().context("the cluster has no etcd")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let mut figures = Vec::new();
+    for entries in [FEW, entries] {
+        // Dropped with its heartbeats before the nodes register again and announce more.
+        announce(&runtime, &cluster, &Inventories::new(entries))?;
+        let page = http::get(&metrics, "/metrics").context("asking etcd for its metrics")?;
+        for (metric, of) in [(FILE, "database"), (IN_USE, "in_use")] {
+            let mib = value(&page, metric)? / f64::from(1 << 20);
+            figures.push(Figure::absolute(
+                format!("etcd.{of}_at_{entries}_blocks"),
+                mib,
+                "MiB",
+                Target::AtMost(DATA_MIB_MAX),
+            ));
+        }
+    }
+    Ok(figures)
+}
+
+/// A metric without labels, from its page in the text format of Prometheus.
+fn value(page: &str, metric: &str) -> anyhow::Result<f64> {
+    let line = page.lines().find_map(|line| line.strip_prefix(metric)?.strip_prefix(' '));
+    let value: f64 = line.with_context(|| format!("etcd has no metric {metric}"))?.trim().parse()?;
+    ensure!(value > 0.0, "{metric} is {value}");
+    Ok(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_metric_is_read_by_its_whole_name() {
+        let page = "# HELP a_b text\na_b_c 5\na_b 2.048e+04\n";
+        assert_eq!(value(page, "a_b").expect("it is there"), 20_480.0);
+        assert!(value(page, "a").is_err());
+    }
+}

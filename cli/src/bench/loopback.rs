@@ -1,0 +1,55 @@
+//! The least that an answer over TCP takes on this machine: one byte to another thread on loopback, and back.
+//!
+//! Two wake-ups of a thread that waits for its socket, and the kernel's way in between, are in every call to a server, too.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, anyhow};
+
+use super::report::median;
+
+/// The median of this many round trips, in microseconds.
+pub(super) fn round_trip_us(count: usize) -> anyhow::Result<f64> {
+    let listener = TcpListener::bind("127.0.0.1:0").context("no free port on loopback")?;
+    let address = listener.local_addr()?;
+    let echo = thread::spawn(move || echo(&listener));
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    let mut microseconds = Vec::with_capacity(count);
+    for _ in 0..count {
+        let began = Instant::now();
+        stream.write_all(&[1])?;
+        stream.read_exact(&mut [0])?;
+        microseconds.push(began.elapsed().as_secs_f64() * 1e6);
+    }
+    drop(stream);
+    echo.join().map_err(|_| anyhow!("the echo has panicked"))??;
+    Ok(median(microseconds))
+}
+
+/// Sends back what comes, until the other side closes.
+fn echo(listener: &TcpListener) -> std::io::Result<()> {
+    let (mut stream, _) = listener.accept()?;
+    stream.set_nodelay(true)?;
+    let mut byte = [0];
+    loop {
+        match stream.read_exact(&mut byte) {
+            Ok(()) => stream.write_all(&byte)?,
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_byte_comes_back_in_some_time() {
+        assert!(round_trip_us(10).expect("loopback works") > 0.0);
+    }
+}

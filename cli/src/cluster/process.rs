@@ -1,0 +1,159 @@
+//! Processes of a cluster: started with a configuration file and a log, recorded, ready, and ended in order.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use serde::Deserialize;
+
+use super::directory::ClusterDirectory;
+use crate::interrupt;
+
+/// How long a process may take until it is ready: formatting or recovering a pool and touching its arena.
+pub(super) const READY_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long a process may take to end after SIGTERM (it flushes what is not durable yet).
+pub(super) const STOP_WITHIN: Duration = Duration::from_secs(10);
+
+/// Lines at the end of a log that are told when its process does not start.
+const TAIL_LINES: usize = 15;
+
+/// What is started, and where its words go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch<'a> {
+    /// The binary.
+    pub(crate) program: &'a Path,
+    /// Name of the argument before the configuration.
+    pub(crate) argument: &'a str,
+    /// Its configuration, by which it is found again.
+    pub(crate) config: &'a Path,
+    /// Its standard error.
+    pub(crate) log: &'a Path,
+}
+
+/// A child process that has said that it is ready.
+#[derive(Debug)]
+pub(super) struct Process {
+    pub(super) child: Child,
+    pub(super) ready: ReadyLine,
+}
+
+/// The line that a process prints when it is ready. Fields that a process has no use for are absent.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct ReadyLine {
+    ready: bool,
+    pub(super) admin: String,
+    #[serde(default)]
+    pub(super) grpc: String,
+    #[serde(default)]
+    pub(super) socket: PathBuf,
+}
+
+impl Launch<'_> {
+    /// Starts the process and records it in one piece.
+    pub(super) fn spawn(&self, output: Stdio, directory: &mut ClusterDirectory) -> anyhow::Result<Child> {
+        let file = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(self.log)
+            .with_context(|| format!("cannot write {}", self.log.display()))?;
+        let held_off = interrupt::hold_off();
+        let child = Command::new(self.program)
+            .arg(self.argument)
+            .arg(self.config)
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(file)
+            .spawn()
+            .with_context(|| format!("cannot start {}", self.program.display()))?;
+        let name = self.program.file_name().unwrap_or_default().to_string_lossy();
+        directory.record(child.id(), &name, self.config)?;
+        drop(held_off);
+        Ok(child)
+    }
+}
+
+impl Process {
+    /// Starts a binary that lies beside this one, and waits until it is ready.
+    pub(super) fn start(
+        program: &str,
+        config: &Path,
+        log: &Path,
+        directory: &mut ClusterDirectory,
+    ) -> anyhow::Result<Process> {
+        let path = binary(program)?;
+        let launch = Launch { program: &path, argument: "--config", config, log };
+        let mut child = launch.spawn(Stdio::piped(), directory)?;
+        let output = child.stdout.take().expect("piped above");
+        let (sender, receiver) = mpsc::sync_channel(1);
+        // The thread ends with the line or with the process.
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let read = BufReader::new(output).read_line(&mut line).map(|_| line);
+            drop(sender.send(read));
+        });
+        let line = receiver.recv_timeout(READY_WITHIN);
+        let ready = match line {
+            Ok(Ok(line)) => serde_json::from_str::<ReadyLine>(&line).ok().filter(|ready| ready.ready),
+            Ok(Err(_)) | Err(_) => None,
+        };
+        let Some(ready) = ready else {
+            drop(child.kill());
+            drop(child.wait());
+            bail!("{program} did not become ready; the end of its log {}:\n{}", log.display(), tail(log));
+        };
+        Ok(Process { child, ready })
+    }
+}
+
+/// A binary beside this one.
+pub(super) fn binary(program: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("cannot find this program's own file")?;
+    let path = own.with_file_name(program);
+    if !path.exists() {
+        bail!("{} is missing: build the whole workspace (`cargo build --release`)", path.display());
+    }
+    Ok(path)
+}
+
+/// Ends a process with SIGKILL: nothing of it gets a chance to tidy up.
+pub(super) fn kill(child: &mut Child) -> anyhow::Result<()> {
+    child.kill().context("killing a process")?;
+    child.wait().context("waiting for a killed process")?;
+    Ok(())
+}
+
+/// Asks a process to end, and ends it when it does not.
+pub(crate) fn stop(child: &mut Child) {
+    if matches!(child.try_wait(), Ok(Some(_))) {
+        return;
+    }
+    terminate(child);
+    let give_up = Instant::now() + STOP_WITHIN;
+    while Instant::now() < give_up {
+        if matches!(child.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    drop(child.kill());
+    drop(child.wait());
+}
+
+fn terminate(child: &Child) {
+    let pid = rustix::process::Pid::from_child(child);
+    if let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::TERM) {
+        tracing::debug!(%error, "a process to be ended was gone");
+    }
+}
+
+/// The end of a log.
+pub(super) fn tail(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
+}
