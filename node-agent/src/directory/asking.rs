@@ -12,8 +12,8 @@ use reprise_agent_core::effect::LookupId;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::BATCH_CHANGES_MAX;
 use reprise_policy::{BlockKey, Epoch};
-use reprise_proto::controlplane::LookupRequest;
-use reprise_proto::controlplane::directory_client::DirectoryClient as DirectoryService;
+use reprise_proto::connection::LOOKUP;
+use reprise_proto::controlplane::{LookupReply, LookupRequest};
 use tokio::task::JoinSet;
 use tokio::time::timeout_at;
 use tonic::Status;
@@ -171,12 +171,11 @@ async fn ask_one(link: Arc<Link>, keys: Vec<BlockKey>, places: Vec<u32>, deadlin
 }
 
 async fn ask_for(link: &Link, keys: &[BlockKey]) -> Result<Part, Status> {
-    let mut client = DirectoryService::new(link.channel.clone());
     let mut part = Part { found: Vec::with_capacity(keys.len()), ..Part::default() };
     for chunk in keys.chunks(BATCH_CHANGES_MAX) {
         let first = u32::try_from(part.found.len()).expect("lookups have fewer keys");
         let request = LookupRequest { keys: wire::pack(chunk), asking_node: link.node() };
-        let reply = client.lookup(request).await?.into_inner();
+        let reply: LookupReply = link.lookups.call(LOOKUP, &request).await?;
         wire::unpack_found(&reply, chunk.len(), &mut part.found)
             .ok_or_else(|| Status::internal("the reply does not fit the keys asked"))?;
         part.elsewhere.extend(reply.elsewhere.iter().map(|at| first + at));

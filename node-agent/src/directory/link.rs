@@ -19,6 +19,7 @@ use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
 use reprise_policy::shards::MemberName;
 use reprise_policy::{Epoch, NodeId, SlotSet};
+use reprise_proto::connection::Connection;
 use reprise_proto::controlplane::directory_client::DirectoryClient as DirectoryService;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{RegisterReply, RegisterRequest, SlotsRequest};
@@ -52,7 +53,8 @@ pub(super) struct Link {
     pub(super) address: String,
     /// For the heartbeat thread, which connects by itself.
     pub(super) endpoint: Endpoint,
-    /// For the link thread.
+    /// For the link thread: look-ups, and everything else.
+    pub(super) lookups: Connection,
     pub(super) channel: Channel,
     pub(super) granted: watch::Sender<Option<Granted>>,
     pub(super) beats: watch::Sender<Beats>,
@@ -98,11 +100,17 @@ pub(super) fn connect(endpoint: &Endpoint) -> Channel {
 }
 
 impl Link {
-    /// A link that does nothing until it is [run](Link::run).
-    pub(super) fn new(name: MemberName, address: String, endpoint: Endpoint, queued_max: usize) -> Link {
+    /// A link that does nothing until it is [run](Link::run). `address` is that of the endpoint, `host:port`.
+    pub(super) fn new(
+        name: MemberName,
+        address: String,
+        (endpoint, lookups): (Endpoint, Connection),
+        queued_max: usize,
+    ) -> Link {
         Link {
             name,
             address,
+            lookups,
             channel: connect(&endpoint),
             endpoint,
             granted: watch::Sender::new(None),

@@ -16,6 +16,7 @@ use std::time::Duration;
 use reprise_agent_core::backoff::Backoff;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch};
+use reprise_proto::connection::Connection;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
     ListMembersRequest, ListNodesRequest, MemberInfo, MemberList, NodeChange, WatchMembersRequest,
@@ -23,7 +24,7 @@ use reprise_proto::controlplane::{
 };
 use tokio::runtime::Runtime;
 use tokio::time::sleep;
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Status, Streaming};
 
 use super::link::{Beats, Link, connect, within};
@@ -248,12 +249,12 @@ fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
         };
         let link = match known.get(&name).filter(|link| link.address == address) {
             Some(link) => link.clone(),
-            None => match parse_endpoint(&format!("http://{address}"), &shared.settings) {
-                Ok(endpoint) => {
+            None => match connections(shared, &address) {
+                Some(connections) => {
                     let queued_max = shared.settings.changes_queued_max;
-                    Arc::new(Link::new(name.clone(), address, endpoint, queued_max))
+                    Arc::new(Link::new(name.clone(), address, connections, queued_max))
                 }
-                Err(_) => {
+                None => {
                     tracing::error!(%name, address, "a member's address is none; it is left out");
                     continue;
                 }
@@ -295,6 +296,12 @@ fn take(shared: &Arc<Shared>, list: MemberList, home: &str) {
     // Whose slots are others now would say so with its next beat; asking is sooner.
     links.iter().for_each(|link| link.tell(reprise_agent_core::outbox::Outbox::doubt));
     shared.links_changed();
+}
+
+/// How a member is reached; `None` when its address is none.
+fn connections(shared: &Shared, address: &str) -> Option<(Endpoint, Connection)> {
+    let endpoint = parse_endpoint(&format!("http://{address}"), &shared.settings).ok()?;
+    Some((endpoint, Connection::to(address).ok()?))
 }
 
 /// Closes a link whose member has not come back.
