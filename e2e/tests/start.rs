@@ -64,7 +64,7 @@ fn a_configuration_that_makes_no_sense_is_refused_by_field_value_and_remedy() {
             "listen = \"everywhere\"\nstall",
             ["peers.listen", "everywhere", ":"],
         ),
-        ("address = \"\"", "address = \"https://x:1\"", ["controlplane.address", "https://x:1", "host:port"]),
+        ("address = []", "address = \"https://x:1\"", ["controlplane.address", "https://x:1", "host:port"]),
         ("segment_bytes = \"2MiB\"", "segment_bytes = \"1MiB\"", ["pool.segment_bytes", "1MiB", "2MiB"]),
         ("bytes = \"64MiB\"", "bytes = \"64\"", ["pool.devices.bytes", "64", "1MiB"]),
         ("[node]", "this is not toml [", ["node.toml", "configuration", "1"]),
