@@ -104,6 +104,24 @@ pub(crate) fn namespace(layout: &Layout, tenant: &TenantName) -> NamespaceDigest
     .digest()
 }
 
+/// The keys of a prompt's blocks.
+pub(crate) fn chain_keys(layout: &Layout, tenant: &TenantName, hash_ids: &[u64]) -> Vec<BlockKey> {
+    let none_hash = prefix_hash::none_hash(HASH_SEED);
+    chain(&namespace(layout, tenant), none_hash, hash_ids).into_iter().map(|block| block.key).collect()
+}
+
+/// The chain of a prompt's blocks.
+fn chain(namespace: &NamespaceDigest, none_hash: [u8; 32], hash_ids: &[u64]) -> Vec<ChainBlock> {
+    let mut parent = none_hash;
+    let mut tokens = [0; TOKENS_PER_HASH_ID];
+    let block = |hash_id: &u64| {
+        TraceRequest::block_tokens(*hash_id, &mut tokens);
+        parent = prefix_hash::block_hash(&parent, &tokens, &[]);
+        ChainBlock { prefix_hash: parent, key: BlockKey::derive(namespace, &parent, KeyPart::default()) }
+    };
+    hash_ids.iter().map(block).collect()
+}
+
 impl Engine {
     /// Connects to the agent.
     pub(crate) fn connect(settings: &EngineSettings) -> anyhow::Result<Engine> {
@@ -354,19 +372,7 @@ impl Engine {
     }
 
     fn chain(&self, hash_ids: &[u64]) -> Vec<ChainBlock> {
-        let mut parent = self.none_hash;
-        let mut tokens = [0; TOKENS_PER_HASH_ID];
-        hash_ids
-            .iter()
-            .map(|hash_id| {
-                TraceRequest::block_tokens(*hash_id, &mut tokens);
-                parent = prefix_hash::block_hash(&parent, &tokens, &[]);
-                ChainBlock {
-                    prefix_hash: parent,
-                    key: BlockKey::derive(&self.namespace, &parent, KeyPart::default()),
-                }
-            })
-            .collect()
+        chain(&self.namespace, self.none_hash, hash_ids)
     }
 
     fn place(&self, object: u32) -> ObjectPlace {

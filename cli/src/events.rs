@@ -67,12 +67,9 @@ struct Streams {
 
 /// `reprise events`.
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let address = match &args.controlplane {
-        Some(address) => address.clone(),
-        None => {
-            let file = ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?;
-            file.grpc_addresses().into_iter().next().context("the cluster has no member")?
-        }
+    let addresses = match &args.controlplane {
+        Some(address) => vec![address.clone()],
+        None => ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses(),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {
@@ -81,7 +78,7 @@ pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) ->
         let (lines, printed) = mpsc::channel(MESSAGES_MAX);
         let mut printer = tokio::spawn(print(printed, audience));
         tokio::select! {
-            ended = tell(args, &address, lines) => ended?,
+            ended = tell(args, &addresses, lines) => ended?,
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
             // Nobody reads any more.
@@ -109,8 +106,9 @@ async fn print(mut lines: mpsc::Receiver<Vec<Line>>, audience: Audience) -> anyh
 }
 
 /// Sends the lines of all members; ends when all are current, or never.
-async fn tell(args: &EventsArgs, address: &str, lines: mpsc::Sender<Vec<Line>>) -> anyhow::Result<()> {
-    let list = list(address).await?;
+async fn tell(args: &EventsArgs, addresses: &[String], lines: mpsc::Sender<Vec<Line>>) -> anyhow::Result<()> {
+    let (address, list) = first_list(addresses).await?;
+    let address = address.as_str();
     let mut streams = Streams {
         tasks: JoinSet::new(),
         members: BTreeMap::new(),
@@ -188,6 +186,18 @@ async fn connect(address: &str) -> anyhow::Result<Channel> {
         .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
         .keep_alive_timeout(KEEP_ALIVE_ANSWER);
     endpoint.connect().await.with_context(|| format!("cannot reach the control plane at {address}"))
+}
+
+/// What the first member that answers lists, and where it has; the error is the last one's.
+async fn first_list(addresses: &[String]) -> anyhow::Result<(String, MemberList)> {
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    for address in addresses {
+        outcome = list(address).await.map(|list| (address.clone(), list));
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    outcome
 }
 
 async fn list(address: &str) -> anyhow::Result<MemberList> {

@@ -11,6 +11,7 @@ mod doctor;
 mod engine;
 mod engine_process;
 mod events;
+mod explain;
 mod http;
 mod interrupt;
 mod kv_function;
@@ -60,6 +61,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Members, nodes, tiers and health of a running cluster.
     Status(status::StatusArgs),
+    /// Where a block is, who knows it, and what a load of it would do.
+    Explain(explain::ExplainArgs),
     /// What the members of the control plane hold, and every change of it.
     Events(events::EventsArgs),
     /// What this machine can do, and what Reprise will use in consequence.
@@ -108,6 +111,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
         Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
+        Some(Command::Explain(args)) => explain::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout, tenant }) => {

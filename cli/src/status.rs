@@ -126,6 +126,14 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
     Ok(())
 }
 
+/// Members and nodes, as the first member that answers names them, and where it has answered.
+pub(crate) async fn members_and_nodes(
+    addresses: &[String],
+) -> anyhow::Result<(String, MemberList, Vec<NodeInfo>)> {
+    let Answers { address, members, nodes, .. } = ask_any(addresses).await?;
+    Ok((address, members, nodes))
+}
+
 /// The members' parts of the directory; an error when a listed member does not answer.
 pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<Vec<DescribeReply>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

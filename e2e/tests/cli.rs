@@ -138,6 +138,7 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
     assert_eq!(nodes.len(), 2);
     assert!(nodes.iter().all(|node| node["alive"] == true), "{status}");
     assert!(number(&status, "/directory_replicas") > 1000, "{status}");
+    assert_explained(folder);
 
     let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);
     let said = String::from_utf8_lossy(&refused.stderr);
@@ -155,6 +156,33 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
 }
 
 /// Processes that have a configuration in this folder among their arguments.
+/// Each block of a prompt has its line, and a key says the same as the line that it was taken from.
+fn assert_explained(folder: &str) {
+    let blocks = objects(&["--json", "explain", "1", "--cluster", folder]);
+    assert!(!blocks.is_empty());
+    for (at, block) in (0..).zip(&blocks) {
+        assert_eq!(number(block, "/block"), at);
+        assert!(number(block, "/slot") < 4096 && block["member"].is_string(), "{block}");
+        let (node, load) = block["loads"].as_object().and_then(|loads| loads.iter().next()).expect("a node");
+        let here = |tier: &str| serde_json::json!({ "node": node, "tier": tier });
+        let replicas = block["replicas"].as_array().expect("a list");
+        let own = if replicas.contains(&here("DRAM")) {
+            "own DRAM"
+        } else if replicas.contains(&here("NVMe")) {
+            "own NVMe"
+        } else if replicas.is_empty() {
+            "recompute"
+        } else {
+            "of node-2"
+        };
+        assert!(load.as_str().is_some_and(|load| load.contains(own)), "{block}");
+    }
+    assert!(blocks.iter().any(|block| block["replicas"].as_array().is_some_and(|held| !held.is_empty())));
+    let key = blocks[0]["key"].as_str().expect("a key");
+    let again = objects(&["--json", "explain", key, "--cluster", folder]);
+    assert_eq!(again, [blocks[0].clone()]);
+}
+
 fn processes(folder: &str) -> Vec<Pid> {
     let in_folder = |arguments: &[u8]| {
         String::from_utf8_lossy(arguments).split('\0').any(|argument| {

@@ -1,0 +1,335 @@
+//! `reprise explain`: where a block is, who knows it, and what a load of it would do on each node.
+//!
+//! A block is named by its key, or by a line of a trace, whose prompt is a chain of blocks. The question goes the way of an
+//! agent's look-up: the key's hash slot, the member that owns it by the map, its answer.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use reprise_policy::routing::{Candidate, LoadHint, soonest};
+use reprise_policy::shards::{MemberName, ShardMap};
+use reprise_policy::{BlockKey, Epoch, NodeId, TenantName, Tier};
+use reprise_proto::controlplane::directory_client::DirectoryClient;
+use reprise_proto::controlplane::{LookupReply, LookupRequest, MemberList, NodeInfo};
+use serde::Serialize;
+
+use crate::cluster::ClusterFile;
+use crate::config::Config;
+use crate::model::{self, SCALE_DEFAULT, hex};
+use crate::output::{Audience, Table};
+use crate::trace::Trace;
+use crate::{engine, status};
+
+/// Bound on one member's answer.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Packed replica: u16 node, u8 tier, u8 zero.
+const REPLICA_BYTES: usize = 4;
+
+/// Arguments of `reprise explain`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ExplainArgs {
+    /// A block's key, 32 hexadecimal digits; or a line of the trace, from 1, for all blocks of its prompt.
+    #[arg(value_name = "KEY|TRACE-LINE")]
+    subject: Subject,
+    /// The trace [default: as `reprise replay` takes it].
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Scale of the model whose blocks they are [default: 1024].
+    #[arg(long)]
+    scale: Option<u32>,
+    /// Tenant whose blocks they are.
+    #[arg(long, value_name = "NAME", default_value = "default")]
+    tenant: TenantName,
+    /// A member's gRPC address, `host:port` [default: those of the running cluster].
+    #[arg(long, value_name = "ADDRESS")]
+    controlplane: Option<String>,
+    /// Directory of the running cluster [default: the demo's].
+    #[arg(long, value_name = "DIR")]
+    cluster: Option<PathBuf>,
+}
+
+/// What is to be explained.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Subject {
+    Key(BlockKey),
+    /// From 1.
+    TraceLine(usize),
+}
+
+/// One block, as printed for programs.
+#[derive(Debug, Serialize)]
+struct Explained {
+    /// Its place in the chain.
+    block: usize,
+    key: String,
+    slot: u16,
+    /// The member that owns the slot by the map; none when there are no members.
+    member: Option<String>,
+    /// Why the member's answer is not the whole truth, if it is not.
+    doubt: Option<String>,
+    replicas: Vec<Held>,
+    /// Node name → where a load there would get the block from.
+    loads: BTreeMap<String, String>,
+}
+
+/// A replica.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Held {
+    node: String,
+    tier: &'static str,
+}
+
+/// What a member knows of a key.
+#[derive(Clone, Debug, Default)]
+struct Known {
+    /// Node number and tier.
+    replicas: Vec<(u32, Tier)>,
+    doubt: Option<String>,
+}
+
+impl FromStr for Subject {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Subject, String> {
+        let digits = text.len() == 2 * BlockKey::SIZE && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if digits {
+            let byte = |at: usize| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("two digits");
+            return Ok(Subject::Key(BlockKey(std::array::from_fn(byte))));
+        }
+        match text.parse() {
+            Ok(line) if line > 0 => Ok(Subject::TraceLine(line)),
+            _ => Err("give a key of 32 hexadecimal digits, or the number of a line of the trace, from 1"
+                .to_owned()),
+        }
+    }
+}
+
+/// `reprise explain`.
+pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    let keys = keys(args)?;
+    let addresses = match &args.controlplane {
+        Some(address) => vec![address.clone()],
+        None => ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses(),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let explained = runtime.block_on(async {
+        let (address, members, nodes) = status::members_and_nodes(&addresses).await?;
+        explain(&keys, &address, &members, &nodes).await
+    })?;
+    for block in &explained {
+        audience.emit(block);
+    }
+    audience.say(text(&explained));
+    Ok(())
+}
+
+/// The keys that are asked about.
+fn keys(args: &ExplainArgs) -> anyhow::Result<Vec<BlockKey>> {
+    let line = match args.subject {
+        Subject::Key(key) => return Ok(vec![key]),
+        Subject::TraceLine(line) => line,
+    };
+    let trace = Trace::open(args.trace.as_deref())?;
+    let Some(request) = trace.requests.get(line - 1) else {
+        bail!("{} has {} lines, not {line}", trace.name, trace.requests.len());
+    };
+    let layout = model::llama_3_8b_scaled(args.scale.unwrap_or(SCALE_DEFAULT))?;
+    Ok(engine::chain_keys(&layout, &args.tenant, request.full_blocks()))
+}
+
+async fn explain(
+    keys: &[BlockKey],
+    answering: &str,
+    members: &MemberList,
+    nodes: &[NodeInfo],
+) -> anyhow::Result<Vec<Explained>> {
+    let names = members.members.iter().map(|member| MemberName::new(&member.name));
+    let map = ShardMap::new(Epoch(members.epoch), names.collect::<Result<Vec<_>, _>>()?)?;
+    let mut known: Vec<Known> = vec![Known::default(); keys.len()];
+    for (at, member) in members.members.iter().enumerate() {
+        let owns = |key: &BlockKey| map.owner_of(key).is_some_and(|owner| usize::from(owner.0) == at);
+        let places: Vec<usize> = (0..keys.len()).filter(|place| owns(&keys[*place])).collect();
+        let of_member: Vec<BlockKey> = places.iter().map(|place| keys[*place]).collect();
+        let address = if member.name == members.answering { answering } else { &member.address };
+        for (place, known_there) in places.iter().zip(ask(address, &of_member).await) {
+            known[*place] = known_there;
+        }
+    }
+    let blocks = keys.iter().zip(known).enumerate().map(|(block, (key, known))| Explained {
+        block,
+        key: hex(&key.0),
+        slot: key.hash_slot(),
+        member: map.owner_of(key).map(|owner| map.members()[usize::from(owner.0)].to_string()),
+        doubt: known.doubt,
+        replicas: known.replicas.iter().map(|replica| held(*replica, nodes)).collect(),
+        loads: nodes
+            .iter()
+            .map(|node| (node.name.clone(), load_on(node, key, &known.replicas, nodes)))
+            .collect(),
+    });
+    Ok(blocks.collect())
+}
+
+/// What a member knows of keys; that it does not answer is known of all of them.
+async fn ask(address: &str, keys: &[BlockKey]) -> Vec<Known> {
+    if keys.is_empty() {
+        return Vec::new();
+    }
+    let asked = tokio::time::timeout(ANSWERED_WITHIN, ask_for(address, keys)).await;
+    let late = |_| Err(anyhow::anyhow!("no answer within {ANSWERED_WITHIN:?}"));
+    asked.unwrap_or_else(late).unwrap_or_else(|error| {
+        let doubt = Some(format!("its member does not answer: {error:#}"));
+        vec![Known { replicas: Vec::new(), doubt }; keys.len()]
+    })
+}
+
+async fn ask_for(address: &str, keys: &[BlockKey]) -> anyhow::Result<Vec<Known>> {
+    let mut client = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
+    let mut known = Vec::with_capacity(keys.len());
+    // One key a call: whether an answer is partial is said of a call.
+    for key in keys {
+        let request = LookupRequest { keys: BlockKey::pack(&[*key]).into(), asking_node: 0 };
+        known.push(of_reply(&client.lookup(request).await.context("looking up")?.into_inner())?);
+    }
+    Ok(known)
+}
+
+/// What the answer for one key says.
+fn of_reply(reply: &LookupReply) -> anyhow::Result<Known> {
+    let (packed, rest) = reply.replicas.as_chunks::<REPLICA_BYTES>();
+    ensure!(rest.is_empty() && reply.offsets.len() == 2, "the answer does not fit the question");
+    let replica = |[low, high, tier, _]: &[u8; REPLICA_BYTES]| {
+        Some((u32::from(u16::from_le_bytes([*low, *high])), Tier::from_wire(*tier)?))
+    };
+    let doubt = if !reply.elsewhere.is_empty() {
+        Some("its member does not own the slot at this moment: the map is changing".to_owned())
+    } else if reply.partial > 0 {
+        Some("some node has not announced its inventory of the slot yet".to_owned())
+    } else {
+        None
+    };
+    Ok(Known { replicas: packed.iter().filter_map(replica).collect(), doubt })
+}
+
+fn held((node, tier): (u32, Tier), nodes: &[NodeInfo]) -> Held {
+    Held { node: name_of(node, nodes), tier: tier_name(tier) }
+}
+
+fn name_of(number: u32, nodes: &[NodeInfo]) -> String {
+    let named = nodes.iter().find(|node| node.node == number);
+    named.map_or_else(|| format!("node {number}"), |node| node.name.clone())
+}
+
+fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Dram => "DRAM",
+        Tier::Nvme => "NVMe",
+    }
+}
+
+/// Where a load on a node would get the block from: its own tiers, then the peer that an agent without news of their load
+/// takes.
+fn load_on(node: &NodeInfo, key: &BlockKey, replicas: &[(u32, Tier)], nodes: &[NodeInfo]) -> String {
+    let own = |tier| replicas.contains(&(node.node, tier));
+    if own(Tier::Dram) {
+        return "own DRAM".to_owned();
+    }
+    if own(Tier::Nvme) {
+        return "own NVMe".to_owned();
+    }
+    let reachable = |number: u32| {
+        nodes.iter().any(|peer| peer.node == number && peer.alive && !peer.peer_address.is_empty())
+    };
+    let candidate = |(peer, tier): &(u32, Tier)| {
+        let node = NodeId(u16::try_from(*peer).ok()?);
+        reachable(*peer).then_some(Candidate { node, tier: *tier, load: LoadHint::default() })
+    };
+    let candidates: Vec<Candidate> = replicas.iter().filter_map(candidate).collect();
+    match soonest(key, &candidates, |_| false) {
+        Some(best) => format!("{} of {}", tier_name(best.tier), name_of(u32::from(best.node.0), nodes)),
+        None => "recompute".to_owned(),
+    }
+}
+
+fn text(blocks: &[Explained]) -> String {
+    let mut table = Table::new(&["block", "key", "slot", "member", "replicas", "a load", ""]);
+    for block in blocks {
+        let list = |items: Vec<String>| if items.is_empty() { "none".to_owned() } else { items.join(", ") };
+        table.row(vec![
+            block.block.to_string(),
+            block.key.clone(),
+            block.slot.to_string(),
+            block.member.clone().unwrap_or_else(|| "nobody".to_owned()),
+            list(block.replicas.iter().map(|held| format!("{} {}", held.node, held.tier)).collect()),
+            list(block.loads.iter().map(|(node, from)| format!("{node}: {from}")).collect()),
+            block.doubt.clone().unwrap_or_default(),
+        ]);
+    }
+    table.render()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(number: u32, alive: bool) -> NodeInfo {
+        NodeInfo {
+            node: number,
+            name: format!("n{number}"),
+            peer_address: "host:1".to_owned(),
+            alive,
+            ..NodeInfo::default()
+        }
+    }
+
+    #[test]
+    fn a_subject_is_a_key_or_a_line_and_anything_else_is_refused_with_words() {
+        let key = "00112233445566778899aabbccddeeFF";
+        let Ok(Subject::Key(parsed)) = key.parse() else { panic!("a key") };
+        assert_eq!(hex(&parsed.0), key.to_lowercase());
+        assert_eq!("17".parse(), Ok(Subject::TraceLine(17)));
+        for text in ["", "0", "-1", "00112233445566778899aabbccddee", "00112233445566778899aabbccddeegg"] {
+            let refused = text.parse::<Subject>().expect_err(text);
+            assert!(refused.contains("32 hexadecimal digits"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_load_takes_what_is_nearest_and_never_a_dead_node() {
+        let nodes = [node(1, true), node(2, true), node(3, false)];
+        let on = |replicas: &[(u32, Tier)]| load_on(&nodes[0], &BlockKey([7; 16]), replicas, &nodes);
+        assert_eq!(on(&[(2, Tier::Dram), (1, Tier::Nvme), (1, Tier::Dram)]), "own DRAM");
+        assert_eq!(on(&[(2, Tier::Dram), (1, Tier::Nvme)]), "own NVMe");
+        assert_eq!(on(&[(3, Tier::Dram), (2, Tier::Nvme)]), "NVMe of n2");
+        assert_eq!(on(&[(3, Tier::Dram)]), "recompute");
+        assert_eq!(on(&[]), "recompute");
+    }
+
+    #[test]
+    fn an_answer_says_what_it_does_not_know() {
+        let reply = |elsewhere: Vec<u32>, partial| LookupReply {
+            offsets: vec![0, 1],
+            replicas: vec![2, 1, 2, 0].into(),
+            elsewhere,
+            partial,
+            ..LookupReply::default()
+        };
+        let whole = of_reply(&reply(Vec::new(), 0)).expect("fits");
+        assert_eq!(
+            (whole.replicas.as_slice(), whole.doubt.is_none()),
+            ([(258, Tier::Nvme)].as_slice(), true)
+        );
+        assert!(
+            of_reply(&reply(Vec::new(), 1))
+                .expect("fits")
+                .doubt
+                .is_some_and(|doubt| doubt.contains("announced"))
+        );
+        assert!(of_reply(&reply(vec![0], 0)).expect("fits").doubt.is_some_and(|doubt| doubt.contains("own")));
+        assert!(of_reply(&LookupReply::default()).is_err());
+    }
+}
