@@ -20,6 +20,8 @@ pub(super) struct Source {
     prefix: Vec<u8>,
     /// The first revision not yet reported.
     next: u64,
+    /// The highest revision that etcd was seen at.
+    seen: u64,
     stream: Option<WatchStream>,
     pause: Duration,
 }
@@ -32,7 +34,8 @@ impl Source {
         from: Revision,
     ) -> Result<Source, StoreError> {
         // 0 would mean from now on.
-        let mut source = Source { store, prefix, next: from.0.max(1), stream: None, pause: REOPEN_PAUSE_MIN };
+        let next = from.0.max(1);
+        let mut source = Source { store, prefix, next, seen: 0, stream: None, pause: REOPEN_PAUSE_MIN };
         source.open().await?;
         Ok(source)
     }
@@ -40,10 +43,11 @@ impl Source {
     async fn open(&mut self) -> Result<(), StoreError> {
         // A token that has expired is renewed by calls, and not by watches.
         let now = self.store.revision().await?;
-        if self.next > now.0 + 1 {
+        if now.0 < self.seen {
             // etcd was emptied, or restored from a backup: it would wait for a revision that others will make.
             return Err(StoreError::Compacted { oldest: Revision(now.0 + 1) });
         }
+        self.seen = now.0;
         let mut client = self.store.client.watch_client().max_decoding_message_size(MESSAGE_BYTES_MAX);
         let prefix = self.store.full(&self.prefix);
         let options = WatchOptions::new().with_prefix().with_start_revision(wire(self.next));
@@ -78,6 +82,7 @@ impl Source {
         }
         let Some(last) = events.last().map(Event::revision) else { return Ok(None) };
         self.next = last.0 + 1;
+        self.seen = self.seen.max(last.0);
         Ok(Some(WatchBatch { revision: last, events }))
     }
 }
