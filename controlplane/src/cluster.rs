@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
     Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Scope,
-    Standing,
+    StaleEpoch, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -145,18 +145,19 @@ impl Cluster {
     }
 
     /// A node's new registration is in the store: from now on it is alive, with an empty inventory.
-    pub fn registered(&self, record: NodeRecord) {
+    ///
+    /// # Errors
+    /// A newer one has come first.
+    pub fn registered(&self, record: NodeRecord) -> Result<(), StaleEpoch> {
         let (node, epoch) = (record.node, record.epoch);
         let mut directory = self.directory_mut();
-        directory.register(node, epoch);
-        self.events.cleared(Scope::node(node));
+        if directory.register(node, epoch) {
+            self.events.cleared(Scope::node(node));
+        }
         drop(directory);
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
-        if let Err(stale) = members.register(self.now(), record) {
-            tracing::debug!(%stale, "a registration was overtaken by a newer one");
-            return;
-        }
+        members.register(self.now(), record)?;
         let (record, state) = members.get(node).expect("it was just registered");
         if let Some((address, MemberState::Alive)) = before
             && address != record.details.peer_address
@@ -172,6 +173,7 @@ impl Cluster {
         tracing::info!(node = node.0, name = record.name, epoch = epoch.0, "node registered");
         self.metrics.registrations.inc();
         self.tell_node(record, state);
+        Ok(())
     }
 
     /// A heartbeat; whether the registration is known.
@@ -201,8 +203,9 @@ impl Cluster {
         };
         for (node, epoch) in forgotten {
             let mut directory = self.directory_mut();
-            directory.forget(node, epoch);
-            self.events.cleared(Scope::node(node));
+            if directory.forget(node, epoch) {
+                self.events.cleared(Scope::node(node));
+            }
         }
         next.map(|next| next.since(now))
     }

@@ -182,16 +182,20 @@ impl Directory for DirectoryService {
                 keys.len()
             ))
         })?;
-        // Looked at before the answer is made and after: it may have run out meanwhile.
+        // Looked at before the answer is made and after: it may have run out, or been another, meanwhile.
         let reply = match self.shards.certain_map() {
             None => self.find_nothing(keys.len()),
-            Some(view) => {
+            Some(before) => {
                 let live = self.cluster.live();
                 let reply = self.find(&keys, &live, asking).await;
-                LookupReply { map_epoch: view.map.epoch().0, ..reply }
+                match self.shards.certain_map() {
+                    Some(view) if self.shards.incarnation(&view) == self.shards.incarnation(&before) => {
+                        LookupReply { map_epoch: view.map.epoch().0, ..reply }
+                    }
+                    _ => self.find_nothing(keys.len()),
+                }
             }
         };
-        let reply = if self.shards.is_registered() { reply } else { self.find_nothing(keys.len()) };
         self.cluster.metrics.took(Call::lookup, start.elapsed());
         Ok(Response::new(reply))
     }

@@ -7,14 +7,20 @@
 //!
 //! A store that is emptied, or restored from a backup, while members run gives out node numbers again that they know as
 //! others'. So every registration is conditional on the store's identity ([`Identity::unchanged`]), and a member that finds
-//! another one ends: the next process begins anew, and agents announce everything to it. That the random text is in a key
-//! makes the condition one of those that a [`Store`] has.
+//! another one, or its revisions gone back, ends: the next process begins anew, and agents announce everything to it. That
+//! the random text is in a key makes the condition one of those that a [`Store`] has.
+//!
+//! Epochs of registrations begin at a number of the identity, so that no registration under one store is taken for one
+//! under another.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_controlplane_store::{Condition, Outcome, Revision, Store, StoreError, Transaction, Write};
+use reprise_controlplane_store::{
+    Condition, Outcome, Range, Revision, Store, StoreError, Transaction, Write,
+};
+use reprise_policy::Epoch;
 use tokio::time::sleep;
 
 const IDENTITY: &[u8] = b"identity";
@@ -29,6 +35,8 @@ const RETRY_AFTER: Duration = Duration::from_millis(250);
 pub struct Identity {
     key: Vec<u8>,
     revision: Revision,
+    /// 31 random bits.
+    number: u32,
 }
 
 impl Identity {
@@ -61,21 +69,28 @@ impl Identity {
         Ok(store.get(&self.key).await?.is_some_and(|entry| entry.modified == self.revision))
     }
 
-    /// Waits until the store is another one.
+    /// Below every epoch of a registration under this store.
+    pub fn epoch_base(&self) -> Epoch {
+        Epoch(u64::from(self.number) << 32)
+    }
+
+    /// Waits until the store is another one, or its revisions have gone back.
     pub async fn lost(&self, store: &Arc<dyn Store>) {
-        let next = Revision(self.revision.0 + 1);
+        let mut seen = self.revision;
         loop {
             // A watch ends with the connection, and a store that was emptied has ended its connections.
-            match self.is_of(store.as_ref()).await {
-                Ok(false) => return,
-                Ok(true) => match store.watch(&self.key, next).await {
+            match store.range(&self.key, 1).await {
+                Ok(range) if range.revision < seen || !self.is_in(&range) => return,
+                Ok(range) => match store.watch(&self.key, Revision(range.revision.0 + 1)).await {
                     Ok(mut watch) => {
+                        seen = range.revision;
                         // Anything that happens to it is its end.
                         if watch.next().await.is_ok() {
                             return;
                         }
                     }
-                    Err(StoreError::Compacted { .. }) => {}
+                    // Compacted since it was read, or gone back, which the next look shows.
+                    Err(StoreError::Compacted { .. }) => seen = range.revision,
                     Err(error) => tracing::debug!(%error, "the identity of the store cannot be watched"),
                 },
                 Err(error) => tracing::debug!(%error, "the identity of the store cannot be read"),
@@ -84,10 +99,16 @@ impl Identity {
         }
     }
 
+    fn is_in(&self, range: &Range) -> bool {
+        range.entries.first().is_some_and(|entry| entry.key == self.key && entry.modified == self.revision)
+    }
+
     async fn read(store: &dyn Store) -> Result<Option<Identity>, StoreError> {
         let Some(entry) = store.get(IDENTITY).await? else { return Ok(None) };
         let key = [IDENTITIES_PREFIX.as_bytes(), &entry.value].concat();
-        Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified }))
+        let number = std::str::from_utf8(&entry.value).ok().and_then(|text| text.get(..8));
+        let number = number.and_then(|text| u32::from_str_radix(text, 16).ok()).unwrap_or_default() >> 1;
+        Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified, number }))
     }
 }
 

@@ -85,7 +85,7 @@ impl Membership for MembershipService {
         let record =
             self.registry.register(&request.name, details).await.map_err(|error| self.refuse(&error))?;
         let (node, epoch) = (record.node, record.epoch);
-        self.cluster.registered(record);
+        self.cluster.registered(record).map_err(|stale| Status::unavailable(stale.to_string()))?;
         self.cluster.metrics.took(Call::register, start.elapsed());
         let micros =
             |interval: reprise_policy::Interval| u64::try_from(interval.0.as_micros()).unwrap_or(u64::MAX);

@@ -136,7 +136,8 @@ impl Registry {
         };
         let next = counter.map_or(Ok(1), |entry| read_counter(&entry))?;
         let node = NodeId(u16::try_from(next).map_err(|_| RegistryError::Full)?);
-        let record = NodeRecord { node, name: name.to_owned(), epoch: Epoch(1), details: details.clone() };
+        let epoch = Epoch(self.identity.epoch_base().0 + 1);
+        let record = NodeRecord { node, name: name.to_owned(), epoch, details: details.clone() };
         let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
         let writes = vec![
             Write::Put { key: key.to_vec(), value: written(&record), lease: None },
@@ -223,9 +224,10 @@ mod tests {
     #[tokio::test]
     async fn a_name_keeps_its_number_and_each_registration_has_a_higher_epoch() {
         let registry = registry(Arc::new(MemoryStore::new())).await;
+        let base = registry.identity.epoch_base();
         let register = async |name| {
             let record = registry.register(name, NodeDetails::default()).await.expect("registered");
-            (record.node.0, record.epoch.0)
+            (record.node.0, record.epoch.0 - base.0)
         };
         assert_eq!(register("a").await, (1, 1));
         assert_eq!(register("b").await, (2, 1));
@@ -266,9 +268,10 @@ mod tests {
             registry.register("last", NodeDetails::default()).await.expect("one left").node,
             NodeId(65535)
         );
+        let base = registry.identity.epoch_base().0;
         let refused = registry.register("more", NodeDetails::default()).await.expect_err("none left");
         assert!(refused.to_string().contains("no number is left"), "{refused}");
-        assert_eq!(registry.register("last", NodeDetails::default()).await.expect("known").epoch, Epoch(2));
+        assert_eq!(registry.register("last", NodeDetails::default()).await.expect("known").epoch.0, base + 2);
     }
 
     #[tokio::test]

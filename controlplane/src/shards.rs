@@ -134,7 +134,12 @@ impl Shards {
     /// The map, when this member's place in it is certain at this instant: only then may it answer for its slots.
     pub fn certain_map(&self) -> Option<Arc<MemberView>> {
         let incarnation = self.certain_incarnation()?;
-        self.view().filter(|view| view.find(&self.name).is_some_and(|own| own.incarnation == incarnation))
+        self.view().filter(|view| self.incarnation(view) == Some(incarnation))
+    }
+
+    /// This member's incarnation in a view.
+    pub fn incarnation(&self, view: &MemberView) -> Option<u64> {
+        view.find(&self.name).map(|own| own.incarnation)
     }
 
     /// The slots to keep, of those that were kept before: this member's own, or, while its registration is not

@@ -98,17 +98,30 @@ impl Connection {
 
     /// A sender of a connection that lives, as far as is known.
     async fn sender(&self) -> Result<SendRequest<Bytes>, Status> {
-        let mut current = self.shared.current.lock().await;
-        if let Some(sender) = current.clone()
+        let known = self.shared.current.lock().await.clone();
+        if let Some(sender) = known
             && let Ok(sender) = sender.ready().await
         {
             return Ok(sender);
         }
-        let connected = timeout(CONNECT_WITHIN, connect(self.shared.authority.as_str())).await;
-        let sender = connected.map_err(|_| Status::unavailable("no connection in time"))??;
-        *current = Some(sender.clone());
-        Ok(sender)
+        // By a task: a call that gives up must not end an attempt that others, or the next one, can use.
+        let made = tokio::spawn(connected(self.shared.clone()));
+        made.await.map_err(|error| Status::internal(error.to_string()))?
     }
+}
+
+/// A connection: the one that others have made meanwhile, or a new one.
+async fn connected(shared: Arc<Shared>) -> Result<SendRequest<Bytes>, Status> {
+    let mut current = shared.current.lock().await;
+    if let Some(sender) = current.clone()
+        && let Ok(sender) = sender.ready().await
+    {
+        return Ok(sender);
+    }
+    let made = timeout(CONNECT_WITHIN, connect(shared.authority.as_str())).await;
+    let sender = made.map_err(|_| Status::unavailable("no connection in time"))??;
+    *current = Some(sender.clone());
+    Ok(sender)
 }
 
 async fn connect(address: &str) -> Result<SendRequest<Bytes>, Status> {

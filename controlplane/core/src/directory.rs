@@ -144,10 +144,11 @@ impl Directory {
     }
 
     /// A node registered: its inventory is empty until it announces one. Nothing happens when `epoch` is not newer
-    /// than what is known. O(slots).
-    pub fn register(&mut self, node: NodeId, epoch: Epoch) {
+    /// than what is known. O(slots). Returns whether something happened.
+    pub fn register(&mut self, node: NodeId, epoch: Epoch) -> bool {
         let index = self.place(node);
-        if self.nodes[index].epoch < epoch {
+        let newer = self.nodes[index].epoch < epoch;
+        if newer {
             self.begin_anew(node);
             let state = &mut self.nodes[index];
             (state.epoch, state.registered, state.expected) = (epoch, true, 0);
@@ -155,12 +156,15 @@ impl Directory {
                 state.announced = Some(Announced::nothing(&mut self.awaited));
             }
         }
+        newer
     }
 
     /// A node is gone for good, or must register again: all it announced is invisible from now on and further updates
-    /// of this registration are fenced. Nothing happens when `epoch` is not the current one. O(slots).
-    pub fn forget(&mut self, node: NodeId, epoch: Epoch) {
-        if self.registered(node, epoch).is_some() {
+    /// of this registration are fenced. Nothing happens when `epoch` is not the current one. O(slots). Returns whether
+    /// something happened.
+    pub fn forget(&mut self, node: NodeId, epoch: Epoch) -> bool {
+        let current = self.registered(node, epoch).is_some();
+        if current {
             self.begin_anew(node);
             let state = &mut self.nodes[usize::from(node.0)];
             state.registered = false;
@@ -168,10 +172,12 @@ impl Directory {
                 announced.leave(&mut self.awaited);
             }
         }
+        current
     }
 
     /// Finds the replicas of keys on live nodes other than `asking`, at most [`REPLICAS_PER_KEY_MAX`] a key, into
-    /// `found`, which also says which keys are in slots of others and how many in partial ones. Hot: no allocation once `found` has grown.
+    /// `found`, which also says which keys are in slots of others and how many in partial ones. Hot: no allocation once
+    /// `found` has grown.
     pub fn lookup(&self, keys: &[BlockKey], live: &LiveNodes, asking: Option<NodeId>, found: &mut Found) {
         found.begin(self.nodes.iter().enumerate().map(|(number, node)| {
             let id = NodeId(u16::try_from(number).expect("node numbers have 16 bits"));

@@ -98,7 +98,9 @@ impl World {
     fn new(log_bytes: usize) -> World {
         let mut directory = Directory::new();
         directory.own(&SlotSet::ALL);
-        (1..=NODES).for_each(|node| directory.register(NodeId(node), Epoch(1)));
+        for node in 1..=NODES {
+            directory.register(NodeId(node), Epoch(1));
+        }
         let count = usize::from(NODES) + 1;
         let (epochs, sequences) = (vec![1; count], vec![0; count]);
         let mut world = World { directory, log: Log::new(LOG, log_bytes), epochs, sequences };

@@ -23,6 +23,8 @@ use super::zmtp::{self, Received, Role, ZmtpError};
 const GREETED_WITHIN: Duration = Duration::from_secs(5);
 /// A connection that takes no byte for this long is cut.
 const STALLED_AFTER: Duration = Duration::from_secs(10);
+/// Time for one replay, the wait for its turn included: 48 MiB of buffer, or a snapshot.
+const REPLAY_WITHIN: Duration = Duration::from_secs(120);
 /// Silence after which TCP asks whether the other machine is there, then the pause between such questions, and their number.
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(30);
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
@@ -179,7 +181,9 @@ async fn answer<W: AsyncWrite + Unpin>(
                 let start = start(&frames).ok_or(ZmtpError::Peer(
                     "a replay is asked for by an empty frame and 8 bytes, big endian",
                 ))?;
-                replay::answer(hub, start, &mut out).await?;
+                // Replays wait for each other: one that is read too slowly must not keep the others waiting.
+                let answered = timeout(REPLAY_WITHIN, replay::answer(hub, start, &mut out)).await;
+                answered.map_err(|_| ZmtpError::Peer("it reads a replay too slowly"))??;
             }
             Some(Received::Command(body)) => out.pong(&body).await?,
             None => return Err(ZmtpError::Peer("it is gone")),

@@ -1,7 +1,6 @@
 //! The heartbeat thread: one beat after the other to every member, on connections of its own, and nothing else.
 //!
-//! It shares only watch values and the outboxes with the link thread and never calls the sink, so nothing slow can hold
-//! a beat back.
+//! It shares only small values with the link thread and never calls the sink, so nothing slow can hold a beat back.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -64,8 +63,7 @@ async fn beat(shared: &Shared, link: &Link, granted: Granted) {
         let request = HeartbeatRequest { node: u32::from(granted.node.0), epoch: granted.epoch.0 };
         let beats = match timeout(patience, client.heartbeat(request)).await {
             Ok(Ok(reply)) if reply.get_ref().known => {
-                let version = reply.get_ref().slots_version;
-                link.tell(|outbox| outbox.heard(granted.epoch, version));
+                link.hear(granted.epoch, reply.get_ref().slots_version);
                 Beats::Answered
             }
             Ok(Ok(_)) => Beats::Unknown(granted.epoch),

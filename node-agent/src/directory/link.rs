@@ -59,6 +59,9 @@ pub(super) struct Link {
     pub(super) granted: watch::Sender<Option<Granted>>,
     pub(super) beats: watch::Sender<Beats>,
     outbox: Mutex<Outbox>,
+    /// What a beat has heard of the member's slots, for the announcer: the outbox may be locked for as long as an inventory
+    /// is copied, and beats wait for nothing.
+    heard: Mutex<Option<(Epoch, u64)>>,
     /// The outbox has something to send or to say.
     outbox_changed: Notify,
     /// The directory refused an update of this epoch: register again.
@@ -116,6 +119,7 @@ impl Link {
             granted: watch::Sender::new(None),
             beats: watch::Sender::new(Beats::Answered),
             outbox: Mutex::new(Outbox::new(queued_max)),
+            heard: Mutex::new(None),
             outbox_changed: Notify::new(),
             fenced: watch::Sender::new(None),
             up: watch::Sender::new(false),
@@ -157,6 +161,12 @@ impl Link {
     /// Changes the outbox, and has it looked at.
     pub(super) fn tell(&self, change: impl FnOnce(&mut Outbox)) {
         change(&mut self.outbox());
+        self.outbox_changed.notify_one();
+    }
+
+    /// A beat of a registration was answered, with the version of the member's slots.
+    pub(super) fn hear(&self, epoch: Epoch, version: u64) {
+        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, version));
         self.outbox_changed.notify_one();
     }
 
@@ -267,7 +277,14 @@ impl Link {
         let mut client = DirectoryService::new(self.channel.clone());
         let mut backoff = Backoff::default();
         loop {
-            let next = self.outbox().next_step();
+            let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let next = {
+                let mut outbox = self.outbox();
+                if let Some((epoch, version)) = heard {
+                    outbox.heard(epoch, version);
+                }
+                outbox.next_step()
+            };
             let sent = match next {
                 Next::Wait => {
                     self.outbox_changed.notified().await;

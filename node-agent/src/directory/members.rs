@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use reprise_agent_core::backoff::Backoff;
 use reprise_policy::shards::{MemberName, ShardMap};
@@ -182,16 +182,19 @@ async fn follow_members(
     home: &str,
     mut lists: Streaming<MemberList>,
 ) -> Result<std::convert::Infallible, Status> {
-    let mut unsure = false;
+    let mut unsure_since = None;
+    let mut name = String::new();
     loop {
+        let left = unsure_since.map(|since: Instant| UNSURE_MAX.saturating_sub(since.elapsed()));
         let list = tokio::select! {
             list = lists.message() => list?.ok_or_else(|| Status::unavailable("the stream of members ended"))?,
-            () = sleep(UNSURE_MAX), if unsure => {
+            () = sleep(left.unwrap_or_default()), if left.is_some() => {
                 return Err(Status::unavailable("the member is not sure of its own place"));
             }
-            () = silence(shared, home) => return Err(Status::unavailable("the member does not answer beats")),
+            () = silence(shared, &name) => return Err(Status::unavailable("the member does not answer beats")),
         };
-        unsure = !list.registered;
+        unsure_since = if list.registered { None } else { unsure_since.or_else(|| Some(Instant::now())) };
+        name.clone_from(&list.answering);
         if list.registered || (shared.routes.borrow().is_none() && !list.members.is_empty()) {
             take(shared, list, home);
         }
@@ -199,9 +202,9 @@ async fn follow_members(
 }
 
 /// Waits until beats to the member that is home fail.
-async fn silence(shared: &Shared, home: &str) {
-    let at_home = |link: &Arc<Link>| home.strip_prefix("http://") == Some(link.address.as_str());
-    let Some(link) = shared.links().find(at_home) else { return std::future::pending().await };
+async fn silence(shared: &Shared, name: &str) {
+    let is_home = |link: &Arc<Link>| link.name.as_str() == name;
+    let Some(link) = shared.links().find(is_home) else { return std::future::pending().await };
     let mut beats = link.beats.subscribe();
     if beats.wait_for(|beats| *beats == Beats::Failing).await.is_err() {
         std::future::pending::<()>().await;
