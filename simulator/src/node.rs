@@ -94,6 +94,9 @@ pub(crate) struct Process {
     pub(crate) fetches: BTreeMap<FetchId, Fetch>,
     pub(crate) serves: BTreeMap<ServeId, Serve>,
     pub(crate) serves_begun: u64,
+    /// Those whose connection is gone, and of which the core has not heard yet: what it sends them is dropped, as a
+    /// transport does.
+    pub(crate) serves_lost: BTreeSet<ServeId>,
     /// Connections that this agent has opened to others, by their index.
     pub(crate) peer_lines: BTreeMap<usize, LineId>,
     /// When the core's next tick is due.
@@ -164,6 +167,7 @@ impl World {
             fetches: BTreeMap::new(),
             serves: BTreeMap::new(),
             serves_begun: 0,
+            serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
             tick_at: None,
         });

@@ -133,7 +133,16 @@ impl World {
         let serves = take_where(&mut process.serves, |serve| serve.line == line);
         // All at once: what one of them frees is not in the hands of another that has ended as well.
         fetches.iter().for_each(|(_, fetch)| self.fetch_failed(node, fetch));
-        serves.iter().for_each(|(serve, _)| self.apply(node, Event::ServeAborted { serve: *serve }));
+        self.process(node).serves_lost.extend(serves.iter().map(|(serve, _)| *serve));
+        for (serve, _) in serves {
+            self.process(node).serves_lost.remove(&serve);
+            self.apply(node, Event::ServeAborted { serve });
+        }
+    }
+
+    /// Whether the core does not know yet that nobody waits for a serve any more.
+    fn is_lost(&mut self, node: usize, serve: ServeId) -> bool {
+        self.process(node).serves_lost.contains(&serve)
     }
 
     pub(crate) fn on_peer_message(&mut self, node: usize, line: LineId, message: PeerMessage) {
@@ -230,6 +239,9 @@ impl World {
         tier: Tier,
         checksums: Box<[u32]>,
     ) {
+        if self.is_lost(node, of.0) {
+            return;
+        }
         let (line, fetch, block) = self.serve_block(node, of.0, of.1);
         assert!(block.state == Sending::Open && block.checksums.is_none(), "one header per block, first");
         block.checksums = Some(checksums.clone());
@@ -238,6 +250,9 @@ impl World {
 
     pub(crate) fn serve_objects(&mut self, node: usize, objects: ServeObjects) {
         let (serve, number) = (objects.serve, objects.block);
+        if self.is_lost(node, serve) {
+            return;
+        }
         let layout = self.process(node).serves[&serve].layout;
         let (_, _, block) = self.serve_block(node, serve, number);
         assert!(block.state == Sending::Open && block.checksums.is_some(), "objects follow the header");
@@ -253,6 +268,9 @@ impl World {
     }
 
     pub(crate) fn serve_absent(&mut self, node: usize, serve: ServeId, number: u32) {
+        if self.is_lost(node, serve) {
+            return;
+        }
         let (line, fetch, block) = self.serve_block(node, serve, number);
         assert_eq!(block.state, Sending::Open, "absent is said once");
         let begun = block.checksums.is_some();
