@@ -85,9 +85,8 @@ impl DirectoryService {
                         .for_each(|slot| self.cluster.events.cleared(Scope::node_in_slot(node, slot)));
                 }
             }
-            let taken: Vec<_> = directory.taken(node, changes.range(applied.clone())).collect();
-            self.cluster.metrics.changes.inc_by(taken.len() as u64);
-            self.cluster.events.changed(node, taken);
+            let taken = directory.taken(node, changes.range(applied.clone()));
+            self.cluster.metrics.changes.inc_by(self.cluster.events.changed(node, taken));
         }
         updated
     }

@@ -69,11 +69,12 @@ impl Events {
         Events { log: Mutex::new(log), end, turns: Semaphore::new(READERS_OF_THE_DIRECTORY) }
     }
 
-    /// These changes of a node were applied. Call it under the directory's lock.
-    pub fn changed(&self, node: NodeId, changes: impl IntoIterator<Item = (BlockKey, Operation)>) {
+    /// These changes of a node were applied; how many they were. Call it under the directory's lock.
+    pub fn changed(&self, node: NodeId, changes: impl IntoIterator<Item = (BlockKey, Operation)>) -> u64 {
         let mut log = self.log();
-        log.changed(node, changes);
+        let count = log.changed(node, changes);
         self.grown(&log);
+        count
     }
 
     /// All that the directory held of this scope is void: an inventory is replaced, a node is forgotten, or a slot is another

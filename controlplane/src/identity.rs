@@ -7,7 +7,7 @@
 //!
 //! A store that is emptied, or restored from a backup, while members run gives out node numbers again that they know as
 //! others'. So every registration is conditional on the store's identity ([`Identity::unchanged`]), and a member that finds
-//! another one, or its revisions gone back, ends: the next process begins anew, and agents announce everything to it. That
+//! another one, or its revisions gone back behind where they were when it last connected, ends: the next process begins anew, and agents announce everything to it. That
 //! the random text is in a key makes the condition one of those that a [`Store`] has.
 //!
 //! Epochs of registrations begin at a number of the identity, so that no registration under one store is taken for one

@@ -50,6 +50,15 @@ impl Cluster {
         cluster
     }
 
+    /// One whose first node holds the blocks below `count`, known to the second: the engine of each.
+    fn holding(count: u64) -> (Cluster, Engine, Engine) {
+        let cluster = Cluster::start();
+        let (saver, reader) = cluster.engines();
+        saver.save_durably(&numbers(0..count));
+        wait_for_sources(&reader, &numbers(0..count), PATIENCE);
+        (cluster, saver, reader)
+    }
+
     fn agent(&self, node: &str) -> Agent {
         let control_plane = self.members.iter().map(|member| member.address().to_owned()).collect();
         self.world.agent(&AgentConfig { control_plane, ..AgentConfig::named(node) })
@@ -138,10 +147,7 @@ fn load_from_peer(engine: &Engine, numbers: &[u64]) {
 
 #[test]
 fn a_member_that_is_killed_costs_its_part_for_seconds_and_comes_back_for_it() {
-    let mut cluster = Cluster::start();
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..200));
-    wait_for_sources(&reader, &numbers(0..200), PATIENCE);
+    let (mut cluster, saver, reader) = Cluster::holding(200);
 
     cluster.members[0].kill();
     let killed = Instant::now();
@@ -163,10 +169,7 @@ fn a_member_that_is_killed_costs_its_part_for_seconds_and_comes_back_for_it() {
 
 #[test]
 fn a_member_that_pauses_is_fenced_and_serves_again_with_what_happened_meanwhile() {
-    let cluster = Cluster::start();
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..100));
-    wait_for_sources(&reader, &numbers(0..100), PATIENCE);
+    let (cluster, saver, reader) = Cluster::holding(100);
     cluster.members[1].pause();
     wait_for_sources(&reader, &numbers(0..100), FAILOVER_WITHIN);
     saver.save_durably(&numbers(100..200));
@@ -179,10 +182,7 @@ fn a_member_that_pauses_is_fenced_and_serves_again_with_what_happened_meanwhile(
 
 #[test]
 fn all_members_killed_at_once_know_everything_again_from_the_agents() {
-    let mut cluster = Cluster::start();
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..100));
-    wait_for_sources(&reader, &numbers(0..100), PATIENCE);
+    let (mut cluster, saver, reader) = Cluster::holding(100);
     cluster.members.iter_mut().for_each(ControlPlane::kill);
     // Local hits go on; what is elsewhere is a miss, and soon.
     assert_eq!(saver.load_all(&numbers(0..100), &Loading::CLUSTER), vec![Source::OwnDram; 100]);
@@ -197,10 +197,7 @@ fn all_members_killed_at_once_know_everything_again_from_the_agents() {
 
 #[test]
 fn an_agent_that_is_silent_is_not_offered_and_serves_again_when_it_goes_on() {
-    let cluster = Cluster::start();
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..50));
-    wait_for_sources(&reader, &numbers(0..50), PATIENCE);
+    let (cluster, _saver, reader) = Cluster::holding(50);
     cluster.agents[0].freeze();
     wait_until("nobody offers the silent node", NOT_OFFERED_WITHIN, || {
         cluster.members.iter().all(|member| member.offers("first") == Some(false)).then_some(())
@@ -214,10 +211,7 @@ fn an_agent_that_is_silent_is_not_offered_and_serves_again_when_it_goes_on() {
 
 #[test]
 fn without_etcd_hits_go_on_and_when_it_is_back_so_does_everything_else() {
-    let mut cluster = Cluster::start();
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..100));
-    wait_for_sources(&reader, &numbers(0..100), PATIENCE);
+    let (mut cluster, saver, reader) = Cluster::holding(100);
     cluster.etcd.kill();
     load_from_peer(&reader, &numbers(0..50));
     // The members' leases run out: from then on none of them is sure of anything.
@@ -234,10 +228,7 @@ fn without_etcd_hits_go_on_and_when_it_is_back_so_does_everything_else() {
 
 #[test]
 fn an_etcd_that_pauses_is_waited_for() {
-    let cluster = Cluster::start();
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..50));
-    wait_for_sources(&reader, &numbers(0..50), PATIENCE);
+    let (cluster, saver, reader) = Cluster::holding(50);
     cluster.etcd.pause();
     wait_until("nobody is sure of its slots", PATIENCE, || {
         reader.matches(&numbers(0..50), Scope::Cluster).is_empty().then_some(())
@@ -252,11 +243,8 @@ fn an_etcd_that_pauses_is_waited_for() {
 
 #[test]
 fn members_whose_etcd_was_emptied_end_and_their_next_processes_begin_anew() {
-    let mut cluster = Cluster::start();
+    let (mut cluster, _saver, reader) = Cluster::holding(100);
     cluster.world.require("the store was emptied or replaced");
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..100));
-    wait_for_sources(&reader, &numbers(0..100), PATIENCE);
     cluster.etcd.kill();
     cluster.etcd.wipe();
     cluster.etcd.restart();

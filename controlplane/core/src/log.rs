@@ -133,8 +133,9 @@ impl Log {
         Log { id, segments: VecDeque::new(), segment_records, segments_max, oldest: 0, next: 0 }
     }
 
-    /// Records changes of a node, in order. Hot.
-    pub fn changed(&mut self, node: NodeId, changes: impl IntoIterator<Item = (BlockKey, Operation)>) {
+    /// Records changes of a node, in order; how many they were. Hot.
+    pub fn changed(&mut self, node: NodeId, changes: impl IntoIterator<Item = (BlockKey, Operation)>) -> u64 {
+        let before_all = self.next;
         let mut changes = changes.into_iter().peekable();
         while changes.peek().is_some() {
             let segment_records = self.segment_records;
@@ -145,6 +146,7 @@ impl Log {
             let recorded = segment.len() - before;
             self.next += recorded as u64;
         }
+        self.next - before_all
     }
 
     /// Records that all that was told of a scope is void.

@@ -234,11 +234,6 @@ impl Outbox {
         self.superseded
     }
 
-    /// Slots whose changes are sent.
-    pub fn begun(&self) -> &SlotSet {
-        &self.begun
-    }
-
     /// Whether every inventory that was asked for has arrived.
     fn is_settled(&self) -> bool {
         self.asked.is_empty() && self.inventories.is_empty() && self.in_flight.is_none()

@@ -87,6 +87,21 @@ impl Agent {
     }
 }
 
+/// Two members, both of which would answer for keys that node 2 has on NVMe, and an agent that has announced them, too.
+fn two_that_know_replicas() -> (Members, Agent, Vec<BlockKey>) {
+    let members = Members::start(&["a", "b"]);
+    for fake in &members.fakes {
+        fake.write(|state| state.nodes = vec![info(2, 1, "127.0.0.1:7002")]);
+    }
+    let agent = members.agent();
+    let keys = spread(100);
+    agent.serve(&members, &keys);
+    for fake in &members.fakes {
+        fake.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 2)]))));
+    }
+    (members, agent, keys)
+}
+
 #[test]
 fn each_member_is_told_and_asked_what_is_in_its_slots() {
     let members = Members::start(&["a", "b", "c"]);
@@ -156,16 +171,7 @@ fn the_slots_of_a_member_that_dies_are_announced_to_their_new_owners_and_no_othe
 
 #[test]
 fn keys_of_a_member_that_does_not_answer_are_misses_and_the_others_are_found() {
-    let members = Members::start(&["a", "b"]);
-    for fake in &members.fakes {
-        fake.write(|state| state.nodes = vec![info(2, 1, "127.0.0.1:7002")]);
-    }
-    let agent = members.agent();
-    let keys = spread(100);
-    agent.serve(&members, &keys);
-    for fake in &members.fakes {
-        fake.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 2)]))));
-    }
+    let (members, agent, keys) = two_that_know_replicas();
     assert!(agent.found(1, &keys, LOOKUP_TIMEOUT).iter().all(|replicas| replicas.len() == 1));
     members.fakes[1].write(|state| state.lookup_mode = Mode::Stall);
     let silent = members.fakes[1].read(|state| state.owned.clone());
@@ -180,16 +186,7 @@ fn keys_of_a_member_that_does_not_answer_are_misses_and_the_others_are_found() {
 
 #[test]
 fn a_question_by_an_older_map_is_asked_again_where_the_newer_one_says() {
-    let members = Members::start(&["a", "b"]);
-    for fake in &members.fakes {
-        fake.write(|state| state.nodes = vec![info(2, 1, "127.0.0.1:7002")]);
-    }
-    let agent = members.agent();
-    let keys = spread(100);
-    agent.serve(&members, &keys);
-    for fake in &members.fakes {
-        fake.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 2)]))));
-    }
+    let (members, agent, keys) = two_that_know_replicas();
     // A third member takes slots, and no home has told yet.
     let third = Fake::start_with(0, fake::State { name: "c", ..fake::State::default() });
     third.write(|state| keys.iter().for_each(|key| drop(state.replicas.insert(*key, vec![(2, 1)]))));
