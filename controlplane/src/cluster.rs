@@ -304,5 +304,6 @@ fn info(record: &NodeRecord, state: MemberState) -> NodeInfo {
         nvme_bytes: details.nvme_bytes,
         failure_domain: details.failure_domain,
         version: details.version,
+        ..NodeInfo::default()
     }
 }

@@ -169,6 +169,19 @@ fn membership_rows() -> Vec<String> {
         nvme_bytes: 2048,
         failure_domain: failure_domain.clone(),
         version: version.clone(),
+        mode: cluster::NodeMode::Draining.into(),
+        usage: Some(cluster::NodeUsage {
+            capacity: Some(cluster::Bytes { dram: 1024, nvme: 2048 }),
+            used: Some(cluster::Bytes { dram: 1, nvme: 2 }),
+            queued_bytes: 3,
+        }),
+        drain: Some(cluster::DrainProgress {
+            drained: true,
+            walked_blocks: 4,
+            durable_blocks: 5,
+            moved_bytes: 6,
+            nowhere_blocks: 7,
+        }),
     };
     let register = cluster::RegisterRequest {
         name,
@@ -193,7 +206,9 @@ fn membership_rows() -> Vec<String> {
         ),
         row(
             "`ListNodesReply`",
-            &format!("node 7, epoch 3, alive, {words}"),
+            &format!(
+                "node 7, epoch 3, alive, {words}; draining; uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7"
+            ),
             &cluster::ListNodesReply { nodes: vec![node] },
         ),
         row(
