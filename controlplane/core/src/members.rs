@@ -13,6 +13,9 @@
 //! * A node without a peer address serves nobody: it lives and may ask, but is never offered.
 //! * A beat or registration of an older epoch changes nothing.
 //! * `Absent` nodes are known by name and number (from the store) and must register.
+//! * A node registers with every member, each time under a higher epoch. What the store says of a registration with another
+//!   member ([`Members::learn`]) tells where the node is to be reached, and neither that it lives nor which registration
+//!   is this member's: that is for its own beats and registrations to say.
 //!
 //! Beats are O(1); [`Members::expire`] is O(1) until the earliest instant at which a state can change, O(nodes) then.
 
@@ -120,6 +123,10 @@ pub struct Members {
 #[derive(Debug)]
 struct Member {
     record: NodeRecord,
+    /// The newest registration that this member has granted, or that the store had when it started.
+    fence: Epoch,
+    /// The newest one that `record.details` are of.
+    details_of: Epoch,
     state: MemberState,
     /// Last beat or registration; meaningless when absent.
     last_beat: Tick,
@@ -133,19 +140,40 @@ impl Members {
 
     /// A node that the store knows: absent until it registers.
     pub fn restore(&mut self, record: NodeRecord) {
-        let member = Member { state: MemberState::Absent, last_beat: Tick(0), record };
-        self.members.insert(member.record.node, member);
+        let fence = record.epoch;
+        self.members.insert(record.node, Member::absent(record, fence));
+    }
+
+    /// The store has a record of a registration with some member. Returns whether that was news.
+    pub fn learn(&mut self, record: NodeRecord) -> bool {
+        let Some(known) = self.members.get_mut(&record.node) else {
+            self.members.insert(record.node, Member::absent(record, Epoch(0)));
+            return true;
+        };
+        if known.details_of >= record.epoch {
+            return false;
+        }
+        known.details_of = record.epoch;
+        let news = known.record.details != record.details;
+        known.record.details = record.details;
+        if known.state == MemberState::Absent {
+            known.record.epoch = record.epoch;
+        } else if known.state == MemberState::Alive && news {
+            known.offer(&mut self.live);
+        }
+        news
     }
 
     /// A node registered; it is alive from now on.
     pub fn register(&mut self, now: Tick, record: NodeRecord) -> Result<(), StaleEpoch> {
         let (node, offered) = (record.node, record.epoch);
         if let Some(known) = self.members.get(&node)
-            && known.record.epoch >= offered
+            && known.fence >= offered
         {
-            return Err(StaleEpoch { node, offered, current: known.record.epoch });
+            return Err(StaleEpoch { node, offered, current: known.fence });
         }
-        let member = Member { record, state: MemberState::Alive, last_beat: now };
+        let member =
+            Member { record, fence: offered, details_of: offered, state: MemberState::Alive, last_beat: now };
         member.offer(&mut self.live);
         self.members.insert(node, member);
         self.expect_change(now.after(self.settings.dead_after));
@@ -228,6 +256,11 @@ impl Members {
 }
 
 impl Member {
+    fn absent(record: NodeRecord, fence: Epoch) -> Member {
+        let (details_of, state) = (record.epoch, MemberState::Absent);
+        Member { record, fence, details_of, state, last_beat: Tick(0) }
+    }
+
     /// Sets whether the living node is offered to others.
     fn offer(&self, live: &mut Arc<LiveNodes>) {
         let live = Arc::make_mut(live);
@@ -322,6 +355,35 @@ mod tests {
         assert_eq!(members.beat(Tick(1), NodeId(3), Epoch(7)), Beat::Unknown);
         assert!(members.register(Tick(1), record(3, 7)).is_err(), "its epoch was used");
         assert_eq!(members.live().count(), 0);
+    }
+
+    #[test]
+    fn a_node_that_registered_with_another_member_is_known_by_its_address_and_absent() {
+        let mut members = Members::new(SETTINGS);
+        assert!(members.learn(record(3, 7)));
+        assert!(!members.learn(record(3, 7)), "the store says so twice");
+        assert_eq!(state(&members, 3), MemberState::Absent);
+        assert_eq!(members.beat(Tick(1), NodeId(3), Epoch(7)), Beat::Unknown);
+        assert_eq!(members.live().count(), 0);
+        // Its registration with this member was in the store before that one, and is heard of behind it.
+        members.register(Tick(1), record(3, 6)).expect("this member's first");
+        assert_eq!(members.beat(Tick(2), NodeId(3), Epoch(6)), Beat::Known);
+    }
+
+    #[test]
+    fn what_the_store_says_of_a_living_node_moves_its_address_and_leaves_its_registration() {
+        let mut members = Members::new(SETTINGS);
+        members.register(Tick(0), record(1, 4)).expect("newer");
+        let at = |address: &str| NodeDetails { peer_address: address.to_owned(), ..NodeDetails::default() };
+        assert!(!members.learn(NodeRecord { details: at("old:1"), ..record(1, 3) }), "from the past");
+        assert!(members.learn(NodeRecord { details: at("new:1"), ..record(1, 6) }));
+        assert!(!members.learn(NodeRecord { details: at("between:1"), ..record(1, 5) }));
+        let (known, state) = members.get(NodeId(1)).expect("a member");
+        assert_eq!((known.details.peer_address.as_str(), known.epoch), ("new:1", Epoch(4)));
+        assert_eq!(state, MemberState::Alive);
+        assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Known);
+        assert!(members.learn(NodeRecord { details: NodeDetails::default(), ..record(1, 7) }));
+        assert!(!members.live().contains(NodeId(1)), "it serves nobody any more");
     }
 
     #[test]
