@@ -20,7 +20,7 @@ pub mod live;
 pub mod log;
 pub mod members;
 
-pub use budgets::{Amounts, Budgets, Order, Report, TenantReport};
+pub use budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
 pub use directory::{
     BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
     Operation, Replica, Standing, Update, Updated, Voided,
