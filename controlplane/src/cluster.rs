@@ -3,16 +3,22 @@
 //! Rules of the locks:
 //! * The members' lock is held for map accesses only; the directory's, for one part of a batch.
 //! * None is held across an await, nor members' and directory's at once.
+//! * The locks of modes and of the table for look-ups ([`choosing`]) are taken inside of the members', and take none
+//!   themselves; that of the moves is taken outside of them.
+//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of the members', and takes none itself.
 //! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
+
+pub(crate) mod choosing;
+mod info;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Scope,
-    StaleEpoch, Standing,
+    Amounts, Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord,
+    NodeReport, Scope, StaleEpoch, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -20,7 +26,9 @@ use tokio::sync::broadcast;
 use tonic::Status;
 
 use crate::events::Events;
+use crate::ledgers::{KnownNode, Ledgers, Presence};
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
+use choosing::{Modes, MovesRound, PeersKept};
 
 /// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
 const NODE_NEWS_MAX: usize = 4096;
@@ -36,11 +44,18 @@ pub struct Cluster {
     directory: RwLock<Directory>,
     /// Of the directory's slots; apart, so that heartbeats take no lock for it.
     slots_version: AtomicU64,
+    modes: Mutex<Modes>,
+    /// Load and failure domain of nodes, for look-ups.
+    peers: RwLock<PeersKept>,
+    /// Who gives blocks to whom, while this member decides it.
+    moves: Mutex<MovesRound>,
     node_news: broadcast::Sender<News<NodeChange>>,
     watchers: AtomicUsize,
     watchers_max: usize,
     /// The changes of the directory.
     pub events: Events,
+    /// Of the tenants whose slot is this member's.
+    pub ledgers: Ledgers,
     /// All metrics of the process.
     pub metrics: Metrics,
 }
@@ -69,10 +84,14 @@ impl Cluster {
             members: Mutex::new(Members::new(settings)),
             directory: RwLock::new(Directory::new()),
             slots_version: AtomicU64::new(0),
+            modes: Mutex::default(),
+            peers: RwLock::default(),
+            moves: Mutex::default(),
             node_news: broadcast::Sender::new(NODE_NEWS_MAX),
             watchers: AtomicUsize::new(0),
             watchers_max,
             events,
+            ledgers: Ledgers::default(),
             metrics,
         }
     }
@@ -158,6 +177,7 @@ impl Cluster {
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
         members.register(self.now(), record)?;
+        self.ledgers.register(node, epoch);
         let (record, state) = members.get(node).expect("it was just registered");
         if let Some((address, MemberState::Alive)) = before
             && address != record.details.peer_address
@@ -172,7 +192,7 @@ impl Cluster {
         }
         tracing::info!(node = node.0, name = record.name, epoch = epoch.0, "node registered");
         self.metrics.registrations.inc();
-        self.tell_node(record, state);
+        self.tell_node(&members, record, state);
         Ok(())
     }
 
@@ -183,7 +203,7 @@ impl Cluster {
         if beat == Beat::Returned {
             let (record, state) = members.get(node).expect("only members beat");
             tracing::info!(node = node.0, name = record.name, "node is back");
-            self.tell_node(record, state);
+            self.tell_node(&members, record, state);
         }
         drop(members);
         self.metrics.beat(match beat {
@@ -206,6 +226,8 @@ impl Cluster {
             if directory.forget(node, epoch) {
                 self.events.cleared(Scope::node(node));
             }
+            drop(directory);
+            self.ledgers.forget(node);
         }
         next.map(|next| next.since(now))
     }
@@ -224,7 +246,7 @@ impl Cluster {
                     let (record, state) = members.get(node).expect("only members die");
                     tracing::warn!(node = node.0, name = record.name, "node is silent: not offered any more");
                     self.metrics.deaths.inc();
-                    self.tell_node(record, state);
+                    self.tell_node(&members, record, state);
                 }
                 MemberEvent::Forgotten(node, epoch) => {
                     tracing::info!(node = node.0, epoch = epoch.0, "node forgotten: it must register again");
@@ -240,15 +262,42 @@ impl Cluster {
         self.directory_mut().sweep(SWEEP_PLACES)
     }
 
+    /// A node says how it is; `false`: it must register again.
+    pub fn report(&self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
+        let mut members = self.members();
+        let known = members.report(node, epoch, report);
+        if known {
+            self.refresh_peers(&members);
+        }
+        known
+    }
+
+    /// What living nodes have together, as they said when they registered.
+    pub fn capacity(&self) -> Amounts {
+        let members = self.members();
+        let living = members.iter().filter(|(_, state)| *state == MemberState::Alive);
+        living.fold(Amounts::default(), |sum, (record, _)| Amounts {
+            dram: sum.dram.saturating_add(record.details.dram_bytes),
+            nvme: sum.nvme.saturating_add(record.details.nvme_bytes),
+        })
+    }
+
+    /// All nodes, as ledgers want to know them.
+    pub fn known_nodes(&self) -> Vec<KnownNode> {
+        let presence = |state| if state == MemberState::Absent { Presence::Away } else { Presence::Here };
+        let members = self.members();
+        members.iter().map(|(record, state)| (record.node, record.epoch, presence(state))).collect()
+    }
+
     /// All nodes, by number.
     pub fn nodes(&self) -> Vec<NodeInfo> {
-        self.members().iter().map(|(record, state)| info(record, state)).collect()
+        self.infos(&self.members())
     }
 
     /// The nodes now and every change from now on, without a gap in between.
     pub fn watch_nodes(&self) -> (Vec<NodeInfo>, broadcast::Receiver<News<NodeChange>>) {
         let members = self.members();
-        let nodes = members.iter().map(|(record, state)| info(record, state)).collect();
+        let nodes = self.infos(&members);
         (nodes, self.node_news.subscribe())
     }
 
@@ -276,10 +325,11 @@ impl Cluster {
         let size = self.directory().size();
         let members = self.members();
         self.metrics.set_sizes(members.iter().map(|(_, state)| state), &size);
+        self.metrics.set_modes(members.iter().map(|(record, _)| self.mode_of(&record.name).mode));
     }
 
-    fn tell_node(&self, record: &NodeRecord, state: MemberState) {
-        let change = NodeChange { node: Some(info(record, state)), removed: false };
+    fn tell_node(&self, members: &Members, record: &NodeRecord, state: MemberState) {
+        let change = NodeChange { node: Some(self.info(members, record, state)), removed: false };
         let _ = self.node_news.send(News::Change(change));
     }
 }
@@ -288,22 +338,5 @@ impl Drop for WatcherSeat {
     fn drop(&mut self) {
         self.cluster.watchers.fetch_sub(1, Ordering::Relaxed);
         self.cluster.metrics.watchers.get_or_create(&WatchLabels { of: self.of }).dec();
-    }
-}
-
-fn info(record: &NodeRecord, state: MemberState) -> NodeInfo {
-    let details = record.details.clone();
-    NodeInfo {
-        node: u32::from(record.node.0),
-        name: record.name.clone(),
-        peer_address: details.peer_address,
-        admin_address: details.admin_address,
-        epoch: record.epoch.0,
-        alive: state == MemberState::Alive,
-        dram_bytes: details.dram_bytes,
-        nvme_bytes: details.nvme_bytes,
-        failure_domain: details.failure_domain,
-        version: details.version,
-        ..NodeInfo::default()
     }
 }

@@ -10,7 +10,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use reprise_controlplane_core::{DirectorySize, MemberState};
+use reprise_controlplane_core::{Amounts, DirectorySize, MemberState};
+use reprise_policy::NodeMode;
 
 use crate::shards::Shards;
 
@@ -45,6 +46,12 @@ pub struct Metrics {
     pub lookup_keys_elsewhere: Counter,
     /// Keys looked up in slots of which some node has not announced its whole inventory.
     pub lookup_keys_partial: Counter,
+    /// Keys placed.
+    place_keys: Family<PlaceLabels, Counter>,
+    /// Keys of chains that gateways asked for.
+    pub route_keys: Counter,
+    /// Of those, keys whose owner did not answer.
+    pub route_keys_unanswered: Counter,
     /// Open watch streams.
     pub watchers: Family<WatchLabels, Gauge>,
     /// Times that a watch stream fell behind.
@@ -59,8 +66,10 @@ pub struct Metrics {
     event_replays: Family<ReplayLabels, Counter>,
     /// Time of calls.
     call: Family<CallLabels, Histogram, fn() -> Histogram>,
+    modes: Family<ModeLabels, Gauge>,
     members: Gauge,
     member_registered: Gauge,
+    tenants_overcommitted: Family<RoomLabels, Gauge>,
     slots_owned: Gauge,
     slots_partial: Gauge,
     directory_keys: Gauge,
@@ -123,6 +132,53 @@ enum StateValue {
     absent,
 }
 
+/// What tenants have budgets of.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoomLabels {
+    room: RoomValue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+enum RoomValue {
+    dram,
+    nvme,
+}
+
+/// What a node is for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ModeLabels {
+    mode: ModeValue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+enum ModeValue {
+    active,
+    cordoned,
+    draining,
+}
+
+/// Outcome of placing a key.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PlaceLabels {
+    result: PlaceResult,
+}
+
+/// Outcomes of placing a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+pub enum PlaceResult {
+    /// It has replicas enough.
+    enough,
+    /// A node was named.
+    target,
+    /// No node has room for it.
+    nowhere,
+    /// Another member has to answer.
+    elsewhere,
+}
+
 /// What a stream watches.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct WatchLabels {
@@ -176,6 +232,10 @@ pub enum Call {
     update,
     /// A lookup.
     lookup,
+    /// A question where replicas go.
+    place,
+    /// A question which nodes know most of a prompt.
+    route,
 }
 
 impl Metrics {
@@ -193,6 +253,9 @@ impl Metrics {
             lookup_keys_found: Counter::default(),
             lookup_keys_elsewhere: Counter::default(),
             lookup_keys_partial: Counter::default(),
+            place_keys: Family::default(),
+            route_keys: Counter::default(),
+            route_keys_unanswered: Counter::default(),
             watchers: Family::default(),
             watch_missed: Family::default(),
             event_batches: Counter::default(),
@@ -200,7 +263,9 @@ impl Metrics {
             event_connections_refused: Counter::default(),
             event_replays: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
+            modes: Family::default(),
             members: Gauge::default(),
+            tenants_overcommitted: Family::default(),
             member_registered: Gauge::default(),
             slots_owned: Gauge::default(),
             slots_partial: Gauge::default(),
@@ -213,6 +278,7 @@ impl Metrics {
         let mut registry = Registry::with_prefix(PREFIX);
         metrics.register_membership(&mut registry);
         metrics.register_directory(&mut registry);
+        metrics.register_placement(&mut registry);
         metrics.register_events(&mut registry);
         (metrics, registry)
     }
@@ -222,6 +288,7 @@ impl Metrics {
         for result in [BeatResult::known, BeatResult::returned, BeatResult::unknown] {
             drop(self.heartbeats.get_or_create(&BeatLabels { result }));
         }
+        self.set_overcommitted(Amounts::default());
         for result in [UpdateResult::applied, UpdateResult::gap, UpdateResult::fenced, UpdateResult::invalid]
         {
             drop(self.updates.get_or_create(&UpdateLabels { result }));
@@ -233,7 +300,11 @@ impl Metrics {
         for result in [ReplayResult::kept, ReplayResult::snapshot, ReplayResult::incomplete] {
             drop(self.event_replays.get_or_create(&ReplayLabels { result }));
         }
-        for call in [Call::register, Call::update, Call::lookup] {
+        for result in [PlaceResult::enough, PlaceResult::target, PlaceResult::nowhere, PlaceResult::elsewhere]
+        {
+            drop(self.place_keys.get_or_create(&PlaceLabels { result }));
+        }
+        for call in [Call::register, Call::update, Call::lookup, Call::place, Call::route] {
             drop(self.call.get_or_create(&CallLabels { call }));
         }
     }
@@ -245,6 +316,7 @@ impl Metrics {
         registry.register("heartbeats", "Heartbeats by outcome", self.heartbeats.clone());
         registry.register("deaths", "Nodes declared dead after their silence", self.deaths.clone());
         registry.register("nodes", "Nodes by state", self.nodes.clone());
+        registry.register("node_modes", "Nodes by what they are for", self.modes.clone());
         registry.register(
             "members",
             "Members of the control plane, as this one sees them",
@@ -260,6 +332,12 @@ impl Metrics {
             "slots_partial",
             "Hash slots of this member of which some node has not announced its whole inventory",
             self.slots_partial.clone(),
+        );
+        registry.register_with_unit(
+            "tenants_overcommitted",
+            "Bytes reserved by all tenants beyond what the living nodes have",
+            Unit::Bytes,
+            self.tenants_overcommitted.clone(),
         );
         registry.register("watchers", "Open watch streams", self.watchers.clone());
         registry.register(
@@ -310,6 +388,20 @@ impl Metrics {
         );
     }
 
+    fn register_placement(&self, registry: &mut Registry) {
+        registry.register(
+            "place_keys",
+            "Keys for which a place was asked, by outcome",
+            self.place_keys.clone(),
+        );
+        registry.register("route_keys", "Keys of prompts that gateways asked for", self.route_keys.clone());
+        registry.register(
+            "route_keys_unanswered",
+            "Keys of prompts whose owner did not answer in time",
+            self.route_keys_unanswered.clone(),
+        );
+    }
+
     fn register_events(&self, registry: &mut Registry) {
         registry.register("event_batches", "Batches of KV events published", self.event_batches.clone());
         registry.register(
@@ -330,6 +422,27 @@ impl Metrics {
         self.event_replays.get_or_create(&ReplayLabels { result }).inc();
     }
 
+    /// So many keys were placed so.
+    pub fn placed(&self, result: PlaceResult, keys: u64) {
+        self.place_keys.get_or_create(&PlaceLabels { result }).inc_by(keys);
+    }
+
+    /// Sets how many nodes are for what, when somebody asks.
+    pub fn set_modes(&self, modes: impl Iterator<Item = NodeMode>) {
+        let mut counts = [(ModeValue::active, 0), (ModeValue::cordoned, 0), (ModeValue::draining, 0)];
+        for mode in modes {
+            counts[match mode {
+                NodeMode::Active => 0,
+                NodeMode::Cordoned => 1,
+                NodeMode::Draining => 2,
+            }]
+            .1 += 1;
+        }
+        for (mode, count) in counts {
+            self.modes.get_or_create(&ModeLabels { mode }).set(count);
+        }
+    }
+
     /// A call took this long.
     pub fn took(&self, call: Call, time: Duration) {
         self.call.get_or_create(&CallLabels { call }).observe(time.as_secs_f64());
@@ -343,6 +456,14 @@ impl Metrics {
     /// An update batch ended so.
     pub fn updated(&self, result: UpdateResult) {
         self.updates.get_or_create(&UpdateLabels { result }).inc();
+    }
+
+    /// By how much tenants are promised more than there is.
+    pub fn set_overcommitted(&self, bytes: Amounts) {
+        for (room, bytes) in [(RoomValue::dram, bytes.dram), (RoomValue::nvme, bytes.nvme)] {
+            let gauge = self.tenants_overcommitted.get_or_create(&RoomLabels { room });
+            gauge.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        }
     }
 
     /// Sets what this member knows of the members, when somebody asks.
@@ -400,6 +521,7 @@ mod tests {
         metrics.watchers.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
         metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
         metrics.set_sizes([MemberState::Alive].into_iter(), &DirectorySize::default());
+        metrics.set_modes([NodeMode::Active].into_iter());
         let text = text(&registry);
         let named: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
         assert!(named.iter().all(|line| line.starts_with("reprise_controlplane_")), "{text}");
@@ -408,6 +530,6 @@ mod tests {
         assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
         let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
         let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
-        assert_eq!((helps, types), (27, 27));
+        assert_eq!((helps, types), (32, 32));
     }
 }

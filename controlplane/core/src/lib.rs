@@ -21,8 +21,9 @@ pub mod live;
 pub mod log;
 pub mod members;
 pub mod rebalance;
+pub mod reports;
 
-pub use budgets::{Amounts, Budgets, Order, Report, TenantReport};
+pub use budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
 pub use directory::{
     Asker, BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
     Operation, Replica, Standing, Update, Updated, Voided,
@@ -33,3 +34,4 @@ pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
 pub use members::{
     Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, StaleEpoch,
 };
+pub use reports::{DrainProgress, NodeReport};

@@ -26,6 +26,7 @@ use std::time::Duration;
 use reprise_policy::{Epoch, NodeId, Tick};
 
 use crate::live::LiveNodes;
+use crate::reports::{DrainProgress, NodeReport};
 
 /// When a silent node is dead, and when forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,6 +131,13 @@ struct Member {
     state: MemberState,
     /// Last beat or registration; meaningless when absent.
     last_beat: Tick,
+    /// What it last said of itself in this registration.
+    report: Option<NodeReport>,
+    /// Bytes that were placed on it since.
+    placed: u64,
+    /// Revision of the mode that it was last told, and of the one that it had been told when it reported.
+    told: u64,
+    knew: u64,
 }
 
 impl Members {
@@ -141,13 +149,13 @@ impl Members {
     /// A node that the store knows: absent until it registers.
     pub fn restore(&mut self, record: NodeRecord) {
         let fence = record.epoch;
-        self.members.insert(record.node, Member::absent(record, fence));
+        self.members.insert(record.node, Member::new(record, fence, (MemberState::Absent, Tick(0))));
     }
 
     /// The store has a record of a registration with some member. Returns whether that was news.
     pub fn learn(&mut self, record: NodeRecord) -> bool {
         let Some(known) = self.members.get_mut(&record.node) else {
-            self.members.insert(record.node, Member::absent(record, Epoch(0)));
+            self.members.insert(record.node, Member::new(record, Epoch(0), (MemberState::Absent, Tick(0))));
             return true;
         };
         if known.details_of >= record.epoch {
@@ -172,8 +180,7 @@ impl Members {
         {
             return Err(StaleEpoch { node, offered, current: known.fence });
         }
-        let member =
-            Member { record, fence: offered, details_of: offered, state: MemberState::Alive, last_beat: now };
+        let member = Member::new(record, offered, (MemberState::Alive, now));
         member.offer(&mut self.live);
         self.members.insert(node, member);
         self.expect_change(now.after(self.settings.dead_after));
@@ -198,6 +205,44 @@ impl Members {
                 Beat::Returned
             }
         }
+    }
+
+    /// A node says how it is; whether that is its current registration. No sign of life: beats are.
+    pub fn report(&mut self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
+        let member = self.members.get_mut(&node).filter(|member| member.record.epoch == epoch);
+        let Some(member) = member.filter(|member| member.state != MemberState::Absent) else { return false };
+        (member.report, member.placed, member.knew) = (Some(report), 0, member.told);
+        true
+    }
+
+    /// A node is told its mode, of a revision of the store.
+    pub fn tell_mode(&mut self, node: NodeId, revision: u64) {
+        if let Some(member) = self.members.get_mut(&node) {
+            member.told = revision;
+        }
+    }
+
+    /// How far a node has come with the drain of this revision; `None` before it has reported in the knowledge of it.
+    pub fn drain_of(&self, node: NodeId, revision: u64) -> Option<DrainProgress> {
+        let member = self.members.get(&node).filter(|member| member.knew == revision)?;
+        member.report.as_ref().map(|report| report.drain)
+    }
+
+    /// Bytes were placed on a node: it has less room until it reports.
+    pub fn place(&mut self, node: NodeId, bytes: u64) {
+        if let Some(member) = self.members.get_mut(&node) {
+            member.placed = member.placed.saturating_add(bytes);
+        }
+    }
+
+    /// Bytes that were placed on a node since it reported.
+    pub fn placed_on(&self, node: NodeId) -> u64 {
+        self.members.get(&node).map_or(0, |member| member.placed)
+    }
+
+    /// What a node last said of itself in its current registration.
+    pub fn report_of(&self, node: NodeId) -> Option<&NodeReport> {
+        self.members.get(&node)?.report.as_ref()
     }
 
     /// Finds those that have been silent too long. A node silent for long enough dies and is forgotten at once.
@@ -256,9 +301,9 @@ impl Members {
 }
 
 impl Member {
-    fn absent(record: NodeRecord, fence: Epoch) -> Member {
-        let (details_of, state) = (record.epoch, MemberState::Absent);
-        Member { record, fence, details_of, state, last_beat: Tick(0) }
+    fn new(record: NodeRecord, fence: Epoch, (state, last_beat): (MemberState, Tick)) -> Member {
+        let details_of = record.epoch;
+        Member { record, fence, details_of, state, last_beat, report: None, placed: 0, told: 0, knew: 0 }
     }
 
     /// Sets whether the living node is offered to others.
@@ -273,166 +318,4 @@ impl Member {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const SETTINGS: MemberSettings =
-        MemberSettings { dead_after: Duration::from_micros(15), forget_after: Duration::from_micros(60) };
-
-    fn record(node: u16, epoch: u64) -> NodeRecord {
-        NodeRecord {
-            node: NodeId(node),
-            name: format!("n{node}"),
-            epoch: Epoch(epoch),
-            details: NodeDetails { peer_address: "host:1".to_owned(), ..NodeDetails::default() },
-        }
-    }
-
-    fn state(members: &Members, node: u16) -> MemberState {
-        members.get(NodeId(node)).expect("a member").1
-    }
-
-    #[test]
-    fn a_silent_node_dies_is_forgotten_and_must_register_again() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(100), record(1, 1)).expect("newer");
-        assert!(members.expire(Tick(114)).is_empty());
-        assert!(members.live().contains(NodeId(1)));
-        assert_eq!(members.expire(Tick(115)), [MemberEvent::Died(NodeId(1))]);
-        assert!(!members.live().contains(NodeId(1)));
-        assert_eq!(members.next_deadline(), Some(Tick(160)));
-        assert_eq!(members.expire(Tick(160)), [MemberEvent::Forgotten(NodeId(1), Epoch(1))]);
-        assert_eq!(members.beat(Tick(161), NodeId(1), Epoch(1)), Beat::Unknown);
-        assert_eq!(members.next_deadline(), None);
-        members.register(Tick(162), record(1, 2)).expect("newer");
-        assert_eq!(members.beat(Tick(163), NodeId(1), Epoch(2)), Beat::Known);
-    }
-
-    #[test]
-    fn a_dead_node_that_beats_again_is_offered_again() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        assert_eq!(members.expire(Tick(20)).len(), 1);
-        assert_eq!(members.beat(Tick(30), NodeId(1), Epoch(1)), Beat::Returned);
-        assert!(members.live().contains(NodeId(1)));
-        assert_eq!(
-            members.expire(Tick(45)),
-            [MemberEvent::Died(NodeId(1))],
-            "silence counts from the last beat"
-        );
-    }
-
-    #[test]
-    fn a_node_that_serves_nobody_lives_but_is_not_offered() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        let silent = NodeRecord { details: NodeDetails::default(), ..record(1, 2) };
-        members.register(Tick(1), silent).expect("newer");
-        assert_eq!((state(&members, 1), members.live().contains(NodeId(1))), (MemberState::Alive, false));
-        members.expire(Tick(20));
-        assert_eq!(members.beat(Tick(21), NodeId(1), Epoch(2)), Beat::Returned);
-        assert!(!members.live().contains(NodeId(1)));
-    }
-
-    #[test]
-    fn an_older_registration_neither_beats_nor_registers() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 5)).expect("newer");
-        assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Unknown);
-        assert_eq!(members.beat(Tick(1), NodeId(2), Epoch(5)), Beat::Unknown);
-        let refused = members.register(Tick(1), record(1, 5)).expect_err("not newer");
-        assert_eq!((refused.offered, refused.current), (Epoch(5), Epoch(5)));
-        members.register(Tick(1), record(1, 6)).expect("newer");
-    }
-
-    #[test]
-    fn a_restored_node_is_known_but_absent() {
-        let mut members = Members::new(SETTINGS);
-        members.restore(record(3, 7));
-        assert_eq!(state(&members, 3), MemberState::Absent);
-        assert_eq!(members.beat(Tick(1), NodeId(3), Epoch(7)), Beat::Unknown);
-        assert!(members.register(Tick(1), record(3, 7)).is_err(), "its epoch was used");
-        assert_eq!(members.live().count(), 0);
-    }
-
-    #[test]
-    fn a_node_that_registered_with_another_member_is_known_by_its_address_and_absent() {
-        let mut members = Members::new(SETTINGS);
-        assert!(members.learn(record(3, 7)));
-        assert!(!members.learn(record(3, 7)), "the store says so twice");
-        assert_eq!(state(&members, 3), MemberState::Absent);
-        assert_eq!(members.beat(Tick(1), NodeId(3), Epoch(7)), Beat::Unknown);
-        assert_eq!(members.live().count(), 0);
-        // Its registration with this member was in the store before that one, and is heard of behind it.
-        members.register(Tick(1), record(3, 6)).expect("this member's first");
-        assert_eq!(members.beat(Tick(2), NodeId(3), Epoch(6)), Beat::Known);
-    }
-
-    #[test]
-    fn what_the_store_says_of_a_living_node_moves_its_address_and_leaves_its_registration() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 4)).expect("newer");
-        let at = |address: &str| NodeDetails { peer_address: address.to_owned(), ..NodeDetails::default() };
-        assert!(!members.learn(NodeRecord { details: at("old:1"), ..record(1, 3) }), "from the past");
-        assert!(members.learn(NodeRecord { details: at("new:1"), ..record(1, 6) }));
-        assert!(!members.learn(NodeRecord { details: at("between:1"), ..record(1, 5) }));
-        let (known, state) = members.get(NodeId(1)).expect("a member");
-        assert_eq!((known.details.peer_address.as_str(), known.epoch), ("new:1", Epoch(4)));
-        assert_eq!(state, MemberState::Alive);
-        assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Known);
-        assert!(members.learn(NodeRecord { details: NodeDetails::default(), ..record(1, 7) }));
-        assert!(!members.live().contains(NodeId(1)), "it serves nobody any more");
-    }
-
-    #[test]
-    fn a_lookup_keeps_the_set_of_nodes_it_began_with() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        let before = members.live();
-        members.expire(Tick(15));
-        assert!(before.contains(NodeId(1)) && !members.live().contains(NodeId(1)));
-    }
-
-    proptest! {
-        /// Against the definition: alive exactly when the last accepted sign of life is younger than `dead_after`.
-        #[test]
-        fn a_node_is_live_exactly_while_its_last_beat_is_young(
-            steps in prop::collection::vec((0u8..4, 1u16..4, 0u64..20), 1..200),
-        ) {
-            let mut members = Members::new(SETTINGS);
-            let mut last: BTreeMap<u16, (u64, u64)> = BTreeMap::new(); // node → epoch, last sign of life
-            let mut now = 0;
-            for (operation, node, wait) in steps {
-                now += wait;
-                for event in members.expire(Tick(now)) {
-                    if let MemberEvent::Forgotten(gone, epoch) = event {
-                        prop_assert!(now - last[&gone.0].1 >= 60);
-                        prop_assert_eq!(epoch, Epoch(last[&gone.0].0));
-                    }
-                }
-                let epoch = last.get(&node).map_or(0, |known| known.0);
-                if operation == 0 {
-                    prop_assert!(members.register(Tick(now), record(node, epoch + 1)).is_ok());
-                    last.insert(node, (epoch + 1, now));
-                } else {
-                    let beat = members.beat(Tick(now), NodeId(node), Epoch(epoch));
-                    let silence = last.get(&node).map(|known| now - known.1);
-                    prop_assert_eq!(beat, match silence {
-                        Some(0..15) => Beat::Known,
-                        Some(15..60) => Beat::Returned,
-                        _ => Beat::Unknown,
-                    });
-                    if beat != Beat::Unknown {
-                        last.insert(node, (epoch, now));
-                    }
-                }
-                for (node, (_, sign)) in &last {
-                    prop_assert_eq!(members.live().contains(NodeId(*node)), now - sign < 15);
-                }
-                prop_assert!(members.next_deadline().is_none_or(|next| next > Tick(now)));
-            }
-        }
-    }
-}
+mod tests;

@@ -139,7 +139,6 @@ impl AgentCore {
                 self.join_fill(id, block, frame);
                 continue;
             }
-            let Some(key) = self.load_key(id, block) else { return };
             let Some((node, others)) = self.choose_peer(replicas) else {
                 self.lose_block(id, block, otherwise);
                 continue;
@@ -172,10 +171,6 @@ impl AgentCore {
             let fetch = FetchId(self.fetches);
             self.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
         }
-    }
-
-    fn load_key(&self, id: SlabId, block: u32) -> Option<BlockKey> {
-        self.loads.get(id).map(|load| load.keys[block as usize])
     }
 
     fn look_here(&self, id: SlabId, block: u32) -> Here {
