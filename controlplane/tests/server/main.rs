@@ -7,6 +7,7 @@ mod events;
 mod harness;
 mod kv_events;
 mod membership;
+mod placement;
 mod restart;
 mod tenants;
 mod watches;
