@@ -126,12 +126,19 @@ impl Ledgers {
         self.inner().ledgers.values_mut().for_each(|ledger| ledger.budgets.forget(node));
     }
 
-    /// A node reports; returns its orders. `incarnation` is that of this member in a map in which its place is certain.
-    pub fn report(&self, incarnation: u64, (node, epoch): (NodeId, Epoch), said: &[Said]) -> Vec<Order> {
+    /// A node reports; returns its orders. `place` is this member's.
+    pub fn report(
+        &self,
+        place: &OwnPlace<'_>,
+        budgets: &BTreeMap<TenantName, Budget>,
+        (node, epoch): (NodeId, Epoch),
+        said: &[Said],
+    ) -> Vec<Order> {
         let mut inner = self.inner();
-        if inner.incarnation != Some(incarnation) {
+        if inner.incarnation != Some(place.incarnation) {
             return Vec::new();
         }
+        inner.ledgers.retain(|tenant, _| budgets.contains_key(tenant) && place.owns(tenant));
         let mut orders = Vec::new();
         for (tenant, ledger) in &mut inner.ledgers {
             let of_tenant = |said: &&Said| match said {

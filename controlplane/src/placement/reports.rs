@@ -21,19 +21,18 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
     let mut orders = Vec::new();
     if let Some(view) = service.shards.certain_map()
         && let Some(incarnation) = service.shards.incarnation(&view)
+        && let Some(budgets) = service.tenants.budgets()
     {
-        let made = service.cluster.ledgers.report(incarnation, (node, epoch), &said);
-        orders.extend(made.iter().map(order));
         let place = OwnPlace { view: &view, name: service.shards.name(), incarnation };
-        if let Some(budgets) = service.tenants.budgets() {
-            let ended = said.iter().filter_map(|said| match said {
-                Said::Here(report) if report.version > 0 => Some(report),
-                Said::Here(_) | Said::Elsewhere(_) => None,
-            });
-            let ended =
-                ended.filter(|report| place.owns(&report.tenant) && !budgets.contains_key(&report.tenant));
-            orders.extend(ended.filter_map(no_budget));
-        }
+        let made = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &said);
+        orders.extend(made.iter().map(order));
+        let ended = said.iter().filter_map(|said| match said {
+            Said::Here(report) if report.version > 0 => Some(report),
+            Said::Here(_) | Said::Elsewhere(_) => None,
+        });
+        let ended =
+            ended.filter(|report| place.owns(&report.tenant) && !budgets.contains_key(&report.tenant));
+        orders.extend(ended.filter_map(no_budget));
     }
     let r#move = service.decides_moves().then(|| service.cluster.move_of(node)).flatten();
     Ok(ReportReply { orders, r#move, ..service.cluster.directions(node) })
