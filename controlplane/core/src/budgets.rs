@@ -343,7 +343,8 @@ impl Share {
     /// Takes what a node says; `before` is its registration with the ledger before this one, in its first report.
     fn take(&mut self, report: &TenantReport, before: Option<Epoch>) {
         let held = report.limit.max(report.used);
-        let by_order = |epoch: Epoch| report.version > version_base(epoch) && same_epoch(report.version, epoch);
+        let by_order =
+            |epoch: Epoch| report.version > version_base(epoch) && same_epoch(report.version, epoch);
         if before.is_some_and(by_order) {
             (self.granted, self.charged) = (Some(report.limit), self.charged.max(held));
         }
