@@ -85,6 +85,11 @@ impl ControlPlane {
     pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
         config.check()?;
         let store = open_store(config.store.clone()).await?;
+        ControlPlane::start_on(store, config).await
+    }
+
+    /// The same on a store that is open: several members of one process can share it.
+    pub async fn start_on(store: Arc<dyn Store>, config: Config) -> anyhow::Result<ControlPlane> {
         let identity = Identity::of(store.as_ref()).await.context("cannot read the identity of the store")?;
         let registry = Registry::new(store.clone(), identity.clone());
         let known = registry.nodes().await.context("cannot read the node records")?;

@@ -9,5 +9,6 @@ mod kv_events;
 mod membership;
 mod placement;
 mod restart;
+mod several;
 mod tenants;
 mod watches;
