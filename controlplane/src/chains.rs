@@ -26,7 +26,7 @@ use crate::directory::{DirectoryService, REPLICA_BYTES};
 use crate::shards::{MemberView, Shards};
 
 /// For the answers of all members.
-const ANSWERED_WITHIN: Duration = Duration::from_millis(200);
+pub(crate) const ANSWERED_WITHIN: Duration = Duration::from_millis(200);
 /// Members asked at once: their answers to a chain are 64 × 512 KiB at the most.
 const ASKED_AT_ONCE: usize = 64;
 

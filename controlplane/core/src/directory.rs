@@ -37,7 +37,7 @@ use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 use crate::live::LiveNodes;
 use announced::{Announced, Awaited};
 pub use changes::{BadChanges, Changes, Operation};
-pub use found::{Asker, Found, Replica};
+pub use found::{Asker, CONSIDERED_MAX, Found, Replica};
 pub use ownership::Standing;
 pub use reading::{Cursor, HeldReplica};
 use table::{Entry, Table};

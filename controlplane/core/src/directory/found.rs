@@ -9,7 +9,7 @@ use super::table::Entry;
 
 /// Replicas of one key that are looked at, at the most: of a block that more nodes hold any of these will do, and a look-up
 /// of such keys costs no more than of others.
-const CONSIDERED_MAX: usize = 64;
+pub const CONSIDERED_MAX: usize = 64;
 
 /// Who asks, and what is known of those that may answer.
 #[derive(Clone, Copy, Debug)]
