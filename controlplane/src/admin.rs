@@ -112,10 +112,10 @@ async fn readiness(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
 async fn nodes(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     admin.cluster.expire();
     let nodes = admin.cluster.nodes().into_iter().map(|node| NodeView {
+        mode: mode(node.mode()),
         node: node.node,
         name: node.name,
         alive: node.alive,
-        mode: mode(node.mode()),
         epoch: node.epoch,
         peer_address: node.peer_address,
         admin_address: node.admin_address,
