@@ -25,7 +25,7 @@ use reprise_policy::{NamespaceDigest, SessionId};
 
 use crate::checker::Checker;
 use crate::device::{Command, Device, Unsent, read_error};
-use crate::directory::DirectoryClient;
+use crate::directory::{DirectoryClient, OwnState};
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
 use crate::session::{Peer, Session};
@@ -94,6 +94,13 @@ struct Fetching {
 }
 
 impl Executor {
+    /// Tells the control plane how this node is.
+    pub(crate) fn tell_state(&self, state: OwnState) {
+        if self.parts.clustered == Clustered::Yes {
+            self.parts.directory.set_own_state(state);
+        }
+    }
+
     pub(crate) fn new(parts: ExecutorParts) -> Executor {
         Executor { parts, sessions: HashMap::new(), feedback: VecDeque::new(), fetches: HashMap::new() }
     }

@@ -21,6 +21,7 @@ use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_policy::tenant::TenantRegistry;
 use reprise_transport::{TcpSettings, TcpTransport};
 use serde::Serialize;
 
@@ -112,7 +113,8 @@ impl Runtime {
             .as_ref()
             .map(|peers| listen_for_peers(&settings, peers, &inbox, &arena))
             .transpose()?;
-        let directory = Arc::new(start_directory(&settings, &infos, &admin, port.as_ref(), &inbox)?);
+        let directory =
+            Arc::new(start_directory(&settings, &infos, &admin, port.as_ref(), (&inbox, tenants.clone()))?);
         let clustered = if settings.controlplane.is_some() { Clustered::Yes } else { Clustered::StandAlone };
         let peers = port.as_ref().map(|port| port.peers.clone());
         let parts = ExecutorParts {
@@ -262,7 +264,7 @@ fn start_directory(
     devices: &[DeviceInfo],
     admin: &AdminPort,
     port: Option<&PeerPort>,
-    inbox: &Inbox,
+    (inbox, tenants): (&Inbox, Arc<Mutex<TenantRegistry>>),
 ) -> Result<DirectoryClient, AgentError> {
     let registration = Registration {
         name: settings.node.name.clone(),
@@ -280,6 +282,7 @@ fn start_directory(
         call_timeout: CALL_TIMEOUT,
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
+        tenants,
     };
     DirectoryClient::start(directory, directory_sink(inbox.clone())).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot start the client of the control plane").because(error)
@@ -292,6 +295,8 @@ fn directory_sink(inbox: Inbox) -> DirectorySink {
         let event = match event {
             DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
+            DirectoryEvent::Budget(grant) => Event::Budget(grant),
+            DirectoryEvent::Mode { .. } | DirectoryEvent::Move(_) => return,
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
             DirectoryEvent::Registered { member, node, epoch } => {
                 tracing::info!(member, node = node.0, epoch = epoch.0, "registered with the control plane");

@@ -56,11 +56,13 @@ mod suspects;
 mod tenants;
 mod tickets;
 mod timers;
+mod usage;
 mod writeback;
 
 pub use counters::Counters;
 pub use settings::Settings;
 pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
+pub use usage::NodeUsage;
 
 use arena::Arena;
 use devices::Devices;

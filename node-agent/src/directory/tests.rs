@@ -5,6 +5,7 @@
 
 mod fake;
 mod many;
+mod reports;
 
 use std::sync::mpsc;
 
@@ -38,6 +39,7 @@ fn settings(endpoint: String) -> DirectorySettings {
         call_timeout: Duration::from_millis(500),
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
+        tenants: Arc::default(),
     }
 }
 

@@ -338,9 +338,18 @@ impl AgentCore {
 
     /// Nothing will ever make room for the blocks of a lane.
     fn give_up(&mut self, lane: Lane) {
+        let is_limited = self.devices.can_hold(lane.slot_bytes) && !self.may_be_saved(lane);
         while let Some(record) = self.writeback.queue.pop(lane) {
+            if is_limited {
+                self.count_limited(lane);
+            }
             self.end_unsaved(record, ItemEnd::Lost);
         }
+    }
+
+    /// A block of a lane is not saved because its tenant's limit is below one block: what the tenant would have liked to have.
+    pub(super) fn count_limited(&mut self, lane: Lane) {
+        self.tenants.get_mut(lane.tenant).counts.nvme_limited_bytes += lane.slot_bytes;
     }
 
     /// A block is durable or never will be: either way its frame is clean.
