@@ -99,7 +99,9 @@ pub(crate) fn drain(args: &DrainArgs, config: &Config, audience: Audience) -> an
         set(&addresses, node, NodeMode::Draining, audience).await?;
         match args.wait {
             None => {
-                audience.say(format!("`reprise status` shows how far it is; `reprise uncordon {node}` takes it back"));
+                audience.say(format!(
+                    "`reprise status` shows how far it is; `reprise uncordon {node}` takes it back"
+                ));
                 Ok(())
             }
             Some(bound) => wait(&addresses, node, bound.map(|bound| bound.0), audience).await,
@@ -141,9 +143,7 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 fn addresses(args: &ModeArgs, config: &Config) -> anyhow::Result<Vec<String>> {
     match &args.controlplane {
         Some(address) => Ok(vec![address.clone()]),
-        None => {
-            Ok(ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses())
-        }
+        None => Ok(ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses()),
     }
 }
 
@@ -233,7 +233,9 @@ fn not_drained(node: &str, look: &Look, bound: Duration) -> String {
              they are computed again",
             progress.nowhere_blocks
         ),
-        _ => format!("{node} is not drained after {bound:?}; it goes on: wait longer, or see `reprise status`"),
+        _ => {
+            format!("{node} is not drained after {bound:?}; it goes on: wait longer, or see `reprise status`")
+        }
     }
 }
 
@@ -301,7 +303,12 @@ mod tests {
     }
 
     fn halfway() -> DrainProgress {
-        DrainProgress { walked_blocks: 5, durable_blocks: 10, moved_bytes: 3 << 20, ..DrainProgress::default() }
+        DrainProgress {
+            walked_blocks: 5,
+            durable_blocks: 10,
+            moved_bytes: 3 << 20,
+            ..DrainProgress::default()
+        }
     }
 
     #[test]
@@ -327,7 +334,10 @@ mod tests {
         assert_eq!(drain_text(&stuck), "5 of 10 blocks walked, 3.0 MiB given away, 7 have nowhere to go");
         let look = look(&[node(NodeMode::Draining, Some(stuck))], "a").expect("drains");
         let words = not_drained("a", &look, Duration::from_secs(60));
-        assert!(words.contains("7 of its blocks have nowhere to go") && words.contains("uncordon"), "{words}");
+        assert!(
+            words.contains("7 of its blocks have nowhere to go") && words.contains("uncordon"),
+            "{words}"
+        );
         assert!(not_drained("a", &Look::Unheard, Duration::from_secs(60)).contains("goes on"));
     }
 }

@@ -246,7 +246,7 @@ impl Cluster {
                     let (record, state) = members.get(node).expect("only members die");
                     tracing::warn!(node = node.0, name = record.name, "node is silent: not offered any more");
                     self.metrics.deaths.inc();
-                    self.tell_node(&members, record, state);
+                    self.tell_node(members, record, state);
                 }
                 MemberEvent::Forgotten(node, epoch) => {
                     tracing::info!(node = node.0, epoch = epoch.0, "node forgotten: it must register again");

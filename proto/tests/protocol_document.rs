@@ -347,7 +347,9 @@ fn the_examples_of_membership_directory_placement_and_events_are_their_bytes() {
 
 #[test]
 fn every_message_with_fields_has_its_part_in_an_example() {
-    let rows = [session_rows(), membership_rows(), directory_rows(), placement::rows(), event_rows()].concat().join("\n");
+    let rows = [session_rows(), membership_rows(), directory_rows(), placement::rows(), event_rows()]
+        .concat()
+        .join("\n");
     // Carried by others, or by every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
     let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "Position"];

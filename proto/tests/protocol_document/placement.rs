@@ -92,15 +92,10 @@ fn question_rows() -> Vec<String> {
         map_epoch: 12,
         elsewhere: vec![1],
     };
-    let node =
-        cluster::RoutedNode { node: 7, name: "n".to_owned(), run: 2, dram_run: 1, queued_bytes: 300 };
+    let node = cluster::RoutedNode { node: 7, name: "n".to_owned(), run: 2, dram_run: 1, queued_bytes: 300 };
     let routed = cluster::RouteReply { nodes: vec![node], cluster_run: 3, unanswered: 4, partial: 5 };
     vec![
-        row(
-            "`PlaceRequest`",
-            "holder 7, epoch 3; 16 × 11, 16 × 11 of 8 KiB each; moves to node 258",
-            &place,
-        ),
+        row("`PlaceRequest`", "holder 7, epoch 3; 16 × 11, 16 × 11 of 8 KiB each; moves to node 258", &place),
         row("`PlaceReply`", "fenced; node 258; nowhere; map epoch 12; key 1 elsewhere", &placed),
         row(
             "`RouteRequest`",

@@ -6,7 +6,7 @@
 
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
-use reprise_policy::{BlockKey, Layout, NodeId};
+use reprise_policy::{Layout, NodeId};
 
 use super::AgentCore;
 use super::fills::{Origin, Waiter};
@@ -260,8 +260,8 @@ impl AgentCore {
         };
         let candidates: Vec<Candidate> = replicas.iter().map(candidate).collect();
         let suspect = |node| self.peers.is_suspect(node, self.now);
-        let Candidate { node, .. } = routing::soonest(&candidates, suspect)
-            .or_else(|| routing::soonest(&candidates, |_| false))?;
+        let Candidate { node, .. } =
+            routing::soonest(&candidates, suspect).or_else(|| routing::soonest(&candidates, |_| false))?;
         replicas.retain(|replica| replica.node != node);
         Some((node, replicas))
     }

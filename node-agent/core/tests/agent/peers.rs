@@ -26,7 +26,9 @@ impl Peers {
                 Some((_, tier)) if !rng.chance(lies_permille) => {
                     found.push(Replica { node: *node, tier: *tier, load });
                 }
-                None if rng.chance(lies_permille) => found.push(Replica { node: *node, tier: Tier::Dram, load }),
+                None if rng.chance(lies_permille) => {
+                    found.push(Replica { node: *node, tier: Tier::Dram, load });
+                }
                 _ => {}
             }
         }
