@@ -8,8 +8,8 @@ use reprise_controlplane::server::ControlPlane;
 use reprise_controlplane_store::{MemoryStore, Store, Transaction, Write};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
-    ListMembersRequest, ListNodesRequest, NodeInfo, NodeMode, PlaceReason, PlaceRequest, ReportRequest,
-    RouteReply, RouteRequest, SetNodeRequest,
+    Bytes, ListMembersRequest, ListNodesRequest, NodeInfo, NodeMode, NodeUsage, PlaceReason, PlaceRequest,
+    ReportRequest, RouteReply, RouteRequest, SetNodeRequest,
 };
 use tonic::transport::Channel;
 
@@ -150,6 +150,45 @@ async fn keys_of_a_member_that_does_not_answer_are_counted_in_time_and_end_no_no
     let run = reply.nodes[0].run;
     assert!(run + reply.unanswered >= KEYS as u32 && run > reply.cluster_run, "{reply:?}");
     a.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_member_alone_tells_a_full_node_to_give_to_an_empty_one() {
+    let store = store();
+    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    listed(&a, 2).await;
+    listed(&b, 2).await;
+    let mut deciders = 0;
+    for member in [&a, &b] {
+        let (full, empty) =
+            (Node::register_only(member, "full").await, Node::register_only(member, "empty").await);
+        let report = |node: &Node, nvme: u64| ReportRequest {
+            node: node.granted.node,
+            epoch: node.granted.epoch,
+            usage: Some(NodeUsage {
+                capacity: Some(Bytes { dram: 0, nvme: 1 << 30 }),
+                used: Some(Bytes { dram: 0, nvme }),
+                queued_bytes: 0,
+            }),
+            ..ReportRequest::default()
+        };
+        let mut placement = placement(member).await;
+        placement.report(report(&empty, 0)).await.expect("answered");
+        // The decision is at most a second old when it is told.
+        let give_up = Instant::now() + Duration::from_millis(1500);
+        while Instant::now() < give_up {
+            let told = placement.report(report(&full, 1 << 29)).await.expect("answered").into_inner().r#move;
+            if let Some(told) = told {
+                assert_eq!((told.to, told.bytes), (empty.granted.node, 1 << 28));
+                deciders += 1;
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    assert_eq!(deciders, 1);
+    a.shutdown().await;
+    b.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
