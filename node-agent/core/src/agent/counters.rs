@@ -155,6 +155,48 @@ counters! {
     serve_bytes,
     /// Gauge: requests of peers under way.
     serves_in_flight,
+    /// Blocks that became hot: peers read them often within a window.
+    hot_blocks,
+    /// Of these, blocks that a peer has taken.
+    hot_blocks_given,
+    /// Questions to the control plane where blocks go.
+    places,
+    /// Keys in them.
+    place_keys,
+    /// Questions without an answer.
+    place_failures,
+    /// Keys for which no node had room, or which none took.
+    place_keys_nowhere,
+    /// Offers made to peers.
+    offers,
+    /// Keys in them.
+    offer_keys,
+    /// Keys that a peer has taken.
+    offer_keys_taken,
+    /// Offers without an answer.
+    offer_failures,
+    /// Blocks dropped from NVMe because they have moved to another node.
+    moved_blocks,
+    /// Their slot bytes, header pages included.
+    moved_bytes,
+    /// Offers of peers.
+    peer_offers,
+    /// Keys in them.
+    peer_offer_keys,
+    /// Keys that were taken.
+    peer_offer_keys_taken,
+    /// Blocks fetched because a peer has offered them.
+    pulled_blocks,
+    /// Their payload bytes.
+    pulled_bytes,
+    /// Blocks that were taken and not fetched, because there was no room in time.
+    pulls_dropped,
+    /// Gauge: blocks that were taken and wait to be fetched.
+    pulls_waiting,
+    /// Gauge: slot bytes of blocks that are being fetched or written because a peer has offered them.
+    pulls_in_flight_bytes,
+    /// Blocks that became durable because a peer has offered them.
+    taken_blocks_stored,
     /// Changes told to the directory.
     announced_changes,
     /// Gauge: bytes of the arena's regions.

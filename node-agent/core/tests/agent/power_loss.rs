@@ -21,6 +21,7 @@ const QUIET: Faults = Faults {
     refused: 0,
     fetch: 60,
     lookup: 80,
+    place: 0,
     check: 0,
     directory_lies: 60,
     device_lost: 0,
