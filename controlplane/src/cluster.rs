@@ -3,6 +3,7 @@
 //! Rules of the locks:
 //! * The members' lock is held for map accesses only; the directory's, for one part of a batch.
 //! * None is held across an await, nor members' and directory's at once.
+//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of the members', and takes none itself.
 //! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
 
@@ -11,16 +12,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Scope,
-    StaleEpoch, Standing,
+    Amounts, Beat, Directory, DrainProgress, LiveNodes, MemberEvent, MemberSettings, MemberState, Members,
+    NodeRecord, NodeReport, Scope, StaleEpoch, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
-use reprise_proto::controlplane::{NodeChange, NodeInfo};
+use reprise_proto::controlplane::{NodeChange, NodeInfo, NodeMode, NodeUsage, ReportReply};
 use tokio::sync::broadcast;
 use tonic::Status;
 
 use crate::events::Events;
+use crate::ledgers::{KnownNode, Ledgers, Presence};
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
+use crate::placement::bytes;
 
 /// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
 const NODE_NEWS_MAX: usize = 4096;
@@ -41,6 +44,8 @@ pub struct Cluster {
     watchers_max: usize,
     /// The changes of the directory.
     pub events: Events,
+    /// Of the tenants whose slot is this member's.
+    pub ledgers: Ledgers,
     /// All metrics of the process.
     pub metrics: Metrics,
 }
@@ -73,6 +78,7 @@ impl Cluster {
             watchers: AtomicUsize::new(0),
             watchers_max,
             events,
+            ledgers: Ledgers::default(),
             metrics,
         }
     }
@@ -158,6 +164,7 @@ impl Cluster {
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
         members.register(self.now(), record)?;
+        self.ledgers.register(node, epoch);
         let (record, state) = members.get(node).expect("it was just registered");
         if let Some((address, MemberState::Alive)) = before
             && address != record.details.peer_address
@@ -206,6 +213,8 @@ impl Cluster {
             if directory.forget(node, epoch) {
                 self.events.cleared(Scope::node(node));
             }
+            drop(directory);
+            self.ledgers.forget(node);
         }
         next.map(|next| next.since(now))
     }
@@ -240,15 +249,42 @@ impl Cluster {
         self.directory_mut().sweep(SWEEP_PLACES)
     }
 
+    /// A node says how it is; `false`: it must register again.
+    pub fn report(&self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
+        self.members().report(node, epoch, report)
+    }
+
+    /// What a node is to do.
+    pub fn directions(&self, _node: NodeId) -> ReportReply {
+        ReportReply { mode: NodeMode::Active.into(), ..ReportReply::default() }
+    }
+
+    /// What living nodes have together, as they said when they registered.
+    pub fn capacity(&self) -> Amounts {
+        let members = self.members();
+        let living = members.iter().filter(|(_, state)| *state == MemberState::Alive);
+        living.fold(Amounts::default(), |sum, (record, _)| Amounts {
+            dram: sum.dram.saturating_add(record.details.dram_bytes),
+            nvme: sum.nvme.saturating_add(record.details.nvme_bytes),
+        })
+    }
+
+    /// All nodes, as ledgers want to know them.
+    pub fn known_nodes(&self) -> Vec<KnownNode> {
+        let presence = |state| if state == MemberState::Absent { Presence::Away } else { Presence::Here };
+        let members = self.members();
+        members.iter().map(|(record, state)| (record.node, record.epoch, presence(state))).collect()
+    }
+
     /// All nodes, by number.
     pub fn nodes(&self) -> Vec<NodeInfo> {
-        self.members().iter().map(|(record, state)| info(record, state)).collect()
+        all_infos(&self.members())
     }
 
     /// The nodes now and every change from now on, without a gap in between.
     pub fn watch_nodes(&self) -> (Vec<NodeInfo>, broadcast::Receiver<News<NodeChange>>) {
         let members = self.members();
-        let nodes = members.iter().map(|(record, state)| info(record, state)).collect();
+        let nodes = all_infos(&members);
         (nodes, self.node_news.subscribe())
     }
 
@@ -288,6 +324,32 @@ impl Drop for WatcherSeat {
     fn drop(&mut self) {
         self.cluster.watchers.fetch_sub(1, Ordering::Relaxed);
         self.cluster.metrics.watchers.get_or_create(&WatchLabels { of: self.of }).dec();
+    }
+}
+
+fn all_infos(members: &Members) -> Vec<NodeInfo> {
+    let with_report = |(record, state): (&NodeRecord, MemberState)| {
+        let report = members.report_of(record.node);
+        NodeInfo {
+            usage: report.map(|report| NodeUsage {
+                capacity: Some(bytes(report.capacity)),
+                used: Some(bytes(report.used)),
+                queued_bytes: report.queued_bytes,
+            }),
+            drain: report.map(|report| wire_progress(report.drain)),
+            ..info(record, state)
+        }
+    };
+    members.iter().map(with_report).collect()
+}
+
+fn wire_progress(drain: DrainProgress) -> reprise_proto::controlplane::DrainProgress {
+    reprise_proto::controlplane::DrainProgress {
+        drained: drain.drained,
+        walked_blocks: drain.walked_blocks,
+        durable_blocks: drain.durable_blocks,
+        moved_bytes: drain.moved_bytes,
+        nowhere_blocks: drain.nowhere_blocks,
     }
 }
 

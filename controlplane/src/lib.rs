@@ -8,6 +8,7 @@
 //!                               │      ▼ forget, register
 //!   Update, Lookup, Describe    │  directory service ────── Directory (readers-writer lock, taken in parts)
 //!                               │      ▼ changes
+//!   Report, tenants             │  placement ────────────── Ledgers, and what nodes said last (the members' lock)
 //!   Follow                      │  events ───────────────── Log (its own lock) ──► ZeroMQ: PUB, ROUTER
 //!            HTTP: /metrics /healthz /readyz /nodes /directory
 //! ```
@@ -17,10 +18,10 @@
 //!
 //! This is a library only so that the binary and its tests share it; no other crate depends on it.
 //!
-//! Members register in the store and publish the map of hash slots ([`shards`]); agents do not follow it yet.
+//! Members register in the store and publish the map of hash slots ([`shards`]); each has the directory of its own slots and
+//! the ledgers of the tenants in them ([`ledgers`], docs/adr/0002 and 0003).
 //!
-//! Deliberately absent: a directory that is shared by members (docs/adr/0002), authentication (listen on loopback
-//! or inside a trusted network), the choice among replicas.
+//! Deliberately absent: authentication (listen on loopback or inside a trusted network).
 
 pub mod admin;
 pub mod cluster;
@@ -29,10 +30,14 @@ pub mod directory;
 #[cfg(test)]
 mod document;
 pub mod events;
+pub mod followed;
 pub mod identity;
+pub mod ledgers;
 pub mod membership;
 pub mod metrics;
+pub mod placement;
 pub mod registry;
 pub mod server;
 pub mod shards;
+pub mod tenants;
 pub mod turns;

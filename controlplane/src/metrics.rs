@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use reprise_controlplane_core::{DirectorySize, MemberState};
+use reprise_controlplane_core::{Amounts, DirectorySize, MemberState};
 
 use crate::shards::Shards;
 
@@ -61,6 +61,7 @@ pub struct Metrics {
     call: Family<CallLabels, Histogram, fn() -> Histogram>,
     members: Gauge,
     member_registered: Gauge,
+    tenants_overcommitted: Family<RoomLabels, Gauge>,
     slots_owned: Gauge,
     slots_partial: Gauge,
     directory_keys: Gauge,
@@ -121,6 +122,19 @@ enum StateValue {
     alive,
     dead,
     absent,
+}
+
+/// What tenants have budgets of.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoomLabels {
+    room: RoomValue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "label values are written in lower case")]
+enum RoomValue {
+    dram,
+    nvme,
 }
 
 /// What a stream watches.
@@ -201,6 +215,7 @@ impl Metrics {
             event_replays: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
             members: Gauge::default(),
+            tenants_overcommitted: Family::default(),
             member_registered: Gauge::default(),
             slots_owned: Gauge::default(),
             slots_partial: Gauge::default(),
@@ -222,6 +237,7 @@ impl Metrics {
         for result in [BeatResult::known, BeatResult::returned, BeatResult::unknown] {
             drop(self.heartbeats.get_or_create(&BeatLabels { result }));
         }
+        self.set_overcommitted(Amounts::default());
         for result in [UpdateResult::applied, UpdateResult::gap, UpdateResult::fenced, UpdateResult::invalid]
         {
             drop(self.updates.get_or_create(&UpdateLabels { result }));
@@ -260,6 +276,12 @@ impl Metrics {
             "slots_partial",
             "Hash slots of this member of which some node has not announced its whole inventory",
             self.slots_partial.clone(),
+        );
+        registry.register_with_unit(
+            "tenants_overcommitted",
+            "Bytes reserved by all tenants beyond what the living nodes have",
+            Unit::Bytes,
+            self.tenants_overcommitted.clone(),
         );
         registry.register("watchers", "Open watch streams", self.watchers.clone());
         registry.register(
@@ -345,6 +367,14 @@ impl Metrics {
         self.updates.get_or_create(&UpdateLabels { result }).inc();
     }
 
+    /// By how much tenants are promised more than there is.
+    pub fn set_overcommitted(&self, bytes: Amounts) {
+        for (room, bytes) in [(RoomValue::dram, bytes.dram), (RoomValue::nvme, bytes.nvme)] {
+            let gauge = self.tenants_overcommitted.get_or_create(&RoomLabels { room });
+            gauge.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        }
+    }
+
     /// Sets what this member knows of the members, when somebody asks.
     pub fn set_members(&self, shards: &Shards) {
         self.member_registered.set(i64::from(shards.is_registered()));
@@ -408,6 +438,6 @@ mod tests {
         assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
         let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
         let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
-        assert_eq!((helps, types), (27, 27));
+        assert_eq!((helps, types), (28, 28));
     }
 }

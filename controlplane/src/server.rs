@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::MemberSettings;
+use reprise_controlplane_core::{Amounts, MemberSettings};
 use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store, TimeToLive};
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::events_server::EventsServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
+use reprise_proto::controlplane::placement_server::PlacementServer;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -25,10 +26,13 @@ use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
 use crate::identity::Identity;
+use crate::ledgers::OwnPlace;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
+use crate::placement::PlacementService;
 use crate::registry::{Registry, RegistryError};
 use crate::shards::Shards;
+use crate::tenants::Tenants;
 use crate::turns::Turns;
 
 /// A message at the most: 8,192 keys with operations are 136 KiB.
@@ -47,6 +51,8 @@ const SWEEP_EVERY: Duration = Duration::from_millis(20);
 const EXPIRE_MIN: Duration = Duration::from_millis(1);
 /// Time for nodes that the store knows to register with a member that has started: they try at least once a second.
 const EXPECTED_FOR: Duration = Duration::from_secs(10);
+/// Pause between two looks at the ledgers.
+const REBALANCE_EVERY: Duration = Duration::from_secs(1);
 /// Time for calls under way at shutdown; streams are told to end.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
 
@@ -65,7 +71,7 @@ pub struct ControlPlane {
     grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
     admin_task: JoinHandle<std::io::Result<()>>,
     shards: Arc<Shards>,
-    background: [JoinHandle<()>; 6],
+    background: Vec<JoinHandle<()>>,
     /// Gives the registration back when told to stop.
     registration: JoinHandle<()>,
     /// Why the store takes no more writes.
@@ -104,6 +110,7 @@ impl ControlPlane {
         let turns = Turns::new(workers, config.limits.calls_at_once);
         let store_lost = watch::Sender::new(None);
         let lost = store_lost.subscribe();
+        let tenants = Arc::new(Tenants::new(store.clone(), identity.clone()));
         let other_store = tokio::spawn(notice_other_store(store, identity, store_lost.clone()));
         let services = Services {
             membership: MembershipService::new(
@@ -113,6 +120,7 @@ impl ControlPlane {
                 &config.membership,
                 store_lost,
             ),
+            placement: PlacementService::new(cluster.clone(), shards.clone(), tenants.clone()),
             directory: DirectoryService::new(cluster.clone(), shards.clone(), turns),
             events: EventsService::new(cluster.clone()),
         };
@@ -123,12 +131,14 @@ impl ControlPlane {
             tokio::spawn(
                 async move { axum::serve(admin_listener, routes).with_graceful_shutdown(stopped).await },
             );
-        let background = [
+        let background = vec![
             tokio::spawn(expire_for_ever(cluster.clone(), settings.dead_after)),
             tokio::spawn(sweep_for_ever(cluster.clone())),
             tokio::spawn(follow_for_ever(shards.clone())),
             tokio::spawn(own_for_ever(cluster.clone(), shards.clone())),
             tokio::spawn(give_up_absent(cluster.clone())),
+            follow_tenants(tenants.clone()),
+            tokio::spawn(keep_ledgers(cluster.clone(), shards.clone(), tenants.clone())),
             other_store,
         ];
         let registration = tokio::spawn(hold(shards.clone(), stop.subscribe()));
@@ -202,6 +212,7 @@ impl ControlPlane {
 
 struct Services {
     membership: MembershipService,
+    placement: PlacementService,
     directory: DirectoryService,
     events: EventsService,
 }
@@ -221,6 +232,7 @@ async fn serve_grpc(
         .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
         .add_service(membership)
         .add_service(directory)
+        .add_service(PlacementServer::new(services.placement).max_decoding_message_size(MESSAGE_BYTES_MAX))
         .add_service(EventsServer::new(services.events).max_decoding_message_size(MESSAGE_BYTES_MAX))
         .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), wait(stop))
         .await
@@ -270,6 +282,39 @@ async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
         if news.changed().await.is_err() {
             return;
         }
+    }
+}
+
+fn follow_tenants(tenants: Arc<Tenants>) -> JoinHandle<()> {
+    tokio::spawn(async move { tenants.follow().await })
+}
+
+/// Keeps the ledgers of tenants in line with the map, the budgets and the nodes, and moves their bytes.
+async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<Tenants>) {
+    let mut ticks = interval(REBALANCE_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut overcommitted = Amounts::default();
+    loop {
+        ticks.tick().await;
+        let certain = shards.certain_map().and_then(|view| Some((shards.incarnation(&view)?, view)));
+        match (certain, tenants.budgets()) {
+            (Some((incarnation, view)), Some(budgets)) => {
+                let nodes = cluster.known_nodes();
+                let place = OwnPlace { view: &view, name: shards.name(), incarnation };
+                cluster.ledgers.rebalance(&place, &budgets, &nodes, EXPECTED_FOR);
+            }
+            (None, _) | (_, None) => cluster.ledgers.end(),
+        }
+        let now = tenants.overcommitted(cluster.capacity());
+        cluster.metrics.set_overcommitted(now);
+        if now != overcommitted && now != Amounts::default() {
+            tracing::warn!(
+                dram_bytes = now.dram,
+                nvme_bytes = now.nvme,
+                "tenants are promised more than the living nodes have: lower reservations by so much, or add nodes"
+            );
+        }
+        overcommitted = now;
     }
 }
 

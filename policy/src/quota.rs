@@ -129,10 +129,10 @@ impl Quota {
         self.limit
     }
 
-    /// The same under another limit if that is lower; nothing above the limit is reserved.
-    pub fn capped(self, limit: u64) -> Quota {
-        let limit = self.limit.min(limit);
-        Quota { reserved: self.reserved.min(limit), limit }
+    /// What holds under both: the lower limit, and the higher reservation as far as that limit allows.
+    pub fn with(self, other: Quota) -> Quota {
+        let limit = self.limit.min(other.limit);
+        Quota { reserved: self.reserved.max(other.reserved).min(limit), limit }
     }
 
     /// The same with its share of a capacity that does not hold all reservations any more: every tenant loses in
@@ -272,7 +272,13 @@ mod tests {
     fn a_capacity_that_shrank_takes_from_every_reservation_in_proportion() {
         assert_eq!(quota(30, 99).scaled(50, 100), quota(15, 99));
         assert_eq!(quota(30, 99).scaled(100, 100), quota(30, 99));
-        assert_eq!(quota(30, 99).capped(20), quota(20, 20));
+    }
+
+    #[test]
+    fn of_two_quotas_the_lower_limit_holds_and_the_higher_reservation_below_it() {
+        assert_eq!(quota(30, 99).with(quota(0, 20)), quota(20, 20));
+        assert_eq!(quota(0, 50).with(quota(10, u64::MAX)), quota(10, 50));
+        assert_eq!(quota(5, 50).with(quota(60, 70)), quota(50, 50));
     }
 
     /// A store of blocks of one byte, every one of which can go.

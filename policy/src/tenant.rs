@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::ids::TenantId;
+use crate::key::HASH_SLOTS;
 use crate::namespace::NamespaceDigest;
 
 /// Bytes of a tenant's name at the most: that of a DNS label, which Kubernetes names are.
@@ -91,6 +92,12 @@ impl TenantName {
     /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+
+    /// The hash slot whose owner keeps the tenant's budget, `0..HASH_SLOTS`.
+    pub fn hash_slot(&self) -> u16 {
+        let digest = Sha256::digest(self.0.as_bytes());
+        u16::from_le_bytes([digest[2], digest[3]]) % HASH_SLOTS
     }
 
     /// The number of the tenant unless one is set: 0 for the default tenant, for others the first two bytes (little endian)

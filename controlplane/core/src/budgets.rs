@@ -16,9 +16,9 @@
 //! * a ledger that has just begun raises nothing before every node that was there has reported, or was forgotten.
 //!
 //! A node that was forgotten and comes back holds what it has until it knows its new orders. That is charged as well. As
-//! long as all charges together fit the budget, whoever holds something may keep it; when they do not, only who holds it by
-//! an order of its last registration may, and the others evict down to what is free. The same rule lets a new ledger take
-//! over what it finds.
+//! long as all charges together fit the budget, whoever holds something may keep it; when they do not, who holds it by an
+//! order of its last registration may, and the others evict down to what they should have. The same rule lets a new ledger
+//! take over what it finds.
 //!
 //! Orders carry the epoch of the node's registration and a version that grows with it. Both directions repeat with every
 //! heartbeat ([`Budgets::report`]); losing a message costs time only. [`Budgets::rebalance`] is for a timer of about a
@@ -34,8 +34,9 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{Epoch, NodeId, TenantName};
 
-/// Versions of one epoch: 2³² changes of one tenant's grant on one node, at one a second for 136 years.
-const VERSIONS_PER_EPOCH: u64 = 1 << 32;
+/// Versions of one epoch: 2³² changes of one tenant's grant on one node, at one a second for 136 years. The upper half of
+/// a version is the lower half of its epoch, which counts a node's registrations under one store.
+const VERSION_BITS: u32 = 32;
 
 /// Changes below this part of a budget are left undone.
 const SMALLEST_CHANGE: u64 = 64;
@@ -92,6 +93,17 @@ pub struct Order {
     pub version: u64,
     /// At the most.
     pub limit: Amounts,
+    /// Of that, what the tenant is sure of there: its reservation in the proportion of limit to budget.
+    pub reserved: Amounts,
+}
+
+/// What a tenant may have in the whole cluster.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Budget {
+    /// Sure to have; at most the limit.
+    pub reserved: Amounts,
+    /// At the most.
+    pub limit: Amounts,
 }
 
 /// The ledger; see the module.
@@ -107,6 +119,7 @@ pub struct Budgets {
 #[derive(Debug, Default)]
 struct Ledger {
     budget: Amounts,
+    reserved: Amounts,
     shares: BTreeMap<NodeId, Share>,
 }
 
@@ -163,10 +176,15 @@ impl Budgets {
     }
 
     /// Sets a tenant's budget. A lower one is met as nodes follow their orders.
-    pub fn set_budget(&mut self, tenant: &TenantName, budget: Amounts) {
+    pub fn set_budget(&mut self, tenant: &TenantName, budget: Budget) {
         let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
         let ledger = self.tenants.entry(tenant.clone()).or_default();
-        ledger.budget = budget;
+        let before = Budget { reserved: ledger.reserved, limit: ledger.budget };
+        (ledger.reserved, ledger.budget) = (budget.reserved, budget.limit);
+        if before != budget {
+            // What nodes keep for the tenant follows from both.
+            ledger.shares.values_mut().for_each(Share::repeat);
+        }
         for node in nodes {
             ledger.shares.entry(node).or_default();
         }
@@ -180,7 +198,7 @@ impl Budgets {
         self.nodes.insert(node, epoch);
         for ledger in self.tenants.values_mut() {
             let share = ledger.shares.entry(node).or_default();
-            share.version = epoch.0 * VERSIONS_PER_EPOCH + 1;
+            share.version = version_base(epoch) + 1;
             (share.known, share.reports, share.limited) = (false, 0, Amounts::default());
         }
     }
@@ -210,9 +228,20 @@ impl Budgets {
         let orders = self.tenants.iter().filter_map(|(tenant, ledger)| {
             let share = ledger.shares.get(&node).filter(|share| !share.known)?;
             let (version, limit) = (share.version, share.granted?);
-            Some(Order { node, epoch, tenant: tenant.clone(), version, limit })
+            let reserved = ledger.reserved_within(limit);
+            Some(Order { node, epoch, tenant: tenant.clone(), version, limit, reserved })
         });
         orders.collect()
+    }
+
+    /// Ends a tenant's budget: its nodes go back to their configuration when they hear of it.
+    pub fn remove_budget(&mut self, tenant: &TenantName) {
+        self.tenants.remove(tenant);
+    }
+
+    /// Nodes that may hold what this ledger does not know of. As long as there are any it raises nothing.
+    pub fn unheard(&self) -> impl Iterator<Item = NodeId> {
+        self.unheard.keys().copied()
     }
 
     /// Moves bytes to where they are used and wanted.
@@ -220,6 +249,12 @@ impl Budgets {
         if self.unheard.is_empty() {
             self.tenants.values_mut().for_each(Ledger::rebalance);
         }
+    }
+
+    /// What a tenant's nodes use together, as far as this ledger has heard.
+    pub fn used(&self, tenant: &TenantName) -> impl Iterator<Item = (NodeId, Amounts)> {
+        let shares = self.tenants.get(tenant).into_iter().flat_map(|ledger| &ledger.shares);
+        shares.map(|(node, share)| (*node, share.used))
     }
 
     /// What a tenant's nodes may hold together, at the most, as far as this ledger has heard.
@@ -239,15 +274,34 @@ impl Ledger {
         self.shares.values().fold(Amounts::default(), |sum, share| sum.plus(share.charged))
     }
 
+    /// Of the reservation what belongs to a part of the budget.
+    fn reserved_within(&self, limit: Amounts) -> Amounts {
+        let part = |reserved: u64, budget: u64, limit: u64| {
+            let part = u128::from(reserved) * u128::from(limit) / u128::from(budget.max(1));
+            u64::try_from(part).unwrap_or(u64::MAX).min(limit)
+        };
+        let (reserved, budget) = (self.reserved, self.budget);
+        Amounts {
+            dram: part(reserved.dram, budget.dram, limit.dram),
+            nvme: part(reserved.nvme, budget.nvme, limit.nvme),
+        }
+    }
+
     /// Makes new orders. What is raised beyond what is charged already is taken from what is free.
     fn rebalance(&mut self) {
         let (targets, charged) = (self.targets(), self.charged());
         let mut free = self.budget.minus(charged);
+        let ordered = self.shares.values().filter(|share| share.granted.is_some());
+        let ordered = ordered.fold(Amounts::default(), |sum, share| sum.plus(share.charged));
+        let mut unordered = self.budget.minus(ordered);
         let kept = charged.with(self.budget, |charged, budget| if charged <= budget { u64::MAX } else { 0 });
         let least = self.budget.with(Amounts::both(SMALLEST_CHANGE), |bytes, part| (bytes / part).max(1));
         for (share, target) in self.shares.values_mut().zip(targets) {
-            // As long as everything fits, who has no order yet keeps what it holds.
-            let base = share.granted.unwrap_or(share.charged.min(kept));
+            // As long as everything fits, who has no order yet keeps what it holds; else, what it should have of the rest.
+            let base = share.granted.unwrap_or_else(|| share.charged.min(kept.max(target.min(unordered))));
+            if share.granted.is_none() {
+                unordered = unordered.minus(base);
+            }
             let worth =
                 |change: Amounts| change.with(least, |bytes, least| if bytes >= least { bytes } else { 0 });
             let follows = share.known && share.reports >= REPORTS_BEFORE_LOWERING;
@@ -279,10 +333,18 @@ impl Ledger {
 }
 
 impl Share {
+    /// The order is to be said anew.
+    fn repeat(&mut self) {
+        if self.granted.is_some() {
+            (self.version, self.known) = (self.version + 1, false);
+        }
+    }
+
     /// Takes what a node says; `before` is its registration with the ledger before this one, in its first report.
     fn take(&mut self, report: &TenantReport, before: Option<Epoch>) {
         let held = report.limit.max(report.used);
-        let by_order = |epoch: Epoch| report.version > 0 && report.version / VERSIONS_PER_EPOCH == epoch.0;
+        let by_order =
+            |epoch: Epoch| report.version > version_base(epoch) && same_epoch(report.version, epoch);
         if before.is_some_and(by_order) {
             (self.granted, self.charged) = (Some(report.limit), self.charged.max(held));
         }
@@ -304,6 +366,15 @@ impl Share {
         self.wanted = self.wanted.plus(more);
         self.used = report.used;
     }
+}
+
+/// Below all versions of a registration.
+fn version_base(epoch: Epoch) -> u64 {
+    epoch.0 << VERSION_BITS
+}
+
+fn same_epoch(version: u64, epoch: Epoch) -> bool {
+    version >> VERSION_BITS == version_base(epoch) >> VERSION_BITS
 }
 
 /// Splits `total` by needs: all get what they need and an equal share of the rest, or, when there is not enough, equal
@@ -338,6 +409,10 @@ mod tests {
         "a".parse().expect("a name")
     }
 
+    fn limit(bytes: u64) -> Budget {
+        Budget { reserved: Amounts::default(), limit: Amounts::both(bytes) }
+    }
+
     fn report(node: u16, version: u64, limit: u64, used: u64) -> Report {
         let amounts = Amounts::both;
         let (limit, used, limited) = (amounts(limit), amounts(used), amounts(0));
@@ -348,7 +423,7 @@ mod tests {
     /// Two nodes, each of which knows its first order.
     fn two_nodes(budget: u64) -> (Budgets, Vec<Order>) {
         let mut budgets = Budgets::new([]);
-        budgets.set_budget(&name(), Amounts::both(budget));
+        budgets.set_budget(&name(), limit(budget));
         (1..3).for_each(|node| budgets.register(NodeId(node), Epoch(1)));
         budgets.rebalance();
         let orders: Vec<Order> = (1..3).flat_map(|node| budgets.report(&report(node, 0, 0, 0))).collect();
@@ -407,7 +482,7 @@ mod tests {
     #[test]
     fn a_new_ledger_raises_nothing_before_it_has_heard_of_everybody() {
         let mut budgets = Budgets::new([(NodeId(1), Epoch(0)), (NodeId(2), Epoch(0))]);
-        budgets.set_budget(&name(), Amounts::both(1000));
+        budgets.set_budget(&name(), limit(1000));
         (1..3).for_each(|node| budgets.register(NodeId(node), Epoch(1)));
         assert!(budgets.report(&report(1, 0, 0, 0)).is_empty());
         budgets.rebalance();
@@ -416,6 +491,16 @@ mod tests {
         budgets.rebalance();
         let granted: Vec<_> = budgets.granted(&name()).map(|(_, amounts)| amounts.dram).collect();
         assert_eq!(granted, [50, 950], "what is held is kept");
+    }
+
+    #[test]
+    fn nodes_are_sure_of_their_part_of_the_reservation_and_hear_when_it_changes() {
+        let (mut budgets, orders) = two_nodes(1000);
+        assert!(orders.iter().all(|order| order.reserved == Amounts::default()));
+        budgets.set_budget(&name(), Budget { reserved: Amounts::both(300), limit: Amounts::both(1000) });
+        let order = budgets.report(&report(1, orders[0].version, orders[0].limit.dram, 0)).remove(0);
+        assert_eq!((order.limit, order.reserved), (Amounts::both(500), Amounts::both(150)));
+        assert!(order.version > orders[0].version);
     }
 
     proptest! {

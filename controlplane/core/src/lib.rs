@@ -19,8 +19,9 @@ pub mod follower;
 pub mod live;
 pub mod log;
 pub mod members;
+pub mod reports;
 
-pub use budgets::{Amounts, Budgets, Order, Report, TenantReport};
+pub use budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
 pub use directory::{
     BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
     Operation, Replica, Standing, Update, Updated, Voided,
@@ -31,3 +32,4 @@ pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
 pub use members::{
     Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, StaleEpoch,
 };
+pub use reports::{DrainProgress, NodeReport};

@@ -23,6 +23,7 @@ use std::time::Duration;
 use reprise_policy::{Epoch, NodeId, Tick};
 
 use crate::live::LiveNodes;
+use crate::reports::NodeReport;
 
 /// When a silent node is dead, and when forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,6 +124,8 @@ struct Member {
     state: MemberState,
     /// Last beat or registration; meaningless when absent.
     last_beat: Tick,
+    /// What it last said of itself in this registration.
+    report: Option<NodeReport>,
 }
 
 impl Members {
@@ -133,7 +136,7 @@ impl Members {
 
     /// A node that the store knows: absent until it registers.
     pub fn restore(&mut self, record: NodeRecord) {
-        let member = Member { state: MemberState::Absent, last_beat: Tick(0), record };
+        let member = Member { state: MemberState::Absent, last_beat: Tick(0), report: None, record };
         self.members.insert(member.record.node, member);
     }
 
@@ -145,7 +148,7 @@ impl Members {
         {
             return Err(StaleEpoch { node, offered, current: known.record.epoch });
         }
-        let member = Member { record, state: MemberState::Alive, last_beat: now };
+        let member = Member { record, state: MemberState::Alive, last_beat: now, report: None };
         member.offer(&mut self.live);
         self.members.insert(node, member);
         self.expect_change(now.after(self.settings.dead_after));
@@ -170,6 +173,19 @@ impl Members {
                 Beat::Returned
             }
         }
+    }
+
+    /// A node says how it is; whether that is its current registration. No sign of life: beats are.
+    pub fn report(&mut self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
+        let member = self.members.get_mut(&node).filter(|member| member.record.epoch == epoch);
+        let Some(member) = member.filter(|member| member.state != MemberState::Absent) else { return false };
+        member.report = Some(report);
+        true
+    }
+
+    /// What a node last said of itself in its current registration.
+    pub fn report_of(&self, node: NodeId) -> Option<&NodeReport> {
+        self.members.get(&node)?.report.as_ref()
     }
 
     /// Finds those that have been silent too long. A node silent for long enough dies and is forgotten at once.
@@ -322,6 +338,20 @@ mod tests {
         assert_eq!(members.beat(Tick(1), NodeId(3), Epoch(7)), Beat::Unknown);
         assert!(members.register(Tick(1), record(3, 7)).is_err(), "its epoch was used");
         assert_eq!(members.live().count(), 0);
+    }
+
+    #[test]
+    fn a_report_is_of_one_registration() {
+        let mut members = Members::new(SETTINGS);
+        members.register(Tick(0), record(1, 1)).expect("newer");
+        let report = NodeReport { queued_bytes: 7, ..NodeReport::default() };
+        assert!(!members.report(NodeId(1), Epoch(2), report));
+        assert!(members.report(NodeId(1), Epoch(1), report));
+        assert_eq!(members.report_of(NodeId(1)), Some(&report));
+        members.register(Tick(1), record(1, 2)).expect("newer");
+        assert_eq!(members.report_of(NodeId(1)), None);
+        members.expire(Tick(100));
+        assert!(!members.report(NodeId(1), Epoch(2), report), "it must register again");
     }
 
     #[test]

@@ -7,13 +7,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use reprise_controlplane_core::budgets::{Amounts, Budgets, Order, Report, TenantReport};
+use reprise_controlplane_core::budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
 use reprise_policy::{Epoch, NodeId, TenantName};
 
 const BUDGET: u64 = 6400;
 
 /// Messages under way at the most; the oldest are lost first.
 const NETWORK_MAX: usize = 24;
+
+fn budget() -> Budget {
+    Budget { reserved: Amounts::default(), limit: Amounts::both(BUDGET) }
+}
 
 /// An agent as far as budgets go. Both kinds of bytes do the same.
 #[derive(Clone, Debug)]
@@ -109,7 +113,7 @@ impl World {
             epochs: 0,
             tenant,
         };
-        world.ledger.set_budget(&world.tenant, Amounts::both(BUDGET));
+        world.ledger.set_budget(&world.tenant, budget());
         for node in 0..nodes {
             let (epoch, alive) = (Epoch(0), true);
             let fresh = Node { epoch, version: 0, limit: 0, used: 0, demand: 0, limited: 0, alive };
@@ -203,21 +207,23 @@ impl World {
     /// All members have lost their memory: nodes are known from the store, and told to register again.
     fn begin_anew(&mut self) {
         self.ledger = Budgets::new(self.registered.iter().map(|(id, epoch)| (*id, *epoch)));
-        self.ledger.set_budget(&self.tenant, Amounts::both(BUDGET));
+        self.ledger.set_budget(&self.tenant, budget());
         for id in self.registered.keys().copied().collect::<Vec<_>>() {
             self.register(id, true);
         }
     }
 
-    /// Who was outside counts again when it is registered, and holds no more than an order of that registration.
+    /// Who was outside counts again when it is registered, holds no more than an order of that registration, and there is room
+    /// for that beside what the others still hold: it has had its bytes all the time, so being let in adds none.
     fn let_in(&mut self) {
-        let (nodes, registered) = (&self.nodes, &self.registered);
-        self.outside.retain(|id| {
-            let node = &nodes[id];
-            let current = registered.get(id) == Some(&node.epoch);
+        for id in self.outside.clone() {
+            let node = &self.nodes[&id];
+            let current = self.registered.get(&id) == Some(&node.epoch);
             let obeys = node.version >> 32 == node.epoch.0 && node.used <= node.limit;
-            !(current && obeys)
-        });
+            if current && obeys && self.inside() + node.held() <= BUDGET {
+                self.outside.remove(&id);
+            }
+        }
     }
 
     fn inside(&self) -> u64 {

@@ -8,4 +8,5 @@ mod harness;
 mod kv_events;
 mod membership;
 mod restart;
+mod tenants;
 mod watches;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use reprise_policy::quota::Quota;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, SlotSet, TenantId, Tick, Tier};
 
 use crate::effect::{
@@ -141,18 +142,18 @@ pub enum Event {
     Tick,
 }
 
-/// What the control plane lets a tenant hold on this node, until the next grant. The limits of the configuration hold
-/// besides.
+/// What the control plane lets a tenant hold on this node, until the next grant. Of this and the configuration the lower
+/// limit holds, and the higher reservation below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grant {
     /// Whose.
     pub tenant: TenantId,
     /// Grows with every grant to this node for this tenant; older ones are passed over.
     pub version: u64,
-    /// Of the arena, at the most.
-    pub dram_bytes: u64,
-    /// Of all devices together, at the most, header pages included.
-    pub nvme_bytes: u64,
+    /// Of the arena.
+    pub dram: Quota,
+    /// Of all devices together, header pages included.
+    pub nvme: Quota,
 }
 
 /// How far a node is used.

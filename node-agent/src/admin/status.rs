@@ -191,7 +191,7 @@ fn tenant(context: &AdminContext, usage: &TenantUsage) -> Tenant {
     Tenant {
         name: super::tenant_name(context, usage.tenant),
         number: usage.tenant.0,
-        grant_version: usage.grant_version,
+        grant_version: usage.grant.map_or(0, |grant| grant.version),
         dram: holding(&usage.dram),
         nvme: holding(&usage.nvme),
     }

@@ -81,7 +81,7 @@ mod tests {
     fn usage(tenant: u16) -> TenantUsage {
         let holding = Holding { quota: Quota::UNLIMITED, used: 10 };
         let counts = TenantCounts { dram_evictions: 1, ..TenantCounts::default() };
-        TenantUsage { tenant: TenantId(tenant), grant_version: 0, dram: holding, nvme: holding, counts }
+        TenantUsage { tenant: TenantId(tenant), grant: None, dram: holding, nvme: holding, counts }
     }
 
     #[test]

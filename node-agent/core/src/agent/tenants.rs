@@ -50,8 +50,8 @@ pub struct TenantQuotas {
 pub struct TenantUsage {
     /// Whose.
     pub tenant: TenantId,
-    /// Version of the last grant that was taken; 0 when there was none.
-    pub grant_version: u64,
+    /// The last grant that was taken.
+    pub grant: Option<Grant>,
     /// DRAM in use and its quota.
     pub dram: Holding,
     /// NVMe in use and its quota.
@@ -79,7 +79,7 @@ pub(super) struct Tenant {
     pub(super) id: TenantId,
     dram: Account,
     nvme: Account,
-    grant_version: u64,
+    grant: Option<Grant>,
     pub(super) counts: TenantCounts,
 }
 
@@ -87,8 +87,8 @@ pub(super) struct Tenant {
 #[derive(Clone, Copy, Debug)]
 struct Account {
     configured: Quota,
-    /// Limit of the last grant.
-    granted: Option<u64>,
+    /// By the last grant.
+    granted: Option<Quota>,
     used: u64,
 }
 
@@ -131,7 +131,7 @@ impl Account {
     }
 
     fn holding(&self) -> Holding {
-        let quota = self.granted.map_or(self.configured, |limit| self.configured.capped(limit));
+        let quota = self.granted.map_or(self.configured, |granted| self.configured.with(granted));
         Holding { quota, used: self.used }
     }
 }
@@ -168,7 +168,7 @@ impl Tenants {
         let index = TenantIndex(self.tenants.len() as u16);
         let account = Account::new(Quota::UNLIMITED);
         let counts = TenantCounts::default();
-        self.tenants.push(Tenant { id, dram: account, nvme: account, grant_version: 0, counts });
+        self.tenants.push(Tenant { id, dram: account, nvme: account, grant: None, counts });
         self.by_id.insert(id, index);
         Some(index)
     }
@@ -226,9 +226,9 @@ impl Tenants {
 
     /// What a tenant holds and may hold.
     pub(super) fn usage(&self, index: TenantIndex) -> TenantUsage {
-        let Tenant { id, grant_version, counts, .. } = *self.get(index);
+        let Tenant { id, grant, counts, .. } = *self.get(index);
         let (dram, nvme) = (self.dram(index), self.nvme(index));
-        TenantUsage { tenant: id, grant_version, dram, nvme, counts }
+        TenantUsage { tenant: id, grant, dram, nvme, counts }
     }
 
     /// Whether a tenant may hold more than its limits at the moment.
@@ -276,12 +276,12 @@ impl AgentCore {
     pub(super) fn take_grant(&mut self, grant: Grant) {
         let Some(index) = self.tenants.enter(grant.tenant) else { return };
         let tenant = self.tenants.get_mut(index);
-        if grant.version <= tenant.grant_version {
+        if tenant.grant.is_some_and(|known| grant.version <= known.version) {
             return;
         }
-        tenant.grant_version = grant.version;
-        tenant.dram.granted = Some(grant.dram_bytes);
-        tenant.nvme.granted = Some(grant.nvme_bytes);
+        tenant.grant = Some(grant);
+        tenant.dram.granted = Some(grant.dram);
+        tenant.nvme.granted = Some(grant.nvme);
         self.tenants.shrinking.insert(index);
         self.quotas_changed();
     }

@@ -216,6 +216,13 @@ fn peer_acts(world: &mut World) {
     }
 }
 
+/// Of fewer than so many slots, with a reservation now and then.
+fn some_quota(rng: &mut Rng, slot: u64, slots: usize) -> Quota {
+    let limit = rng.below(slots);
+    let reserved = if rng.below(4) == 0 { rng.below(limit + 1) } else { 0 };
+    Quota::new(slot * reserved as u64, slot * limit as u64).expect("not above the limit")
+}
+
 fn world_changes(world: &mut World) {
     match world.rng.below(12) {
         6 | 7 => {
@@ -245,9 +252,9 @@ fn world_changes(world: &mut World) {
         4 | 5 => {
             let slot = large_layout().slot_bytes();
             let (tenant, version) = (some_tenant(&mut world.rng), world.rng.below(40) as u64);
-            let dram_bytes = slot * world.rng.below(20) as u64;
-            let nvme_bytes = slot * world.rng.below(80) as u64;
-            world.apply(Event::Budget(Grant { tenant, version, dram_bytes, nvme_bytes }));
+            let dram = some_quota(&mut world.rng, slot, 20);
+            let nvme = some_quota(&mut world.rng, slot, 80);
+            world.apply(Event::Budget(Grant { tenant, version, dram, nvme }));
         }
         0 => {
             let before = world.announced.clone();

@@ -169,7 +169,9 @@ fn blocks_on_devices_stay_their_tenants_when_the_agent_restarts() {
 }
 
 fn grant(world: &mut World, version: u64, dram_bytes: u64, nvme_bytes: u64) {
-    world.apply(Event::Budget(Grant { tenant: A, version, dram_bytes, nvme_bytes }));
+    let limit = |bytes| Quota::new(0, bytes).expect("nothing is reserved");
+    let (dram, nvme) = (limit(dram_bytes), limit(nvme_bytes));
+    world.apply(Event::Budget(Grant { tenant: A, version, dram, nvme }));
 }
 
 #[test]
@@ -179,7 +181,7 @@ fn a_lowered_grant_is_met_by_evictions_and_a_raised_one_gives_room_again() {
     save_durably(&mut world, b, &keys(100..104));
     grant(&mut world, 2, dram(3), nvme(5));
     assert_eq!((usage(&world, A).dram.used, usage(&world, A).nvme.used), (dram(3), nvme(5)));
-    assert_eq!(usage(&world, A).grant_version, 2);
+    assert_eq!(usage(&world, A).grant.map(|grant| grant.version), Some(2));
     grant(&mut world, 1, 0, 0);
     assert_eq!(usage(&world, A).dram.used, dram(3), "a grant from before is passed over");
     save_durably(&mut world, a, &keys(8..10));

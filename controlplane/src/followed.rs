@@ -1,0 +1,55 @@
+//! Records under one prefix of the store, followed: all of them first, then every change, whatever happens to the store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use reprise_controlplane_store::{Event, KeyValue, Revision, Store, StoreError};
+use tokio::time::sleep;
+
+/// Pause after the store failed.
+const RETRY_AFTER: Duration = Duration::from_millis(250);
+
+/// What whoever follows is told.
+#[derive(Clone, Copy, Debug)]
+pub enum News<'a> {
+    /// All records; there are no others.
+    All(&'a [KeyValue]),
+    /// Changes since, in order.
+    Changes(&'a [Event]),
+}
+
+/// Follows at most `limit` records under a prefix; never returns. `take` is told everything in order, also when the store was
+/// away or has compacted what came meanwhile: then it is told all records again.
+pub async fn follow(store: &Arc<dyn Store>, prefix: &str, limit: usize, mut take: impl FnMut(News<'_>)) {
+    loop {
+        match follow_on(store, prefix, limit, &mut take).await {
+            // Read the range again, at once.
+            StoreError::Compacted { .. } => {}
+            error => {
+                tracing::warn!(%error, prefix, "the store cannot be followed; trying again");
+                sleep(RETRY_AFTER).await;
+            }
+        }
+    }
+}
+
+/// Follows until the store fails.
+async fn follow_on(
+    store: &Arc<dyn Store>,
+    prefix: &str,
+    limit: usize,
+    take: &mut impl FnMut(News<'_>),
+) -> StoreError {
+    let follow = async {
+        let range = store.range(prefix.as_bytes(), limit).await?;
+        take(News::All(&range.entries));
+        let mut watch = store.watch(prefix.as_bytes(), Revision(range.revision.0 + 1)).await?;
+        loop {
+            let batch = watch.next().await?;
+            take(News::Changes(&batch.events));
+        }
+    };
+    let ended: Result<std::convert::Infallible, StoreError> = follow.await;
+    let Err(error) = ended;
+    error
+}

@@ -1,0 +1,207 @@
+//! The ledgers of those tenants whose hash slot is this member's: one [`Budgets`] each.
+//!
+//! A ledger begins when this member's place in the map is certain and gives it the slot, and ends with either. Two members
+//! never have a tenant's ledger at once as far as their leases' clocks agree, and a new one takes over what nodes say that
+//! they hold. A node that takes another member for the owner says so, and counts as not heard yet; on its side it takes no
+//! order from a member that it has stopped reporting the tenant to.
+//!
+//! Nodes that were known when a ledger began and do not come are waited for as long as for their inventories.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use reprise_controlplane_core::{Amounts, Budget, Budgets, Order, Report, TenantReport};
+use reprise_policy::shards::MemberName;
+use reprise_policy::{Epoch, NodeId, TenantName};
+
+use crate::shards::MemberView;
+
+/// Nodes that a ledger may hear of: number, newest registration, whether it is known to live.
+pub type KnownNode = (NodeId, Epoch, Presence);
+
+/// Whether a node is expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Presence {
+    /// Registered with this member.
+    Here,
+    /// Known from the store only.
+    Away,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Ledgers {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// Of this member, in the map that the ledgers are of.
+    incarnation: Option<u64>,
+    ledgers: BTreeMap<TenantName, Ledger>,
+}
+
+#[derive(Debug)]
+struct Ledger {
+    budgets: Budgets,
+    begun: Instant,
+}
+
+/// What a node says of a tenant on the wire.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// This member is taken for the one with the ledger.
+    Here(TenantReport),
+    /// Another is.
+    Elsewhere(TenantName),
+}
+
+/// How much of a budget is where.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LedgerState {
+    /// By all nodes.
+    pub used: Amounts,
+    /// What nodes may hold at the most.
+    pub charged: Amounts,
+    /// Node, what it was granted, what it uses.
+    pub shares: Vec<(NodeId, Amounts, Amounts)>,
+}
+
+/// A member's place in a map, while it is certain.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnPlace<'a> {
+    /// The map.
+    pub view: &'a MemberView,
+    /// The member.
+    pub name: &'a MemberName,
+    /// Of its registration.
+    pub incarnation: u64,
+}
+
+impl OwnPlace<'_> {
+    /// Whether the ledger of a tenant belongs there.
+    pub fn owns(&self, tenant: &TenantName) -> bool {
+        self.view.map.owner(tenant.hash_slot()) == self.view.map.position(self.name)
+    }
+}
+
+impl Ledgers {
+    /// Brings the ledgers in line with a map in which this member's place is certain, with the budgets of the store and with
+    /// the nodes; then moves bytes. For a timer of a second, and before reports of a map that is new.
+    pub fn rebalance(
+        &self,
+        place: &OwnPlace<'_>,
+        budgets: &BTreeMap<TenantName, Budget>,
+        nodes: &[KnownNode],
+        patience: Duration,
+    ) {
+        let mut inner = self.inner();
+        if inner.incarnation != Some(place.incarnation) {
+            inner.ledgers.clear();
+            inner.incarnation = Some(place.incarnation);
+        }
+        let is_own = |tenant: &TenantName| place.owns(tenant);
+        inner.ledgers.retain(|tenant, _| budgets.contains_key(tenant) && is_own(tenant));
+        for (tenant, budget) in budgets.iter().filter(|(tenant, _)| is_own(tenant)) {
+            let ledger = inner.ledgers.entry(tenant.clone()).or_insert_with(|| Ledger::begin(nodes));
+            ledger.budgets.set_budget(tenant, *budget);
+            ledger.follow(nodes, patience);
+            ledger.budgets.rebalance();
+        }
+    }
+
+    /// This member's place is not certain: whoever is certain has the ledgers.
+    pub fn end(&self) {
+        *self.inner() = Inner::default();
+    }
+
+    /// A node has registered with this member.
+    pub fn register(&self, node: NodeId, epoch: Epoch) {
+        self.inner().ledgers.values_mut().for_each(|ledger| ledger.budgets.register(node, epoch));
+    }
+
+    /// A node is fenced.
+    pub fn forget(&self, node: NodeId) {
+        self.inner().ledgers.values_mut().for_each(|ledger| ledger.budgets.forget(node));
+    }
+
+    /// A node reports; returns its orders. `place` is this member's.
+    pub fn report(
+        &self,
+        place: &OwnPlace<'_>,
+        budgets: &BTreeMap<TenantName, Budget>,
+        (node, epoch): (NodeId, Epoch),
+        said: &[Said],
+    ) -> Vec<Order> {
+        let mut inner = self.inner();
+        if inner.incarnation != Some(place.incarnation) {
+            return Vec::new();
+        }
+        inner.ledgers.retain(|tenant, _| budgets.contains_key(tenant) && place.owns(tenant));
+        let mut orders = Vec::new();
+        for (tenant, ledger) in &mut inner.ledgers {
+            let of_tenant = |said: &&Said| match said {
+                Said::Here(report) => report.tenant == *tenant,
+                Said::Elsewhere(name) => name == tenant,
+            };
+            let tenants = match said.iter().find(of_tenant) {
+                Some(Said::Elsewhere(_)) => continue,
+                Some(Said::Here(report)) => vec![report.clone()],
+                None => Vec::new(),
+            };
+            orders.extend(ledger.budgets.report(&Report { node, epoch, tenants }));
+        }
+        orders
+    }
+
+    /// Whether this member has a tenant's ledger.
+    pub fn has(&self, tenant: &TenantName) -> bool {
+        self.inner().ledgers.contains_key(tenant)
+    }
+
+    /// How much of a budget is where; `None` when the ledger is another member's.
+    pub fn state(&self, tenant: &TenantName) -> Option<LedgerState> {
+        let inner = self.inner();
+        let budgets = &inner.ledgers.get(tenant)?.budgets;
+        let granted: BTreeMap<NodeId, Amounts> = budgets.granted(tenant).collect();
+        let shares: Vec<(NodeId, Amounts, Amounts)> = budgets
+            .used(tenant)
+            .map(|(node, used)| (node, granted.get(&node).copied().unwrap_or_default(), used))
+            .collect();
+        let used = shares.iter().fold(Amounts::default(), |sum, (_, _, used)| Amounts {
+            dram: sum.dram.saturating_add(used.dram),
+            nvme: sum.nvme.saturating_add(used.nvme),
+        });
+        Some(LedgerState { used, charged: budgets.charged(tenant), shares })
+    }
+
+    /// Every change leaves the ledgers whole, so a poisoned lock is as good as any.
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Ledger {
+    fn begin(nodes: &[KnownNode]) -> Ledger {
+        let budgets = Budgets::new(nodes.iter().map(|(node, epoch, _)| (*node, *epoch)));
+        Ledger { budgets, begun: Instant::now() }
+    }
+
+    /// Whoever is registered here takes part; who was away for too long is not waited for.
+    fn follow(&mut self, nodes: &[KnownNode], patience: Duration) {
+        for (node, epoch, presence) in nodes {
+            if *presence == Presence::Here {
+                self.budgets.register(*node, *epoch);
+            }
+        }
+        if self.begun.elapsed() < patience {
+            return;
+        }
+        let unheard: Vec<NodeId> = self.budgets.unheard().collect();
+        let is_here = |unheard: &NodeId| {
+            nodes.iter().any(|(node, _, presence)| node == unheard && *presence == Presence::Here)
+        };
+        unheard.into_iter().filter(|node| !is_here(node)).for_each(|node| self.budgets.forget(node));
+    }
+}

@@ -1,0 +1,105 @@
+//! Reports of nodes: what they have and do goes to the members' table, what they say of tenants to the ledgers.
+
+use reprise_controlplane_core::{Amounts, DrainProgress, NodeReport, Order, TenantReport};
+use reprise_policy::tenant::TENANTS_MAX;
+use reprise_policy::{Epoch, TenantName};
+use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
+use tonic::Status;
+
+use super::PlacementService;
+use crate::ledgers::{OwnPlace, Said};
+use crate::membership::node_number;
+
+/// Takes a report and answers what the node is to do.
+pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
+    let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
+    let said = said(request.tenants)?;
+    let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
+    if !service.cluster.report(node, epoch, report) {
+        return Ok(ReportReply { fenced: true, ..ReportReply::default() });
+    }
+    let mut orders = Vec::new();
+    if let Some(view) = service.shards.certain_map()
+        && let Some(incarnation) = service.shards.incarnation(&view)
+        && let Some(budgets) = service.tenants.budgets()
+    {
+        let place = OwnPlace { view: &view, name: service.shards.name(), incarnation };
+        let made = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &said);
+        orders.extend(made.iter().map(order));
+        let ended = said.iter().filter_map(|said| match said {
+            Said::Here(report) if report.version > 0 => Some(report),
+            Said::Here(_) | Said::Elsewhere(_) => None,
+        });
+        let ended =
+            ended.filter(|report| place.owns(&report.tenant) && !budgets.contains_key(&report.tenant));
+        orders.extend(ended.filter_map(no_budget));
+    }
+    Ok(ReportReply { orders, ..service.cluster.directions(node) })
+}
+
+fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport {
+    NodeReport {
+        capacity: amounts(usage.capacity),
+        used: amounts(usage.used),
+        queued_bytes: usage.queued_bytes,
+        drain: DrainProgress {
+            drained: drain.drained,
+            walked_blocks: drain.walked_blocks,
+            durable_blocks: drain.durable_blocks,
+            moved_bytes: drain.moved_bytes,
+            nowhere_blocks: drain.nowhere_blocks,
+        },
+    }
+}
+
+fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<Said>, Status> {
+    if reports.len() > TENANTS_MAX {
+        return Err(Status::invalid_argument(format!(
+            "{} tenants in a report: a node knows at most {TENANTS_MAX}",
+            reports.len()
+        )));
+    }
+    let read = |report: wire::TenantReport| {
+        let tenant: TenantName =
+            report.tenant.parse().map_err(|error: reprise_policy::tenant::TenantError| {
+                Status::invalid_argument(error.to_string())
+            })?;
+        Ok(if report.elsewhere {
+            Said::Elsewhere(tenant)
+        } else {
+            Said::Here(TenantReport {
+                tenant,
+                version: report.version,
+                limit: amounts(report.limit),
+                used: amounts(report.used),
+                limited: amounts(report.limited),
+            })
+        })
+    };
+    reports.into_iter().map(read).collect()
+}
+
+fn order(order: &Order) -> TenantOrder {
+    TenantOrder {
+        tenant: order.tenant.to_string(),
+        version: order.version,
+        reserved: Some(bytes(order.reserved)),
+        limit: Some(bytes(order.limit)),
+    }
+}
+
+/// The budget of which a node knows orders has ended. A version that is used up stays as it is.
+fn no_budget(report: &TenantReport) -> Option<TenantOrder> {
+    let unlimited = report.limit == Amounts::both(u64::MAX);
+    let version = report.version.checked_add(1).filter(|_| !unlimited)?;
+    Some(TenantOrder { tenant: report.tenant.to_string(), version, ..TenantOrder::default() })
+}
+
+pub(super) fn amounts(bytes: Option<wire::Bytes>) -> Amounts {
+    let wire::Bytes { dram, nvme } = bytes.unwrap_or_default();
+    Amounts { dram, nvme }
+}
+
+pub(crate) fn bytes(amounts: Amounts) -> wire::Bytes {
+    wire::Bytes { dram: amounts.dram, nvme: amounts.nvme }
+}

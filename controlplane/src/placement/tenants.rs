@@ -1,0 +1,88 @@
+//! Calls about tenants' budgets.
+
+use reprise_controlplane_core::Budget;
+use reprise_policy::TenantName;
+use reprise_policy::tenant::TenantError;
+use reprise_proto::controlplane::{
+    self as wire, ListTenantsReply, RemoveTenantRequest, SetTenantRequest, TenantShare, TenantState,
+};
+use tonic::Status;
+
+use super::PlacementService;
+use super::reports::{amounts, bytes};
+use crate::ledgers::LedgerState;
+use crate::tenants::TenantsError;
+
+/// Sets a tenant's budget.
+pub(super) async fn set(service: &PlacementService, request: SetTenantRequest) -> Result<(), Status> {
+    let tenant = request.tenant.ok_or_else(|| Status::invalid_argument("name the tenant"))?;
+    let name = name(&tenant.name)?;
+    let limit = tenant.limit.ok_or_else(|| {
+        Status::invalid_argument("give a limit of dram and nvme; to end a budget, remove the tenant")
+    })?;
+    let budget = Budget { reserved: amounts(tenant.reserved), limit: amounts(Some(limit)) };
+    service
+        .tenants
+        .set(&name, budget, service.cluster.capacity())
+        .await
+        .map_err(|error| refuse(&name, &error))
+}
+
+/// Ends a tenant's budget.
+pub(super) async fn remove(service: &PlacementService, request: RemoveTenantRequest) -> Result<(), Status> {
+    let name = name(&request.name)?;
+    service.tenants.remove(&name).await.map_err(|error| refuse(&name, &error))
+}
+
+/// All budgets, and how much of those is where whose ledgers are here.
+pub(super) fn list(service: &PlacementService) -> Result<ListTenantsReply, Status> {
+    let budgets = service.tenants.budgets();
+    let budgets = budgets.ok_or_else(|| Status::unavailable("the store has not been read yet: try again"))?;
+    let capacity = service.cluster.capacity();
+    let tenants = budgets.iter().map(|(name, budget)| {
+        let tenant = wire::Tenant {
+            name: name.to_string(),
+            reserved: Some(bytes(budget.reserved)),
+            limit: Some(bytes(budget.limit)),
+        };
+        let ledger = service.cluster.ledgers.state(name);
+        let ledger_here = ledger.is_some();
+        let LedgerState { used, charged, shares } = ledger.unwrap_or_default();
+        let shares = shares.into_iter().map(|(node, granted, used)| TenantShare {
+            node: u32::from(node.0),
+            granted: Some(bytes(granted)),
+            used: Some(bytes(used)),
+        });
+        TenantState {
+            tenant: Some(tenant),
+            ledger_here,
+            used: Some(bytes(used)),
+            charged: Some(bytes(charged)),
+            shares: shares.collect(),
+        }
+    });
+    Ok(ListTenantsReply {
+        tenants: tenants.collect(),
+        capacity: Some(bytes(capacity)),
+        overcommitted: Some(bytes(service.tenants.overcommitted(capacity))),
+    })
+}
+
+fn name(text: &str) -> Result<TenantName, Status> {
+    if text.is_empty() {
+        return Err(Status::invalid_argument(
+            "name the tenant; that of sessions that name none is 'default'",
+        ));
+    }
+    text.parse().map_err(|error: TenantError| Status::invalid_argument(error.to_string()))
+}
+
+fn refuse(name: &TenantName, error: &TenantsError) -> Status {
+    let text = format!("tenant '{name}': {error}");
+    match error {
+        TenantsError::Quota { .. } => Status::failed_precondition(text),
+        TenantsError::Full => Status::resource_exhausted(text),
+        TenantsError::Unknown(_) => Status::not_found(error.to_string()),
+        TenantsError::Busy | TenantsError::OtherStore | TenantsError::Store(_) => Status::unavailable(text),
+    }
+}
