@@ -120,6 +120,7 @@ impl Runtime {
             directory: directory.clone(),
             clustered,
             peers: peers.clone(),
+            tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
         };
@@ -231,6 +232,9 @@ fn core_settings(settings: &Settings) -> CoreSettings {
         reservation_timeout: settings.reservation,
         load_hold_timeout: settings.load_hold,
         eviction: cache.eviction,
+        placement_bandwidth: settings.placement.bandwidth,
+        hot_reads: settings.placement.hot_reads,
+        hot_window: settings.placement.hot_window,
         tenants: settings.tenants.iter().map(|tenant| tenant.quotas).collect(),
         ..CoreSettings::default()
     }
@@ -293,6 +297,8 @@ fn directory_sink(inbox: Inbox) -> DirectorySink {
             DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
+            DirectoryEvent::Placed { place, answers } => Event::Placed { place, answers },
+            DirectoryEvent::PlaceFailed { place } => Event::PlaceFailed { place },
             DirectoryEvent::Registered { member, node, epoch } => {
                 tracing::info!(member, node = node.0, epoch = epoch.0, "registered with the control plane");
                 return;
