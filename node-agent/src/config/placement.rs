@@ -67,7 +67,7 @@ mod tests {
         let settings = Config::parse(text).expect("parses").validate().expect("valid").placement;
         assert_eq!((settings.bandwidth, settings.hot_reads, settings.hot_window.as_secs()), (0, 10, 300));
         for (text, words) in [
-            ("bandwidth = '1kB'", ["placement.bandwidth", "1kB", "1MiB"]),
+            ("bandwidth = '1kB'", ["placement.bandwidth", "1000", "1MiB"]),
             ("hot_reads = 0", ["placement.hot_reads", "0", "1 to"]),
             ("hot_window = '1ms'", ["placement.hot_window", "1ms", "1s"]),
         ] {

@@ -97,6 +97,14 @@ impl World {
         }
     }
 
+    /// Ends all jobs but reads and fetches, and those that follow from them.
+    pub(crate) fn finish_jobs_but_fills(&mut self) {
+        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
+        while let Some(job) = self.jobs.iter().position(|job| !is_fill(job)) {
+            self.advance(job);
+        }
+    }
+
     /// Positions of reads and fetches.
     pub(crate) fn fills(&self) -> Vec<usize> {
         let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });

@@ -18,6 +18,7 @@ mod rng;
 mod scenarios_devices;
 mod scenarios_load;
 mod scenarios_peers;
+mod scenarios_placement;
 mod scenarios_save;
 mod scenarios_scale;
 mod scenarios_suspect;

@@ -116,8 +116,8 @@ impl AgentCore {
             let bytes = nvme_bytes(self.shapes.get(state.shape()).slot_bytes);
             let moving = self.giving.moving.as_mut().expect("just seen");
             moving.after = Some(*entry);
-            if moving.pass_bytes > 0 {
-                moving.pass_bytes = moving.pass_bytes.saturating_sub(bytes);
+            if moving.pass_bytes >= bytes {
+                moving.pass_bytes -= bytes;
             } else if !pending.contains(&state.key()) {
                 bytes_found += bytes;
                 found.entry(state.shape()).or_default().push(state.key());
