@@ -21,6 +21,7 @@ mod paged_kv;
 mod replay;
 mod sim;
 mod status;
+mod tenant;
 mod trace;
 
 use std::io::IsTerminal;
@@ -61,6 +62,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Members, nodes, tiers and health of a running cluster.
     Status(status::StatusArgs),
+    /// What tenants may have in the whole cluster, and what they hold.
+    Tenant(tenant::TenantArgs),
     /// Where a block is, who knows it, and what a load of it would do.
     Explain(explain::ExplainArgs),
     /// What the members of the control plane hold, and every change of it.
@@ -111,6 +114,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
         Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
+        Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
         Some(Command::Explain(args)) => explain::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),

@@ -31,6 +31,7 @@ mod lookups;
 mod members;
 mod nodes;
 mod placing;
+mod reporting;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -42,8 +43,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{LookupId, PlaceId, ReplicaChange};
-use reprise_agent_core::event::{Placement, Replica};
+use reprise_agent_core::event::{Grant, Placement, Replica};
+use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
+use reprise_proto::controlplane::NodeMode;
 use tokio::sync::{Notify, mpsc, watch};
 use tonic::transport::Endpoint;
 
@@ -53,6 +56,8 @@ use members::{Links, Routes};
 use nodes::NodeMap;
 pub(crate) use nodes::PeerNode;
 pub(crate) use placing::PlaceQuestion;
+pub(crate) use reporting::OwnState;
+use reporting::Reporting;
 
 /// Announcements waiting for one member, in changes. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
 /// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice that).
@@ -75,6 +80,8 @@ pub(crate) struct DirectorySettings {
     pub(crate) changes_queued_max: usize,
     /// Bound of the lookups queued or under way, more fail at once; the core's `LOOKUPS_MAX` unless tested.
     pub(crate) lookups_max: usize,
+    /// Names and numbers of tenants.
+    pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
 }
 
 /// What a node says about itself when it registers.
@@ -112,6 +119,12 @@ pub(crate) enum DirectoryEvent {
     Placed { place: PlaceId, answers: Vec<Placement> },
     /// Nobody has answered the question in its time.
     PlaceFailed { place: PlaceId },
+    /// What a tenant may hold on this node from now on.
+    Budget(Grant),
+    /// The mode that this node is to be in; newer than any before.
+    Mode { mode: NodeMode, revision: u64 },
+    /// So many bytes of blocks are to go to another node; `None`: nothing any more.
+    Move(Option<(NodeId, u64)>),
     /// The control plane answers: at least one of its members.
     Connected,
     /// The control plane is gone or has forgotten this node; the client keeps trying.
@@ -191,6 +204,9 @@ struct Shared {
     routes: watch::Sender<Option<Arc<Routes>>>,
     lookups: Mutex<LookupQueue>,
     lookups_changed: Notify,
+    /// What to report; `None` before the core has said.
+    own: watch::Sender<Option<Arc<OwnState>>>,
+    reporting: Reporting,
     nodes: RwLock<NodeMap>,
     connected: watch::Sender<bool>,
     shutdown: watch::Sender<bool>,
@@ -266,6 +282,11 @@ impl DirectoryClient {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).node_of(name)
     }
 
+    /// Tells the members how this node is, with their next report.
+    pub(crate) fn set_own_state(&self, state: OwnState) {
+        self.shared.own.send_replace(Some(Arc::new(state)));
+    }
+
     /// Where a node's peer transport listens, `host:port`; `None` for a node the control plane has not named.
     pub(crate) fn peer_address(&self, node: NodeId) -> Option<String> {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).peer_address(node)
@@ -316,6 +337,8 @@ impl Shared {
             routes: watch::Sender::new(None),
             lookups: Mutex::new(LookupQueue::new(settings.lookups_max)),
             lookups_changed: Notify::new(),
+            own: watch::Sender::new(None),
+            reporting: Reporting::default(),
             nodes: RwLock::new(NodeMap::default()),
             connected: watch::Sender::new(false),
             shutdown: watch::Sender::new(false),

@@ -31,7 +31,7 @@ use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
 use crate::device::{Command, Device, Unsent, read_error};
-use crate::directory::{DirectoryClient, PlaceQuestion};
+use crate::directory::{DirectoryClient, OwnState, PlaceQuestion};
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
 use crate::session::{Peer, Session};
@@ -104,6 +104,13 @@ struct Fetching {
 }
 
 impl Executor {
+    /// Tells the control plane how this node is.
+    pub(crate) fn tell_state(&self, state: OwnState) {
+        if self.parts.clustered == Clustered::Yes {
+            self.parts.directory.set_own_state(state);
+        }
+    }
+
     pub(crate) fn new(parts: ExecutorParts) -> Executor {
         let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
         Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new() }

@@ -19,8 +19,9 @@ use crossbeam_channel::bounded;
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
-use reprise_agent_core::event::Event;
+use reprise_agent_core::event::{Event, Move, NodeMode};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_policy::tenant::TenantRegistry;
 use reprise_transport::{TcpSettings, TcpTransport};
 use serde::Serialize;
 
@@ -112,7 +113,8 @@ impl Runtime {
             .as_ref()
             .map(|peers| listen_for_peers(&settings, peers, &inbox, &arena))
             .transpose()?;
-        let directory = Arc::new(start_directory(&settings, &infos, &admin, port.as_ref(), &inbox)?);
+        let directory =
+            Arc::new(start_directory(&settings, &infos, &admin, port.as_ref(), (&inbox, tenants.clone()))?);
         let clustered = if settings.controlplane.is_some() { Clustered::Yes } else { Clustered::StandAlone };
         let peers = port.as_ref().map(|port| port.peers.clone());
         let parts = ExecutorParts {
@@ -266,7 +268,7 @@ fn start_directory(
     devices: &[DeviceInfo],
     admin: &AdminPort,
     port: Option<&PeerPort>,
-    inbox: &Inbox,
+    (inbox, tenants): (&Inbox, Arc<Mutex<TenantRegistry>>),
 ) -> Result<DirectoryClient, AgentError> {
     let registration = Registration {
         name: settings.node.name.clone(),
@@ -284,10 +286,22 @@ fn start_directory(
         call_timeout: CALL_TIMEOUT,
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
+        tenants,
     };
     DirectoryClient::start(directory, directory_sink(inbox.clone())).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot start the client of the control plane").because(error)
     })
+}
+
+/// A mode by its name in the protocol; one that this agent does not know changes nothing.
+fn mode_of(mode: reprise_proto::controlplane::NodeMode) -> Option<NodeMode> {
+    use reprise_proto::controlplane::NodeMode as Wire;
+    match mode {
+        Wire::Unspecified => None,
+        Wire::Active => Some(NodeMode::Active),
+        Wire::Cordoned => Some(NodeMode::Cordoned),
+        Wire::Draining => Some(NodeMode::Draining),
+    }
 }
 
 /// Passes the directory's events on to the core, and says what an operator cares about.
@@ -296,6 +310,12 @@ fn directory_sink(inbox: Inbox) -> DirectorySink {
         let event = match event {
             DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
+            DirectoryEvent::Budget(grant) => Event::Budget(grant),
+            DirectoryEvent::Mode { mode, revision } => match mode_of(mode) {
+                Some(mode) => Event::Mode { mode, revision },
+                None => return,
+            },
+            DirectoryEvent::Move(order) => Event::Move(order.map(|(to, bytes)| Move { to, bytes })),
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
             DirectoryEvent::Placed { place, answers } => Event::Placed { place, answers },
             DirectoryEvent::PlaceFailed { place } => Event::PlaceFailed { place },

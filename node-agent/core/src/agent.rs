@@ -61,12 +61,14 @@ mod taking;
 mod tenants;
 mod tickets;
 mod timers;
+mod usage;
 mod writeback;
 
 pub use counters::Counters;
 pub use giving::DrainProgress;
 pub use settings::Settings;
 pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
+pub use usage::NodeUsage;
 
 use arena::Arena;
 use bandwidth::Bandwidth;
@@ -345,6 +347,12 @@ impl AgentCore {
         counters.loads_held = self.loads.len() as u64;
         counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
+        let drain = self.giving.progress();
+        counters.node_mode = self.giving.mode() as u64;
+        counters.drain_walked_blocks = drain.walked_blocks;
+        counters.drain_nowhere_blocks = drain.nowhere_blocks;
+        counters.given_bytes = drain.moved_bytes;
+        counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
         counters.pulls_waiting = self.taking.waiting() as u64;
         counters.pulls_in_flight_bytes = self.taking.in_flight_bytes();
         counters.arena_bytes = self.arena.bytes();

@@ -158,14 +158,15 @@ pub struct Grant {
 
 /// How far a node is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
 pub enum NodeMode {
     /// For everything.
     #[default]
-    Active,
+    Active = 0,
     /// Chosen for nothing new. Its engines save there as ever.
-    Cordoned,
+    Cordoned = 1,
     /// Cordoned, and gives away what only it has.
-    Draining,
+    Draining = 2,
 }
 
 /// Where a further durable replica of a block goes.

@@ -28,6 +28,7 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         call_timeout: CORE_PATIENCE,
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: limits::LOOKUPS_MAX,
+        tenants: Arc::default(),
     };
     Arc::new(AdminContext {
         inbox,

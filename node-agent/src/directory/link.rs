@@ -29,7 +29,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use super::members::jitter;
-use super::{DirectoryEvent, DirectoryStatus, Shared, wire};
+use super::{DirectoryEvent, DirectoryStatus, Shared, reporting, wire};
 
 /// Pings on the idle connection, and the time for their answer: a half-open connection is noticed within both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
@@ -133,6 +133,7 @@ impl Link {
             () = self.closed() => {}
             () = self.register(shared) => {}
             () = self.announce(shared) => {}
+            () = reporting::report(shared, self) => {}
         }
         self.set_up(shared, Up::No);
     }

@@ -75,6 +75,12 @@ impl Routes {
         &self.links
     }
 
+    /// Whether a link's member owns a hash slot.
+    pub(super) fn owns(&self, link: &Link, slot: u16) -> bool {
+        let owner = self.map.owner(slot).map(|owner| &self.links[usize::from(owner.0)]);
+        owner.is_some_and(|owner| owner.name == link.name)
+    }
+
     /// Position of the owner of a key among the links.
     pub(super) fn owner(&self, key: &BlockKey) -> Option<usize> {
         self.map.owner_of(key).map(|owner| usize::from(owner.0))

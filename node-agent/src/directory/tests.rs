@@ -5,6 +5,8 @@
 
 mod fake;
 mod many;
+mod places;
+mod reports;
 
 use std::sync::mpsc;
 
@@ -37,6 +39,7 @@ fn settings(endpoint: String) -> DirectorySettings {
         call_timeout: Duration::from_millis(500),
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
+        tenants: Arc::default(),
     }
 }
 
@@ -57,6 +60,16 @@ impl Agent {
         while passed.last() != Some(wanted) {
             let event = self.events.recv_timeout(PATIENCE);
             passed.push(event.unwrap_or_else(|_| panic!("no {wanted:?} after {passed:?}")));
+        }
+    }
+
+    /// Waits for the answer to a question where blocks go, whatever it is.
+    fn wait_for_placed(&self) -> DirectoryEvent {
+        loop {
+            let event = self.next();
+            if matches!(event, DirectoryEvent::Placed { .. } | DirectoryEvent::PlaceFailed { .. }) {
+                return event;
+            }
         }
     }
 

@@ -180,11 +180,11 @@ counters! {
     /// Their slot bytes, header pages included.
     moved_bytes,
     /// Offers of peers.
-    peer_offers,
+    incoming_offers,
     /// Keys in them.
-    peer_offer_keys,
+    incoming_offer_keys,
     /// Keys that were taken.
-    peer_offer_keys_taken,
+    incoming_offer_keys_taken,
     /// Blocks fetched because a peer has offered them.
     pulled_blocks,
     /// Their payload bytes.
@@ -197,6 +197,16 @@ counters! {
     pulls_in_flight_bytes,
     /// Blocks that became durable because a peer has offered them.
     taken_blocks_stored,
+    /// Gauge: 0 active, 1 cordoned, 2 draining.
+    node_mode,
+    /// Gauge: 1 while all that a draining node has is elsewhere as well.
+    drained,
+    /// Gauge: blocks that the walk of a draining node is through with.
+    drain_walked_blocks,
+    /// Gauge: blocks for which that walk found no node with room.
+    drain_nowhere_blocks,
+    /// Slot bytes given to other nodes, header pages included.
+    given_bytes,
     /// Changes told to the directory.
     announced_changes,
     /// Gauge: bytes of the arena's regions.

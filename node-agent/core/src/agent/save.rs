@@ -305,7 +305,9 @@ impl AgentCore {
         if self.may_be_saved(lane) {
             return self.save_later(frame, ticket);
         }
-        if !self.devices.can_hold(lane.slot_bytes) {
+        if self.devices.can_hold(lane.slot_bytes) {
+            self.count_limited(lane);
+        } else {
             self.report_unstorable(self.frames.get(frame).shape);
         }
         self.set_frame_state(frame, FrameState::Clean);

@@ -79,6 +79,13 @@ pub(super) enum Header {
     Sent,
 }
 
+impl Serve {
+    /// Slot bytes of the blocks that have not ended.
+    pub(super) fn open_bytes(&self) -> u64 {
+        u64::from(self.open) * self.layout.slot_bytes()
+    }
+}
+
 impl ServeBlock {
     fn is_leased(self) -> bool {
         matches!(self, ServeBlock::Waiting { .. } | ServeBlock::Sending { .. })

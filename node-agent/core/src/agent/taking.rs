@@ -103,13 +103,13 @@ impl Room {
 impl AgentCore {
     /// A peer offers blocks.
     pub(super) fn peer_offer(&mut self, offered: &PeerOffer) {
-        self.counters.peer_offers += 1;
-        self.counters.peer_offer_keys += offered.keys.len() as u64;
+        self.counters.incoming_offers += 1;
+        self.counters.incoming_offer_keys += offered.keys.len() as u64;
         let (taken, retry_after) = match self.shape_of_offer(offered) {
             Some(shape) => self.take_offered(offered, shape),
             None => (Vec::new(), OFFER_RETRY_MAX),
         };
-        self.counters.peer_offer_keys_taken += taken.len() as u64;
+        self.counters.incoming_offer_keys_taken += taken.len() as u64;
         self.emit(Effect::AnswerOffer { offer: offered.offer, taken, retry_after });
     }
 

@@ -69,7 +69,7 @@ pub struct TenantCounts {
     pub nvme_evictions: u64,
     /// Bytes of blocks that were dropped from DRAM or found no slot there because of the tenant's own limit.
     pub dram_limited_bytes: u64,
-    /// The same of NVMe.
+    /// Bytes of blocks that were dropped from NVMe or not saved there because of the tenant's own limit.
     pub nvme_limited_bytes: u64,
 }
 

@@ -358,15 +358,19 @@ impl AgentCore {
     /// Nothing will ever make room for the blocks of a lane. Those that engines have committed since they were taken from
     /// a peer go on in the lane of such blocks.
     fn give_up(&mut self, lane: Lane) -> Left {
+        let is_limited = self.devices.can_hold(lane.slot_bytes) && !self.may_be_saved(lane);
         let mut left = Left::None;
         while let Some(record) = self.writeback.queue.pop(lane) {
             let block = self.writeback.unsaved.get(record).expect("queued records live");
-            if block.cause == lane.cause {
-                self.end_unsaved(record, ItemEnd::Lost);
-            } else {
+            if block.cause != lane.cause {
                 left = Left::Some;
                 self.writeback.queue.push(Lane { cause: block.cause, ..lane }, record, block.since);
+                continue;
             }
+            if is_limited && lane.cause == Cause::Committed {
+                self.count_limited(lane);
+            }
+            self.end_unsaved(record, ItemEnd::Lost);
         }
         left
     }
@@ -378,6 +382,11 @@ impl AgentCore {
             let frame = block.frame;
             self.leave_taking_frame(frame);
         }
+    }
+
+    /// A block of a lane is not saved because its tenant's limit is below one block: what the tenant would have liked to have.
+    pub(super) fn count_limited(&mut self, lane: Lane) {
+        self.tenants.get_mut(lane.tenant).counts.nvme_limited_bytes += lane.slot_bytes;
     }
 
     /// A block is durable or never will be: either way its frame is clean.

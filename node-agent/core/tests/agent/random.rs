@@ -399,7 +399,7 @@ fn whatever_happens_nothing_leaks_nothing_hangs_and_nobody_reads_wrong_bytes() {
         "offer_keys_taken",
         "offer_failures",
         "moved_blocks",
-        "peer_offer_keys_taken",
+        "incoming_offer_keys_taken",
         "pulled_blocks",
         "pulls_dropped",
         "taken_blocks_stored",

@@ -219,6 +219,20 @@ fn what_is_not_saved_yet_is_saved_at_once_when_a_grant_is_lowered() {
 }
 
 #[test]
+fn what_is_not_saved_for_a_grant_of_less_than_a_block_counts_as_wanted() {
+    let (mut world, a, _) = with(Vec::new());
+    world.reserve(a, 3);
+    world.commit(a, &keys(0..1), Priority::Normal);
+    grant(&mut world, 1, dram(16), nvme(1) - 1);
+    let limited = |world: &World| usage(world, A).counts.nvme_limited_bytes;
+    world.pass(Duration::from_secs(1));
+    assert_eq!(limited(&world), dram(1), "it had waited for company");
+    world.commit(a, &keys(1..3), Priority::Normal);
+    assert_eq!((limited(&world), usage(&world, A).nvme.used), (dram(3), 0));
+    assert_eq!(on(&world, Tier::Dram, &keys(0..3)), 3, "they are cached in memory");
+}
+
+#[test]
 fn the_limit_of_the_configuration_holds_whatever_is_granted() {
     let (mut world, a, _) = with(vec![quotas(A, quota(0, dram(2)), Quota::UNLIMITED)]);
     grant(&mut world, 1, dram(16), nvme(64));

@@ -1,5 +1,7 @@
 //! A control plane played by the test: a gRPC server on loopback with switches for its faults.
 
+mod placement;
+
 use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex};
@@ -7,11 +9,12 @@ use std::sync::{Arc, Condvar, Mutex};
 use reprise_policy::{BlockKey, SlotSet};
 use reprise_proto::controlplane::directory_server::{Directory, DirectoryServer};
 use reprise_proto::controlplane::membership_server::{Membership, MembershipServer};
+use reprise_proto::controlplane::placement_server::PlacementServer;
 use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
-    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo,
-    RegisterReply, RegisterRequest, SlotsReply, SlotsRequest, UpdateReply, UpdateRequest,
-    WatchMembersRequest, WatchNodesRequest,
+    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo, PlaceReply, PlaceRequest,
+    RegisterReply, RegisterRequest, ReportReply, ReportRequest, SlotsReply, SlotsRequest, UpdateReply,
+    UpdateRequest, WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;
@@ -67,6 +70,12 @@ pub(super) struct State {
     pub(super) update_mode: Mode,
     pub(super) lookup_mode: Mode,
     pub(super) fence_updates_of: Option<u64>,
+    /// All reports, and the answer to each.
+    pub(super) reports: Vec<ReportRequest>,
+    pub(super) report_reply: ReportReply,
+    /// All questions where blocks go, and the answer to each; none: an error.
+    pub(super) places: Vec<PlaceRequest>,
+    pub(super) place_reply: Option<PlaceReply>,
 }
 
 impl Default for State {
@@ -93,6 +102,10 @@ impl Default for State {
             update_mode: Mode::Answer,
             lookup_mode: Mode::Answer,
             fence_updates_of: None,
+            reports: Vec::new(),
+            report_reply: ReportReply::default(),
+            places: Vec::new(),
+            place_reply: None,
         }
     }
 }
@@ -141,6 +154,7 @@ impl Fake {
         let server = tonic::transport::Server::builder()
             .add_service(MembershipServer::new(shared.clone()))
             .add_service(DirectoryServer::new(shared.clone()))
+            .add_service(PlacementServer::new(shared.clone()))
             .serve_with_incoming(incoming);
         runtime.spawn(server);
         Fake { runtime, shared, port }

@@ -17,6 +17,7 @@ use super::super::limits::{
     WALK_AGAIN_DRAINED, WALK_AGAIN_NOWHERE,
 };
 use super::super::shapes::ShapeId;
+use super::Giving;
 use crate::effect::PlaceReason;
 use crate::event::NodeMode;
 
@@ -102,18 +103,25 @@ impl Drain {
     }
 }
 
+impl Giving {
+    /// How far the draining is, as far as this knows: blocks that are not durable yet are not looked at.
+    pub(in crate::agent) fn progress(&self) -> DrainProgress {
+        DrainProgress {
+            drained: self.drain.drained_at == Some(self.drain.saves),
+            walked_blocks: self.drain.walked,
+            durable_blocks: 0,
+            moved_bytes: self.given_bytes,
+            nowhere_blocks: self.drain.nowhere,
+        }
+    }
+}
+
 impl AgentCore {
     /// How far the draining of this node is; of a node that is not to be drained, what it has given away.
     pub fn drain_progress(&self) -> DrainProgress {
-        let drain = &self.giving.drain;
-        let saved = self.writeback.unsaved.len() == 0;
-        DrainProgress {
-            drained: saved && drain.drained_at == Some(drain.saves),
-            walked_blocks: drain.walked,
-            durable_blocks: self.index.stored_blocks(),
-            moved_bytes: self.giving.given_bytes,
-            nowhere_blocks: drain.nowhere,
-        }
+        let progress = self.giving.progress();
+        let drained = progress.drained && self.writeback.unsaved.len() == 0;
+        DrainProgress { drained, durable_blocks: self.index.stored_blocks(), ..progress }
     }
 
     /// How far this node is used.

@@ -1,0 +1,333 @@
+//! `reprise tenant`: what tenants may have in the whole cluster, and what they hold.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use reprise_policy::{ByteSize, TenantName};
+use reprise_proto::controlplane::placement_client::PlacementClient;
+use reprise_proto::controlplane::{
+    Bytes, ListTenantsReply, ListTenantsRequest, RemoveTenantRequest, SetTenantRequest, Tenant, TenantState,
+};
+use serde::Serialize;
+use tonic::transport::Channel;
+
+use crate::cluster::ClusterFile;
+use crate::config::Config;
+use crate::output::{Audience, Table, bytes_text};
+use crate::status;
+
+/// Bound on one member's answer.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Arguments of `reprise tenant`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct TenantArgs {
+    /// A member's gRPC address, `host:port` [default: those of the running cluster].
+    #[arg(long, value_name = "ADDRESS", global = true)]
+    controlplane: Option<String>,
+    /// Directory of the running cluster [default: the demo's].
+    #[arg(long, value_name = "DIR", global = true)]
+    cluster: Option<PathBuf>,
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+enum Action {
+    /// Every tenant with a budget: what it may have, what it holds, and where.
+    List,
+    /// Set what a tenant may have in the whole cluster, and what it is sure of.
+    Set(SetArgs),
+    /// End a tenant's budget; the limits in the agents' configurations go on.
+    Remove {
+        /// The tenant.
+        name: TenantName,
+    },
+}
+
+#[derive(Clone, Debug, clap::Args)]
+struct SetArgs {
+    /// The tenant; that of sessions that name none is 'default'.
+    name: TenantName,
+    /// DRAM at the most, like 64GiB [default: no limit].
+    #[arg(long, value_name = "SIZE")]
+    dram: Option<ByteSize>,
+    /// NVMe at the most, like 10TiB [default: no limit].
+    #[arg(long, value_name = "SIZE")]
+    nvme: Option<ByteSize>,
+    /// DRAM that the tenant is sure of.
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    dram_reserved: ByteSize,
+    /// NVMe that the tenant is sure of.
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    nvme_reserved: ByteSize,
+}
+
+/// Bytes of both kinds, as printed for programs; no limit is `null`.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct Amounts {
+    dram: Option<u64>,
+    nvme: Option<u64>,
+}
+
+type Room = fn(&Amounts) -> Option<u64>;
+
+const ROOMS: [(&str, Room); 2] = [("DRAM", |amounts| amounts.dram), ("NVMe", |amounts| amounts.nvme)];
+
+/// All tenants, as printed for programs.
+#[derive(Debug, Serialize)]
+struct Listed {
+    capacity: Amounts,
+    overcommitted: Amounts,
+    tenants: Vec<ListedTenant>,
+}
+
+#[derive(Debug, Serialize)]
+struct ListedTenant {
+    name: String,
+    reserved: Amounts,
+    limit: Amounts,
+    /// What it holds and may hold; none when no member has its ledger at the moment.
+    ledger: Option<Ledger>,
+}
+
+#[derive(Debug, Serialize)]
+struct Ledger {
+    /// Name of the member.
+    member: String,
+    used: Amounts,
+    /// What its nodes may hold at the most.
+    granted: Amounts,
+    nodes: Vec<Share>,
+}
+
+#[derive(Debug, Serialize)]
+struct Share {
+    node: u32,
+    granted: Amounts,
+    used: Amounts,
+}
+
+/// `reprise tenant`.
+pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    let addresses = match &args.controlplane {
+        Some(address) => vec![address.clone()],
+        None => {
+            let directory = config.cluster.directory(args.cluster.as_deref());
+            ClusterFile::read(&directory)?.grpc_addresses()
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        match &args.action {
+            Action::List => list(&addresses, audience).await,
+            Action::Set(set) => {
+                let request = set.request()?;
+                let mut client = connect_any(&addresses).await?;
+                within(client.set_tenant(request)).await?;
+                audience.say(format!("the budget of tenant '{}' is set", set.name));
+                Ok(())
+            }
+            Action::Remove { name } => {
+                let mut client = connect_any(&addresses).await?;
+                within(client.remove_tenant(RemoveTenantRequest { name: name.to_string() })).await?;
+                audience.say(format!("tenant '{name}' has no budget any more"));
+                Ok(())
+            }
+        }
+    })
+}
+
+impl SetArgs {
+    fn request(&self) -> anyhow::Result<SetTenantRequest> {
+        let reserved = Bytes { dram: self.dram_reserved.0, nvme: self.nvme_reserved.0 };
+        ensure!(
+            self.dram.is_some() || self.nvme.is_some() || reserved != Bytes::default(),
+            "say what tenant '{}' may have: --dram, --nvme, --dram-reserved, --nvme-reserved",
+            self.name
+        );
+        let limit = |size: Option<ByteSize>| size.map_or(u64::MAX, |size| size.0);
+        let limit = Bytes { dram: limit(self.dram), nvme: limit(self.nvme) };
+        let tenant = Tenant { name: self.name.to_string(), reserved: Some(reserved), limit: Some(limit) };
+        Ok(SetTenantRequest { tenant: Some(tenant) })
+    }
+}
+
+/// A connection to the first member that can be reached; the error is the last one's.
+async fn connect_any(addresses: &[String]) -> anyhow::Result<PlacementClient<Channel>> {
+    let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
+    for address in addresses {
+        outcome = connect(address).await;
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    outcome
+}
+
+async fn connect(address: &str) -> anyhow::Result<PlacementClient<Channel>> {
+    let connecting = PlacementClient::connect(format!("http://{address}"));
+    tokio::time::timeout(ANSWERED_WITHIN, connecting)
+        .await
+        .with_context(|| format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}"))?
+        .with_context(|| format!("cannot reach the control plane at {address}"))
+}
+
+/// A member's answer; its refusals are for people already.
+async fn within<T>(
+    call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+) -> anyhow::Result<T> {
+    let answer =
+        tokio::time::timeout(ANSWERED_WITHIN, call).await.context("the member did not answer in time")?;
+    answer.map(tonic::Response::into_inner).map_err(|status| anyhow::anyhow!("{}", status.message()))
+}
+
+/// Asks every member: each knows the ledgers of its own tenants.
+async fn list(addresses: &[String], audience: Audience) -> anyhow::Result<()> {
+    let (address, members, nodes) = status::members_and_nodes(addresses).await?;
+    let mut answers: Vec<(String, ListTenantsReply)> = Vec::new();
+    for member in &members.members {
+        // The one that answers is reached where it has answered.
+        let at = if member.name == members.answering { &address } else { &member.address };
+        let Ok(mut client) = connect(at).await else { continue };
+        if let Ok(reply) = within(client.list_tenants(ListTenantsRequest {})).await {
+            answers.push((member.name.clone(), reply));
+        }
+    }
+    let listed = listed(answers)?;
+    let names: BTreeMap<u32, String> = nodes.into_iter().map(|node| (node.node, node.name)).collect();
+    audience.emit(&listed);
+    audience.say(text(&listed, &names));
+    Ok(())
+}
+
+/// What the members say together.
+fn listed(answers: Vec<(String, ListTenantsReply)>) -> anyhow::Result<Listed> {
+    let (_, first) = answers.first().context("no member of the control plane answers")?;
+    let (capacity, overcommitted) = (amounts(first.capacity), amounts(first.overcommitted));
+    let mut tenants: BTreeMap<String, ListedTenant> = BTreeMap::new();
+    for (member, reply) in answers {
+        for state in reply.tenants {
+            let Some(tenant) = state.tenant.clone() else { continue };
+            let entry = tenants.entry(tenant.name.clone()).or_insert_with(|| ListedTenant {
+                name: tenant.name,
+                reserved: amounts(tenant.reserved),
+                limit: amounts(tenant.limit),
+                ledger: None,
+            });
+            if state.ledger_here {
+                entry.ledger = Some(ledger(member.clone(), state));
+            }
+        }
+    }
+    Ok(Listed { capacity, overcommitted, tenants: tenants.into_values().collect() })
+}
+
+fn ledger(member: String, state: TenantState) -> Ledger {
+    let share = |share: reprise_proto::controlplane::TenantShare| Share {
+        node: share.node,
+        granted: amounts(share.granted),
+        used: amounts(share.used),
+    };
+    Ledger {
+        member,
+        used: amounts(state.used),
+        granted: amounts(state.charged),
+        nodes: state.shares.into_iter().map(share).collect(),
+    }
+}
+
+fn amounts(bytes: Option<Bytes>) -> Amounts {
+    let Bytes { dram, nvme } = bytes.unwrap_or_default();
+    let limited = |bytes: u64| Some(bytes).filter(|bytes| *bytes < u64::MAX);
+    Amounts { dram: limited(dram), nvme: limited(nvme) }
+}
+
+fn text(listed: &Listed, names: &BTreeMap<u32, String>) -> String {
+    let words = |bytes: Option<u64>| bytes.map_or_else(|| "no limit".to_owned(), bytes_text);
+    let mut table = Table::new(&["tenant", "node", "", "reserved", "used", "granted", "at the most"]);
+    for tenant in &listed.tenants {
+        let ledger = tenant.ledger.as_ref();
+        for (room, of) in ROOMS {
+            let known = |of_ledger: Option<Amounts>| {
+                of_ledger.map_or_else(|| "?".to_owned(), |amounts| words(of(&amounts)))
+            };
+            table.row(vec![
+                tenant.name.clone(),
+                "all".to_owned(),
+                room.to_owned(),
+                words(of(&tenant.reserved)),
+                known(ledger.map(|ledger| ledger.used)),
+                known(ledger.map(|ledger| ledger.granted)),
+                words(of(&tenant.limit)),
+            ]);
+            for share in ledger.iter().flat_map(|ledger| &ledger.nodes) {
+                table.row(vec![
+                    String::new(),
+                    names.get(&share.node).cloned().unwrap_or_else(|| share.node.to_string()),
+                    room.to_owned(),
+                    String::new(),
+                    words(of(&share.used)),
+                    words(of(&share.granted)),
+                    String::new(),
+                ]);
+            }
+        }
+    }
+    let warning = match (listed.overcommitted.dram, listed.overcommitted.nvme) {
+        (Some(0), Some(0)) => String::new(),
+        (dram, nvme) => format!(
+            "RESERVATIONS EXCEED what living nodes have by {} of DRAM and {} of NVMe: lower them, or add nodes\n\n",
+            words(dram),
+            words(nvme)
+        ),
+    };
+    format!(
+        "living nodes have {} of DRAM and {} of NVMe\n\n{warning}{}",
+        words(listed.capacity.dram),
+        words(listed.capacity.nvme),
+        if listed.tenants.is_empty() { "no tenant has a budget\n".to_owned() } else { table.render() }
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(ledger_here: bool) -> ListTenantsReply {
+        let both = |bytes| Some(Bytes { dram: bytes, nvme: bytes });
+        let limit = Some(Bytes { dram: 100, nvme: u64::MAX });
+        let tenant = Tenant { name: "a".to_owned(), reserved: both(0), limit };
+        let state =
+            TenantState { tenant: Some(tenant), ledger_here, used: both(7), ..TenantState::default() };
+        ListTenantsReply { tenants: vec![state], capacity: both(1000), overcommitted: both(0) }
+    }
+
+    #[test]
+    fn what_a_tenant_holds_is_said_by_the_member_that_has_its_ledger() {
+        let answers = vec![("x".to_owned(), reply(false)), ("y".to_owned(), reply(true))];
+        let listed = listed(answers).expect("two have answered");
+        let ledger = listed.tenants[0].ledger.as_ref().expect("y has it");
+        assert_eq!((ledger.member.as_str(), ledger.used.dram), ("y", Some(7)));
+        let page = text(&listed, &BTreeMap::new());
+        assert!(page.contains("no limit") && !page.contains("EXCEED"), "{page}");
+        assert!(super::listed(Vec::new()).is_err());
+    }
+
+    #[test]
+    fn a_budget_of_nothing_is_no_budget() {
+        let args = |dram| SetArgs {
+            name: "a".parse().expect("a name"),
+            dram,
+            nvme: None,
+            dram_reserved: ByteSize(0),
+            nvme_reserved: ByteSize(0),
+        };
+        assert!(args(None).request().expect_err("nothing is said").to_string().contains("--nvme"));
+        let request = args(Some(ByteSize(5))).request().expect("a limit");
+        let limit = request.tenant.and_then(|tenant| tenant.limit).expect("there is one");
+        assert_eq!((limit.dram, limit.nvme), (5, u64::MAX));
+    }
+}

@@ -1,0 +1,32 @@
+//! How full and how busy a node is: what it tells the control plane about once a second.
+
+use super::AgentCore;
+
+/// A node's room and load, as of the last event.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeUsage {
+    /// Bytes of the arena.
+    pub dram_capacity: u64,
+    /// Bytes of its slots in use.
+    pub dram_used: u64,
+    /// Bytes of the pool's devices for slots.
+    pub nvme_capacity: u64,
+    /// Bytes of those in use.
+    pub nvme_used: u64,
+    /// Slot bytes of blocks that peers want and have not got yet.
+    pub queued_bytes: u64,
+}
+
+impl AgentCore {
+    /// How full and how busy this node is.
+    pub fn node_usage(&self) -> NodeUsage {
+        let counters = &self.counters;
+        NodeUsage {
+            dram_capacity: counters.arena_bytes,
+            dram_used: counters.arena_used_bytes,
+            nvme_capacity: counters.pool_capacity_bytes,
+            nvme_used: counters.pool_used_bytes,
+            queued_bytes: self.serves.values().map(super::serves::Serve::open_bytes).sum(),
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! What the fake member answers to reports and to questions where blocks go.
+
+use reprise_proto::controlplane::placement_server::Placement;
+use reprise_proto::controlplane::{
+    ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest, RemoveTenantReply, RemoveTenantRequest,
+    ReportReply, ReportRequest, RouteReply, RouteRequest, SetNodeReply, SetNodeRequest, SetTenantReply,
+    SetTenantRequest,
+};
+use tonic::{Request, Response, Status};
+
+use super::Shared;
+
+type Answer<T> = Result<Response<T>, Status>;
+
+fn no_part_of_it<T>() -> Answer<T> {
+    Err(Status::unimplemented("the fake member takes reports and questions of placement only"))
+}
+
+#[tonic::async_trait]
+impl Placement for Shared {
+    async fn report(&self, request: Request<ReportRequest>) -> Answer<ReportReply> {
+        let reply = self.with(|state| {
+            state.reports.push(request.into_inner());
+            state.report_reply.clone()
+        });
+        Ok(Response::new(reply))
+    }
+
+    async fn place(&self, request: Request<PlaceRequest>) -> Answer<PlaceReply> {
+        let reply = self.with(|state| {
+            state.places.push(request.into_inner());
+            state.place_reply.clone()
+        });
+        reply.map(Response::new).ok_or_else(|| Status::unavailable("nobody knows where blocks go"))
+    }
+
+    async fn route(&self, _: Request<RouteRequest>) -> Answer<RouteReply> {
+        no_part_of_it()
+    }
+
+    async fn set_node(&self, _: Request<SetNodeRequest>) -> Answer<SetNodeReply> {
+        no_part_of_it()
+    }
+
+    async fn set_tenant(&self, _: Request<SetTenantRequest>) -> Answer<SetTenantReply> {
+        no_part_of_it()
+    }
+
+    async fn remove_tenant(&self, _: Request<RemoveTenantRequest>) -> Answer<RemoveTenantReply> {
+        no_part_of_it()
+    }
+
+    async fn list_tenants(&self, _: Request<ListTenantsRequest>) -> Answer<ListTenantsReply> {
+        no_part_of_it()
+    }
+}
