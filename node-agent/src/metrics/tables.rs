@@ -89,7 +89,10 @@ pub(crate) const CORE: &[Described] = &[
     counter("pulled_bytes", "Payload bytes of blocks fetched because a peer has offered them"),
     counter("pulls_dropped", "Taken blocks that were not fetched, because there was no room in time"),
     gauge("pulls_waiting", "Taken blocks that wait to be fetched"),
-    gauge("pulls_in_flight_bytes", "Slot bytes of blocks being fetched or written because a peer has offered them"),
+    gauge(
+        "pulls_in_flight_bytes",
+        "Slot bytes of blocks being fetched or written because a peer has offered them",
+    ),
     counter("taken_blocks_stored", "Blocks that became durable because a peer has offered them"),
     gauge("node_mode", "How far this node is used: 0 active, 1 cordoned, 2 draining"),
     gauge("drained", "1 while all that a draining node has is on other nodes as well"),

@@ -36,8 +36,8 @@ use super::tenants::nvme_bytes;
 use super::timers::Timer;
 use crate::effect::{Effect, Offer, OfferId, PlaceId, PlaceReason};
 use crate::event::{NodeMode, Placement};
-pub use drain::DrainProgress;
 use drain::Drain;
+pub use drain::DrainProgress;
 use moves::{Dropped, Moving};
 
 /// What is being given away; see the module.
@@ -139,6 +139,12 @@ impl Giving {
         self.wake
     }
 
+    /// Whether there is nothing to give: nearly always.
+    fn is_idle(&self) -> bool {
+        let nothing_wanted = self.hot.is_empty() && self.moving.is_none() && self.drain.is_off();
+        nothing_wanted && self.batches.len() == 0
+    }
+
     /// Batches of a kind.
     fn count(&self, kind: impl Fn(PlaceReason) -> bool) -> usize {
         self.batches.iter().filter(|(_, batch)| kind(batch.reason)).count()
@@ -194,7 +200,8 @@ impl AgentCore {
 
     /// Goes on giving blocks away, a bounded piece for each event.
     pub(super) fn give(&mut self) {
-        if self.bandwidth.is_none() {
+        if self.bandwidth.is_none() || self.giving.is_idle() {
+            self.giving.wake = None;
             return;
         }
         self.collect_hot();

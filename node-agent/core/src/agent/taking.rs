@@ -326,7 +326,8 @@ impl AgentCore {
         if !same || bytes != *waiting_bytes {
             return Err(format!("{} pulls wait, {} keys, {bytes} bytes", waiting.len(), keys.len()));
         }
-        let fills = self.fills.iter().filter(|(_, fill)| fill.keep == Keep::Saved).map(|(_, fill)| fill.frame);
+        let fills =
+            self.fills.iter().filter(|(_, fill)| fill.keep == Keep::Saved).map(|(_, fill)| fill.frame);
         let unsaved = self.writeback.unsaved.iter().filter(|(_, block)| block.cause == Cause::Taken);
         let frames = fills.chain(unsaved.map(|(_, block)| block.frame));
         let sum: u64 = frames.map(|frame| self.frame_slot(frame).bytes).sum();

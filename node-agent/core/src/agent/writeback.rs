@@ -23,8 +23,8 @@ use super::tenants::nvme_bytes;
 use super::tickets::{ItemEnd, TicketList};
 use crate::effect::DeviceId;
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
-pub(super) use queue::{Cause, Lane};
 use queue::Queue;
+pub(super) use queue::{Cause, Lane};
 
 mod queue;
 

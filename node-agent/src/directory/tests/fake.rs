@@ -12,9 +12,9 @@ use reprise_proto::controlplane::membership_server::{Membership, MembershipServe
 use reprise_proto::controlplane::placement_server::PlacementServer;
 use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
-    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo, PlaceReply, PlaceRequest,
-    RegisterReply, RegisterRequest, ReportReply, ReportRequest, SlotsReply, SlotsRequest, UpdateReply,
-    UpdateRequest, WatchMembersRequest, WatchNodesRequest,
+    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo, PlaceReply,
+    PlaceRequest, RegisterReply, RegisterRequest, ReportReply, ReportRequest, SlotsReply, SlotsRequest,
+    UpdateReply, UpdateRequest, WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;

@@ -104,8 +104,7 @@ fn an_offer_has_the_bytes_of_version_1() {
 
 #[test]
 fn an_answer_to_an_offer_has_the_bytes_of_version_1() {
-    let answer =
-        OfferAnswerBody { retry_after: Duration::from_millis(250), keys: 10, taken: vec![0, 3, 9] };
+    let answer = OfferAnswerBody { retry_after: Duration::from_millis(250), keys: 10, taken: vec![0, 3, 9] };
     let body = answer.encode();
     assert_eq!(hex(&body), OFFER_ANSWER);
     assert_documented(&body);

@@ -12,7 +12,13 @@ const SOON: Duration = Duration::from_millis(150);
 
 fn offer(number: u64, keys: u32, deadline: Duration) -> OfferRequest {
     let tenant = "team-a".parse().expect("a name");
-    OfferRequest { offer: number, layout: small_layout(), tenant, deadline, keys: (0..keys).map(key).collect() }
+    OfferRequest {
+        offer: number,
+        layout: small_layout(),
+        tenant,
+        deadline,
+        keys: (0..keys).map(key).collect(),
+    }
 }
 
 fn answered(offer: u64, taken: &[u32], retry_after: Duration) -> TransportEvent {

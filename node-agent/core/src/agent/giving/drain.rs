@@ -83,6 +83,11 @@ impl Drain {
         Drain { stage, ..Drain::default() }
     }
 
+    /// Whether the node is not to be drained.
+    pub(super) fn is_off(&self) -> bool {
+        matches!(self.stage, DrainStage::Off)
+    }
+
     /// A block of the walk has not enough replicas.
     pub(super) fn note_unfinished(&mut self) {
         if let DrainStage::Walking(walk) = &mut self.stage {
