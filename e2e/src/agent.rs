@@ -23,7 +23,7 @@ pub struct Agent {
 pub fn command(files: &AgentFiles) -> Command {
     let mut command = Command::new(binary("reprise-agent"));
     command.arg("--config").arg(&files.config);
-    command
+    files.host.command(command)
 }
 
 impl Agent {

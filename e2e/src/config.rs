@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use reprise_policy::{ByteSize, Interval};
 
+use crate::host::Host;
+
 /// What an agent is configured with. Fields that a test does not name are the usual ones.
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
@@ -24,6 +26,8 @@ pub struct AgentConfig {
     pub stall_timeout: Duration,
     /// Members of the control plane, `host:port`; none: stand-alone.
     pub control_plane: Vec<String>,
+    /// Where it runs.
+    pub host: Host,
     /// Lines of the `[session]` section.
     pub session: String,
     /// Lines at the end, with their section.
@@ -41,6 +45,8 @@ pub struct AgentFiles {
     pub pool: PathBuf,
     /// What it writes to standard error.
     pub log: PathBuf,
+    /// Where it runs.
+    pub host: Host,
 }
 
 impl AgentConfig {
@@ -54,6 +60,7 @@ impl AgentConfig {
             writeback_delay: Duration::from_millis(10),
             stall_timeout: Duration::from_secs(2),
             control_plane: Vec::new(),
+            host: Host::LOOPBACK,
             session: String::new(),
             extra: String::new(),
         }
@@ -70,9 +77,10 @@ impl AgentConfig {
         format!(
             "[node]\nname = \"{node}\"\n[session]\nsocket = {socket}\n{session}\n[arena]\nbytes = \"{arena}\"\n\
              region_bytes = \"{region}\"\n[pool]\nsegment_bytes = \"2MiB\"\n{device}[cache]\narena_session_permille = \
-             1000\n[writeback]\ndelay = \"{delay}\"\n[peers]\nlisten = \"127.0.0.1:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
-             [{control_plane}]\n[admin]\nlisten = \"127.0.0.1:0\"\n{extra}\n",
+             1000\n[writeback]\ndelay = \"{delay}\"\n[peers]\nlisten = \"{address}:0\"\nstall_timeout = \"{stall}\"\n[controlplane]\naddress = \
+             [{control_plane}]\n[admin]\nlisten = \"{address}:0\"\n{extra}\n",
             node = self.node,
+            address = self.host.address(),
             socket = quoted(&files.socket),
             session = self.session,
             arena = self.arena,
@@ -85,13 +93,14 @@ impl AgentConfig {
 }
 
 impl AgentFiles {
-    /// Files in a folder.
+    /// Files in a folder, of an agent on loopback.
     pub fn within(folder: &Path, node: &str) -> AgentFiles {
         AgentFiles {
             config: folder.join(format!("{node}.toml")),
             socket: folder.join(format!("{node}.sock")),
             pool: folder.join(format!("{node}.pool")),
             log: folder.join(format!("{node}.log")),
+            host: Host::LOOPBACK,
         }
     }
 }

@@ -6,6 +6,7 @@ use std::process::Command;
 
 use crate::admin::Admin;
 use crate::config::quoted;
+use crate::host::Host;
 use crate::process::{Refused, Running, Starting, binary};
 use crate::wait::PATIENCE;
 use rustix::process::Signal;
@@ -22,6 +23,7 @@ pub enum Store {
 /// A control plane that runs, or was killed and can be started again under the same addresses.
 #[derive(Debug)]
 pub struct ControlPlane {
+    host: Host,
     config: PathBuf,
     log: PathBuf,
     running: Option<Running>,
@@ -48,31 +50,33 @@ impl ControlPlane {
             }
             Store::Memory => "kind = \"memory\"\n".to_owned(),
         };
-        ControlPlane::start(folder, "controlplane", &store)
+        ControlPlane::start(folder, &Host::LOOPBACK, "controlplane", &store)
     }
 
-    /// Starts a member with its files in `folder` and its store in an etcd.
+    /// Starts a member on a host, with its files in `folder` and its store in an etcd.
     ///
     /// # Panics
     /// When it does not start.
-    pub fn member(folder: &Path, name: &str, etcd: &str) -> ControlPlane {
+    pub fn member(folder: &Path, host: &Host, name: &str, etcd: &str) -> ControlPlane {
         let store = format!("kind = \"etcd\"\nendpoints = [\"{etcd}\"]\n[member]\nname = \"{name}\"\n");
-        ControlPlane::start(folder, name, &store)
+        ControlPlane::start(folder, host, name, &store)
     }
 
     /// `sections`: that of the store first.
-    fn start(folder: &Path, name: &str, sections: &str) -> ControlPlane {
+    fn start(folder: &Path, host: &Host, name: &str, sections: &str) -> ControlPlane {
         let config = folder.join(format!("{name}.toml"));
         let log = folder.join(format!("{name}.log"));
         let text = |grpc: &str, admin: &str| {
             format!("listen = \"{grpc}\"\nadmin = \"{admin}\"\n[store]\n{sections}")
         };
-        fs::write(&config, text("127.0.0.1:0", "127.0.0.1:0")).expect("a configuration can be written");
-        let (running, grpc, admin) = start(&config, &log)
+        let any_port = format!("{}:0", host.address());
+        fs::write(&config, text(&any_port, &any_port)).expect("a configuration can be written");
+        let (running, grpc, admin) = start(host, &config, &log)
             .unwrap_or_else(|refused| panic!("the control plane does not start: {refused:?}"));
         // Whoever knows it finds it again after a restart.
         fs::write(&config, text(&grpc, &admin)).expect("a configuration can be written");
-        ControlPlane { config, log, running: Some(running), grpc, admin: Admin::at(&admin) }
+        let (host, admin) = (host.clone(), Admin::at(&admin));
+        ControlPlane { host, config, log, running: Some(running), grpc, admin }
     }
 
     /// `host:port` of its services.
@@ -122,7 +126,7 @@ impl ControlPlane {
     /// When it does not start.
     pub fn restart(&mut self) {
         assert!(self.running.is_none(), "one process at a time");
-        let (running, grpc, _) = start(&self.config, &self.log)
+        let (running, grpc, _) = start(&self.host, &self.config, &self.log)
             .unwrap_or_else(|refused| panic!("the control plane does not start again: {refused:?}"));
         assert_eq!(grpc, self.grpc, "configured addresses are taken");
         self.running = Some(running);
@@ -136,8 +140,8 @@ impl ControlPlane {
     }
 }
 
-fn start(config: &Path, log: &Path) -> Result<(Running, String, String), Refused> {
-    let (running, ready) = Starting::spawn(command(config), log).ready()?;
+fn start(host: &Host, config: &Path, log: &Path) -> Result<(Running, String, String), Refused> {
+    let (running, ready) = Starting::spawn(host.command(command(config)), log).ready()?;
     let text = |field: &str| ready[field].as_str().expect("the ready line names its ports").to_owned();
     Ok((running, text("grpc"), text("admin")))
 }

@@ -11,7 +11,9 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use serde_json::Value;
 
+use crate::host::Host;
 use crate::process::Running;
 
 /// A start takes some 300 ms on a machine that does nothing else.
@@ -24,6 +26,7 @@ const ATTEMPTS_MAX: usize = 5;
 #[derive(Debug)]
 pub struct Etcd {
     folder: PathBuf,
+    host: Host,
     ports: Ports,
     running: Option<Running>,
 }
@@ -47,13 +50,14 @@ fn binary() -> &'static Path {
 }
 
 impl Etcd {
-    /// Starts one with its files in `folder`.
+    /// Starts one on a host, with its files in `folder`.
     ///
     /// # Panics
     /// When it does not start.
-    pub fn start_in(folder: &Path) -> Etcd {
+    pub fn start_in(folder: &Path, host: &Host) -> Etcd {
         for _ in 0..ATTEMPTS_MAX {
-            let mut etcd = Etcd { folder: folder.to_owned(), ports: Ports::free(), running: None };
+            let (host, ports) = (host.clone(), Ports::free());
+            let mut etcd = Etcd { folder: folder.to_owned(), host, ports, running: None };
             if etcd.try_start() {
                 return etcd;
             }
@@ -63,12 +67,12 @@ impl Etcd {
 
     /// Where clients reach it.
     pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.ports.client)
+        format!("http://{}", self.address())
     }
 
     /// `host:port` for clients.
     pub fn address(&self) -> String {
-        format!("127.0.0.1:{}", self.ports.client)
+        format!("{}:{}", self.host.address(), self.ports.client)
     }
 
     /// SIGKILL.
@@ -101,10 +105,38 @@ impl Etcd {
         self.running.as_ref().expect("etcd runs").signal(Signal::CONT);
     }
 
+    /// Forgets all revisions but the newest: who watches from an older one must read everything again.
+    ///
+    /// # Panics
+    /// When etcd does not do it.
+    pub fn compact(&self) {
+        let status = self.call("/v3/maintenance/status", "{}");
+        let revision = status["header"]["revision"].as_str().expect("numbers of 64 bits are text").to_owned();
+        let body = format!("{{\"revision\":\"{revision}\",\"physical\":true}}");
+        self.call("/v3/kv/compaction", &body);
+    }
+
+    /// A call of etcd's JSON gateway.
+    fn call(&self, path: &str, body: &str) -> Value {
+        let mut stream = TcpStream::connect(self.address()).expect("etcd listens");
+        let length = body.len();
+        write!(
+            stream,
+            "POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
+        )
+        .expect("etcd reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("etcd answers");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an HTTP answer");
+        assert!(head.contains(" 200 "), "{path} {body}: {answer}");
+        serde_json::from_str(body).expect("JSON")
+    }
+
     /// False when it ends instead.
     fn try_start(&mut self) -> bool {
         let Ports { client, peer, health } = self.ports;
-        let [client, peer, health] = [client, peer, health].map(|port| format!("http://127.0.0.1:{port}"));
+        let at = |port| format!("http://{}:{port}", self.host.address());
+        let [client, peer, health] = [client, peer, health].map(at);
         let log = fs::File::options().create(true).append(true).open(self.folder.join("etcd.log"));
         let mut command = Command::new(binary());
         command
@@ -112,10 +144,9 @@ impl Etcd {
             .arg(self.folder.join("etcd"))
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-            .args(["--initial-cluster", &format!("test={peer}"), "--listen-metrics-urls", &health])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log.expect("a log file can be written"));
+            .args(["--initial-cluster", &format!("test={peer}"), "--listen-metrics-urls", &health]);
+        let mut command = self.host.command(command);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.expect("a log file can be written"));
         let mut running = Running::spawn(command);
         let give_up = Instant::now() + READY_WITHIN;
         while Instant::now() < give_up {
@@ -132,7 +163,9 @@ impl Etcd {
     }
 
     fn is_healthy(&self) -> bool {
-        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.ports.health)) else { return false };
+        let Ok(mut stream) = TcpStream::connect((self.host.address(), self.ports.health)) else {
+            return false;
+        };
         let mut answer = String::new();
         stream.write_all(b"GET /health HTTP/1.0\r\n\r\n").is_ok()
             && stream.read_to_string(&mut answer).is_ok()

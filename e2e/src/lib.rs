@@ -19,12 +19,14 @@
 
 pub mod admin;
 pub mod agent;
+pub mod cluster;
 pub mod config;
 pub mod content;
 pub mod control_plane;
 pub mod disk;
 pub mod engine;
 pub mod etcd;
+pub mod host;
 pub mod logs;
 pub mod process;
 pub mod raw;
@@ -35,10 +37,12 @@ pub mod world;
 
 pub use admin::Admin;
 pub use agent::Agent;
+pub use cluster::Cluster;
 pub use config::AgentConfig;
 pub use control_plane::ControlPlane;
 pub use engine::{Engine, Loading, Outcome};
 pub use etcd::Etcd;
+pub use host::Host;
 pub use process::{Refused, Running, Starting};
 pub use relay::Relay;
 pub use wait::{PATIENCE, wait_until};

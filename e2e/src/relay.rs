@@ -1,16 +1,20 @@
-//! A relay between a process and what it connects to, on loopback: it passes everything on until it is cut.
+//! A relay between a process and what it connects to, on loopback: it passes everything on, at once or late, until it is cut.
 //!
 //! While it is cut, connections that are open pass nothing on and stay open, and new ones are accepted and left alone: what a
 //! network does that loses every packet.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A read that has nothing to do looks so often whether it is to end.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Pieces of up to 64 KiB that wait to be passed on in one direction of a connection.
+const PIECES_MAX: usize = 64;
 
 /// A relay; dropped, it passes nothing on any more and its threads end.
 #[derive(Debug)]
@@ -23,6 +27,8 @@ pub struct Relay {
 struct Gate {
     cut: Mutex<bool>,
     mended: Condvar,
+    /// Milliseconds by which everything is late.
+    delay_ms: AtomicU64,
     over: AtomicBool,
 }
 
@@ -65,6 +71,12 @@ impl Relay {
         *self.gate.cut.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
+    /// Passes everything on so much later from now on.
+    pub fn delay(&self, time: Duration) {
+        let millis = u64::try_from(time.as_millis()).expect("delays are seconds");
+        self.gate.delay_ms.store(millis, Ordering::Relaxed);
+    }
+
     /// Passes everything on again, what has waited first.
     pub fn mend(&self) {
         *self.gate.cut.lock().unwrap_or_else(PoisonError::into_inner) = false;
@@ -94,10 +106,12 @@ impl Gate {
     }
 }
 
-fn pass_on(mut from: TcpStream, mut to: TcpStream, gate: &Gate) {
+/// Passes on in order, each piece as much later as is due when it comes: pieces do not wait for each other.
+fn pass_on(mut from: TcpStream, to: TcpStream, gate: &Arc<Gate>) {
+    let (pieces, queue) = sync_channel(PIECES_MAX);
+    let of_writer = gate.clone();
+    std::thread::spawn(move || write_on(to, &queue, &of_writer));
     from.set_read_timeout(Some(LOOK_EVERY)).expect("sockets take timeouts");
-    // What is small is passed on at once: a relay must not add delays of its own.
-    to.set_nodelay(true).expect("sockets take options");
     let mut buffer = vec![0; 64 << 10];
     while !gate.is_over() {
         let read = match from.read(&mut buffer) {
@@ -106,12 +120,25 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, gate: &Gate) {
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => continue,
             Err(_) => break,
         };
-        gate.wait();
-        if to.write_all(&buffer[..read]).is_err() {
+        let due = Instant::now() + Duration::from_millis(gate.delay_ms.load(Ordering::Relaxed));
+        if pieces.send((due, buffer[..read].to_vec())).is_err() {
             break;
         }
     }
     // The other side may be gone already.
-    let _ = to.shutdown(Shutdown::Both);
     let _ = from.shutdown(Shutdown::Both);
+}
+
+/// Writes pieces when they are due, until there are no more or nobody reads.
+fn write_on(mut to: TcpStream, pieces: &Receiver<(Instant, Vec<u8>)>, gate: &Gate) {
+    // What is small is passed on at once: a relay must not add delays of its own.
+    to.set_nodelay(true).expect("sockets take options");
+    for (due, piece) in pieces {
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        gate.wait();
+        if to.write_all(&piece).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
 }

@@ -15,6 +15,7 @@ use crate::agent::{self, Agent};
 use crate::config::{AgentConfig, AgentFiles};
 use crate::control_plane::{ControlPlane, Store};
 use crate::etcd::Etcd;
+use crate::host::Host;
 use crate::logs::Logs;
 use crate::process::{Refused, Starting};
 use crate::seed::say;
@@ -70,7 +71,8 @@ impl World {
 
     /// Writes an agent's configuration.
     pub fn configure(&self, config: &AgentConfig) -> AgentFiles {
-        let files = AgentFiles::within(self.folder(), &config.node);
+        let files =
+            AgentFiles { host: config.host.clone(), ..AgentFiles::within(self.folder(), &config.node) };
         fs::write(&files.config, config.text(&files)).expect("a configuration can be written");
         files
     }
@@ -113,13 +115,23 @@ impl World {
 
     /// Starts an etcd.
     pub fn etcd(&self) -> Etcd {
-        Etcd::start_in(self.folder())
+        self.etcd_at(&Host::LOOPBACK)
+    }
+
+    /// Starts an etcd on a host.
+    pub fn etcd_at(&self, host: &Host) -> Etcd {
+        Etcd::start_in(self.folder(), host)
     }
 
     /// Starts a member of the control plane on an etcd, which is at `endpoint`.
     pub fn member(&self, name: &str, endpoint: &str) -> ControlPlane {
+        self.member_at(&Host::LOOPBACK, name, endpoint)
+    }
+
+    /// Starts a member on a host.
+    pub fn member_at(&self, host: &Host, name: &str, endpoint: &str) -> ControlPlane {
         self.logs().add(self.folder().join(format!("{name}.log")));
-        ControlPlane::member(self.folder(), name, endpoint)
+        ControlPlane::member(self.folder(), host, name, endpoint)
     }
 
     fn logs(&self) -> MutexGuard<'_, Logs> {

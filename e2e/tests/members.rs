@@ -5,10 +5,8 @@
 use std::time::{Duration, Instant};
 
 use reprise_client::{BlockStatus, Scope, Source};
-use reprise_e2e::content::small;
-use reprise_e2e::{
-    Agent, AgentConfig, ControlPlane, Engine, Etcd, Loading, Outcome, PATIENCE, Relay, World, wait_until,
-};
+use reprise_e2e::cluster::{SLOTS, load_from_peer, numbers, wait_for_sources};
+use reprise_e2e::{Cluster, ControlPlane, Host, Loading, Outcome, PATIENCE, Relay, World, wait_until};
 
 /// A lease of a member lives so long without it: what etcd grants at the least.
 const LEASE: Duration = Duration::from_secs(2);
@@ -18,132 +16,6 @@ const FAILOVER_WITHIN: Duration = Duration::from_secs(10);
 
 /// A node that is silent is not offered after 1.5 s; what a busy machine adds.
 const NOT_OFFERED_WITHIN: Duration = Duration::from_secs(4);
-
-const SLOTS: u64 = 4096;
-
-/// Three members, two nodes, and engines on both.
-struct Cluster {
-    world: World,
-    etcd: Etcd,
-    members: Vec<ControlPlane>,
-    agents: Vec<Agent>,
-}
-
-fn numbers(range: std::ops::Range<u64>) -> Vec<u64> {
-    range.collect()
-}
-
-impl Cluster {
-    fn start() -> Cluster {
-        let world = World::new();
-        allow_absence(&world);
-        let etcd = world.etcd();
-        let endpoint = etcd.endpoint();
-        let members = ["a", "b", "c"].map(|name| world.member(name, &endpoint)).into();
-        let mut cluster = Cluster { world, etcd, members, agents: Vec::new() };
-        cluster.wait_for_members(3);
-        for node in ["first", "second"] {
-            let agent = cluster.agent(node);
-            cluster.agents.push(agent);
-        }
-        cluster.wait_until_whole(3);
-        cluster
-    }
-
-    /// One whose first node holds the blocks below `count`, known to the second: the engine of each.
-    fn holding(count: u64) -> (Cluster, Engine, Engine) {
-        let cluster = Cluster::start();
-        let (saver, reader) = cluster.engines();
-        saver.save_durably(&numbers(0..count));
-        wait_for_sources(&reader, &numbers(0..count), PATIENCE);
-        (cluster, saver, reader)
-    }
-
-    fn agent(&self, node: &str) -> Agent {
-        let control_plane = self.members.iter().map(|member| member.address().to_owned()).collect();
-        self.world.agent(&AgentConfig { control_plane, ..AgentConfig::named(node) })
-    }
-
-    fn engines(&self) -> (Engine, Engine) {
-        (self.agents[0].engine(small()), self.agents[1].engine(small()))
-    }
-
-    /// Waits until so many members share all slots.
-    fn wait_for_members(&self, count: usize) {
-        wait_until("members share the slots", PATIENCE, || {
-            let parts = self.parts();
-            (parts.len() == count && parts.iter().map(|part| part.owned).sum::<u64>() == SLOTS).then_some(())
-        });
-    }
-
-    /// Waits until so many members have all inventories, and replicas are as the nodes' counters say.
-    fn wait_until_whole(&self, count: usize) {
-        wait_until("every block is in the directory, once", PATIENCE, || {
-            let parts = self.parts();
-            let here = |agent: &Agent| {
-                let counters = agent.admin().counters();
-                counters.get("dram_blocks") + counters.get("nvme_blocks")
-            };
-            let expected: u64 = self.agents.iter().map(here).sum();
-            let whole = parts.len() == count
-                && parts.iter().all(|part| part.partial == 0)
-                && parts.iter().map(|part| part.owned).sum::<u64>() == SLOTS
-                && parts.iter().map(|part| part.replicas).sum::<u64>() == expected;
-            whole.then_some(())
-        });
-    }
-
-    /// Of the members that answer and own anything.
-    fn parts(&self) -> Vec<Part> {
-        let part = |member: &ControlPlane| {
-            let (code, body) = member.admin().get("/directory").ok()?;
-            assert_eq!(code, 200, "{body}");
-            let body: serde_json::Value = serde_json::from_str(&body).expect("JSON");
-            let number = |field: &str| body[field].as_u64().expect("a number");
-            let [owned, partial, replicas] = ["slots_owned", "slots_partial", "replicas"].map(number);
-            (owned > 0).then_some(Part { owned, partial, replicas })
-        };
-        self.members.iter().filter(|member| member.is_running()).filter_map(part).collect()
-    }
-}
-
-/// A member's part of the directory.
-#[derive(Debug)]
-struct Part {
-    owned: u64,
-    partial: u64,
-    replicas: u64,
-}
-
-/// What is said when members, etcd or nodes go and come back.
-fn allow_absence(world: &World) {
-    for words in [
-        "cannot register with the control plane",
-        "the control plane is gone",
-        "the members of the control plane cannot be followed",
-        "this member cannot be registered now",
-        "the registration of this member is lost",
-        "the registration could not be given back",
-        "another member is registered under this name",
-        "a node cannot be registered now",
-        "node is silent",
-        "peer connection lost",
-    ] {
-        world.allow(words);
-    }
-}
-
-fn wait_for_sources(engine: &Engine, numbers: &[u64], within: Duration) {
-    wait_until("the directory knows all blocks", within, || {
-        let found = engine.matches(numbers, Scope::Cluster);
-        (found.len() == numbers.len()).then_some(())
-    });
-}
-
-fn load_from_peer(engine: &Engine, numbers: &[u64]) {
-    let sources = engine.load_all(numbers, &Loading::CLUSTER);
-    assert_eq!(sources.len(), numbers.len());
-}
 
 #[test]
 fn a_member_that_is_killed_costs_its_part_for_seconds_and_comes_back_for_it() {
@@ -270,23 +142,14 @@ fn members_whose_etcd_was_emptied_end_and_their_next_processes_begin_anew() {
 #[test]
 fn a_member_that_cannot_reach_etcd_answers_for_nothing_and_the_others_take_over() {
     let world = World::new();
-    allow_absence(&world);
     let etcd = world.etcd();
     let endpoint = etcd.endpoint();
     let relay = Relay::to(&etcd.address());
     let behind = format!("http://{}", relay.address());
     let members =
         vec![world.member("a", &endpoint), world.member("b", &endpoint), world.member("c", &behind)];
-    let mut cluster = Cluster { world, etcd, members, agents: Vec::new() };
-    cluster.wait_for_members(3);
-    for node in ["first", "second"] {
-        let agent = cluster.agent(node);
-        cluster.agents.push(agent);
-    }
-    cluster.wait_until_whole(3);
-    let (saver, reader) = cluster.engines();
-    saver.save_durably(&numbers(0..100));
-    wait_for_sources(&reader, &numbers(0..100), PATIENCE);
+    let cluster = Cluster::of(world, etcd, members).with_agents([&Host::LOOPBACK, &Host::LOOPBACK]);
+    let (cluster, saver, reader) = cluster.hold(100);
     relay.cut();
     // Its own lease runs out on its own clock; the others have its slots as soon as etcd has seen that too.
     wait_until("the others have all slots", FAILOVER_WITHIN, || {
@@ -299,4 +162,65 @@ fn a_member_that_cannot_reach_etcd_answers_for_nothing_and_the_others_take_over(
     relay.mend();
     cluster.wait_until_whole(3);
     wait_for_sources(&reader, &numbers(0..150), PATIENCE);
+}
+
+#[test]
+fn an_etcd_that_answers_late_delays_nothing_but_changes_of_members() {
+    let world = World::new();
+    let etcd = world.etcd();
+    let relay = Relay::to(&etcd.address());
+    let behind = format!("http://{}", relay.address());
+    let members = ["a", "b", "c"].map(|name| world.member(name, &behind)).into();
+    let cluster = Cluster::of(world, etcd, members).with_agents([&Host::LOOPBACK, &Host::LOOPBACK]);
+    let (mut cluster, saver, reader) = cluster.hold(50);
+    // Every answer takes 600 ms: longer than the pause between two renewals of a lease, shorter than its life.
+    relay.delay(Duration::from_millis(300));
+    let slow_since = Instant::now();
+    let mut from = 50;
+    while slow_since.elapsed() < 2 * LEASE {
+        if from < 200 {
+            saver.save_durably(&numbers(from..from + 10));
+            from += 10;
+        }
+        wait_for_sources(&reader, &numbers(0..from), PATIENCE);
+        reader.trim();
+        load_from_peer(&reader, &numbers(from - 10..from));
+    }
+    cluster.members[0].kill();
+    wait_for_sources(&reader, &numbers(0..from), PATIENCE);
+    cluster.members[0].restart();
+    cluster.wait_until_whole(3);
+    relay.delay(Duration::ZERO);
+    cluster.wait_until_whole(3);
+}
+
+#[test]
+fn a_member_that_missed_changes_which_etcd_has_compacted_reads_everything_again() {
+    let world = World::new();
+    let etcd = world.etcd();
+    let endpoint = etcd.endpoint();
+    let relay = Relay::to(&etcd.address());
+    let behind = format!("http://{}", relay.address());
+    let members =
+        vec![world.member("a", &endpoint), world.member("b", &endpoint), world.member("c", &behind)];
+    let cluster = Cluster::of(world, etcd, members).with_agents([&Host::LOOPBACK, &Host::LOOPBACK]);
+    let (mut cluster, saver, reader) = cluster.hold(100);
+    relay.cut();
+    // Members come and go behind its back, and etcd forgets that they have.
+    cluster.members[1].kill();
+    wait_until("one member has all slots", PATIENCE, || {
+        (cluster.parts().iter().map(|part| part.owned).max() == Some(SLOTS)).then_some(())
+    });
+    cluster.members[1].restart();
+    saver.save_durably(&numbers(100..150));
+    cluster.etcd.compact();
+    relay.mend();
+    cluster.wait_until_whole(3);
+    wait_for_sources(&reader, &numbers(0..150), PATIENCE);
+    load_from_peer(&reader, &numbers(0..150));
+    // What it follows now is what happens now.
+    cluster.members[0].kill();
+    cluster.wait_until_whole(2);
+    cluster.members[0].restart();
+    cluster.wait_until_whole(3);
 }

@@ -184,6 +184,22 @@ fn unsafe_code_lives_in_the_leaf_crates() {
     assert_none("unsafe code lives where docs/ARCHITECTURE.md says", &offenders);
 }
 
+/// Where the time of day is read: for people and for formats that want it. Everything else goes by monotonic time, so a
+/// clock that is set, or steps, changes nothing.
+const WALL_CLOCK_PLACES: &[&str] =
+    &["controlplane/src/events/publisher.rs", "node-agent/src/device/identity.rs", "e2e/"];
+
+#[test]
+fn nothing_is_decided_by_the_time_of_day() {
+    let wall_clocks = ["SystemTime", "UNIX_EPOCH", "chrono::"];
+    let is_offender = |(path, text): &(String, String)| {
+        !WALL_CLOCK_PLACES.iter().any(|place| path.starts_with(place))
+            && wall_clocks.iter().any(|word| text.contains(word))
+    };
+    let offenders: Vec<String> = rust_files().into_iter().filter(is_offender).map(|(path, _)| path).collect();
+    assert_none("only what people read has the time of day", &offenders);
+}
+
 #[test]
 fn every_module_file_belongs_to_a_module() {
     let files = rust_files();

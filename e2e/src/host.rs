@@ -1,0 +1,156 @@
+//! Where processes of a test run: on loopback, or each on a host of its own in a network that the test has made.
+//!
+//! A [`Network`] is a bridge in a network namespace of the test's own process, and a namespace for each host, joined to the bridge
+//! by a pair of virtual interfaces. Two hosts are cut off from each other by routes into nowhere: packets vanish, connections
+//! stay open, as with a switch that has lost a path. Nothing of it touches the network of the machine, and all of it goes
+//! with the test's process.
+
+use std::env;
+use std::net::Ipv4Addr;
+use std::process::Command;
+
+use crate::seed::say;
+
+/// Says to a test's own executable that it runs in a namespace of its own.
+const INSIDE: &str = "REPRISE_E2E_NAMESPACE";
+
+/// Where a process runs and listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Host {
+    address: Ipv4Addr,
+    /// Its network namespace; none: the test's own.
+    namespace: Option<String>,
+}
+
+/// Hosts that reach each other, unless they are cut off.
+#[derive(Debug)]
+pub struct Network {
+    hosts: u8,
+}
+
+impl Host {
+    /// The machine itself, as its processes reach each other.
+    pub const LOOPBACK: Host = Host { address: Ipv4Addr::LOCALHOST, namespace: None };
+
+    /// Where it is reached.
+    pub fn address(&self) -> Ipv4Addr {
+        self.address
+    }
+
+    /// The same command, run there.
+    pub fn command(&self, command: Command) -> Command {
+        let Some(namespace) = &self.namespace else { return command };
+        // It becomes the command, so its process id and its end are the command's.
+        let mut there = Command::new("ip");
+        there.args(["netns", "exec", namespace]).arg(command.get_program()).args(command.get_args());
+        there
+    }
+
+    fn name(&self) -> &str {
+        self.namespace.as_deref().expect("a host of a network")
+    }
+}
+
+/// Runs the calling test again in a network namespace of its own, unless it is in one: `true` there. `false`: the test has
+/// been run and has passed, or cannot be run on this machine, which is said.
+///
+/// # Panics
+/// When the test has failed.
+pub fn in_own_namespace(test: &str) -> bool {
+    if env::var_os(INSIDE).is_some() {
+        return true;
+    }
+    let as_root = ["--net", "--mount"];
+    let as_user = ["--user", "--map-root-user", "--net", "--mount"];
+    let works = |flags: &&[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(*flags).args(["sh", "-c", "mount -t tmpfs none /run && ip netns add probe"]);
+        command.output().is_ok_and(|output| output.status.success())
+    };
+    let Some(flags) = [&as_root[..], &as_user[..]].into_iter().find(works) else {
+        say(&format!(
+            "SKIPPED {test}: this machine lets nobody make network namespaces (needs `unshare`, `ip` and either root or \
+             user namespaces)"
+        ));
+        return false;
+    };
+    let own = env::current_exe().expect("a process knows its executable");
+    let status = Command::new("unshare")
+        .args(flags)
+        .arg(own)
+        .args(["--exact", test, "--nocapture"])
+        .env(INSIDE, "1")
+        .status()
+        .expect("it was there a moment ago");
+    assert!(status.success(), "{test} failed in its own namespace");
+    false
+}
+
+impl Network {
+    /// A network without hosts; only in a namespace of one's own.
+    ///
+    /// # Panics
+    /// Elsewhere, or when the system refuses.
+    pub fn new() -> Network {
+        assert!(env::var_os(INSIDE).is_some(), "only in a namespace of one's own");
+        run("mount -t tmpfs none /run");
+        run("ip link set lo up");
+        run("ip link add hub type bridge");
+        run("ip addr add 10.77.0.1/24 dev hub");
+        run("ip link set hub up");
+        Network { hosts: 0 }
+    }
+
+    /// One more host.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn host(&mut self) -> Host {
+        self.hosts += 1;
+        let (number, name) = (self.hosts, format!("host{}", self.hosts));
+        let address = Ipv4Addr::new(10, 77, 0, 10 + number);
+        run(&format!("ip netns add {name}"));
+        run(&format!("ip link add name far{number} type veth peer name near{number}"));
+        run(&format!("ip link set near{number} netns {name}"));
+        run(&format!("ip link set far{number} master hub up"));
+        run(&format!("ip -n {name} link set lo up"));
+        run(&format!("ip -n {name} addr add {address}/24 dev near{number}"));
+        run(&format!("ip -n {name} link set near{number} up"));
+        Host { address, namespace: Some(name) }
+    }
+
+    /// From now on nothing of either arrives at the other.
+    ///
+    /// # Panics
+    /// When the system refuses, or they are cut off already.
+    pub fn cut(&self, one: &Host, other: &Host) {
+        Network::change("add", one, other);
+    }
+
+    /// They reach each other again.
+    ///
+    /// # Panics
+    /// When the system refuses, or they were not cut off.
+    pub fn mend(&self, one: &Host, other: &Host) {
+        Network::change("del", one, other);
+    }
+
+    fn change(what: &str, one: &Host, other: &Host) {
+        for (here, there) in [(one, other), (other, one)] {
+            run(&format!("ip -n {} route {what} blackhole {}/32", here.name(), there.address));
+        }
+    }
+}
+
+impl Default for Network {
+    fn default() -> Network {
+        Network::new()
+    }
+}
+
+fn run(line: &str) {
+    let mut words = line.split_whitespace();
+    let program = words.next().expect("a command");
+    let output = Command::new(program).args(words).output().unwrap_or_else(|error| panic!("{line}: {error}"));
+    assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+}

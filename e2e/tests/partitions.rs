@@ -1,0 +1,111 @@
+//! Partitions between any two hosts of a cluster, each host in a network namespace of its own: packets vanish, nobody is told.
+//!
+//! Local hits go on all the while, every load ends in its time, every byte is compared, and when the network is whole again
+//! so is the directory.
+
+use std::time::Duration;
+
+use reprise_client::{BlockStatus, Scope, Source};
+use reprise_e2e::cluster::{SLOTS, load_from_peer, numbers, wait_for_sources};
+use reprise_e2e::host::{Network, in_own_namespace};
+use reprise_e2e::{Cluster, Engine, Loading, Outcome, PATIENCE, World, wait_until};
+
+/// Bound on a load of a few blocks while anything is cut: the silence after which a peer is lost, and a look-up.
+const LOAD_WITHIN: Duration = Duration::from_secs(6);
+
+/// The cluster and its engines; the blocks below `saved` are on the first node.
+struct Subject {
+    cluster: Cluster,
+    saver: Engine,
+    reader: Engine,
+    saved: u64,
+}
+
+impl Subject {
+    /// Hits on the node itself go on, and what comes from elsewhere is right or missed, in time.
+    fn assert_serves(&mut self) {
+        self.saver.save_durably(&numbers(self.saved..self.saved + 10));
+        self.saved += 10;
+        let own = numbers(self.saved - 10..self.saved);
+        assert_eq!(self.saver.load_all(&own, &Loading::CLUSTER), vec![Source::OwnDram; own.len()]);
+        let (outcomes, took) = self.reader.timed_load(&own, &Loading::CLUSTER);
+        assert!(took < LOAD_WITHIN, "a load took {took:?}");
+        // What is known to be there and cannot be had is said to have failed; the engine computes it like any miss.
+        let is_missed = |outcome: Outcome| {
+            matches!(
+                outcome,
+                Outcome::Missing(BlockStatus::Miss | BlockStatus::Failed | BlockStatus::Deadline)
+            )
+        };
+        for outcome in outcomes {
+            assert!(outcome.is_right() || is_missed(outcome), "{outcome:?}");
+        }
+    }
+
+    /// The network is whole: so is everything else, soon.
+    fn assert_heals(&mut self) {
+        self.cluster.wait_until_whole(3);
+        wait_for_sources(&self.reader, &numbers(0..self.saved), PATIENCE);
+        self.reader.trim();
+        load_from_peer(&self.reader, &numbers(self.saved - 20..self.saved));
+    }
+}
+
+#[test]
+fn a_partition_between_any_two_costs_misses_and_nothing_else() {
+    if !in_own_namespace("a_partition_between_any_two_costs_misses_and_nothing_else") {
+        return;
+    }
+    let mut network = Network::new();
+    let [store, a, b, c, first, second] = std::array::from_fn(|_| network.host());
+    let world = World::new();
+    let etcd = world.etcd_at(&store);
+    let endpoint = etcd.endpoint();
+    let member = |host, name| world.member_at(host, name, &endpoint);
+    let members = vec![member(&a, "a"), member(&b, "b"), member(&c, "c")];
+    let cluster = Cluster::of(world, etcd, members).with_agents([&first, &second]);
+    let (cluster, saver, reader) = cluster.hold(60);
+    let mut subject = Subject { cluster, saver, reader, saved: 60 };
+
+    // The two nodes: what the directory names cannot be fetched.
+    network.cut(&first, &second);
+    subject.assert_serves();
+    network.mend(&first, &second);
+    subject.assert_heals();
+
+    // A node and a member: that member offers it to nobody, the others do.
+    network.cut(&first, &b);
+    wait_until("b offers the node no more", PATIENCE, || {
+        (subject.cluster.members[1].offers("first") == Some(false)).then_some(())
+    });
+    assert_eq!(subject.cluster.members[0].offers("first"), Some(true));
+    subject.assert_serves();
+    let known = subject.reader.matches(&numbers(0..60), Scope::Cluster).len();
+    println!("{known} of 60 leading blocks are known while a member does not hear their node");
+    network.mend(&first, &b);
+    subject.assert_heals();
+
+    // The asking node and a member: its part is unknown there, and only there.
+    network.cut(&second, &a);
+    subject.assert_serves();
+    network.mend(&second, &a);
+    subject.assert_heals();
+
+    // Two members: neither needs the other.
+    network.cut(&a, &b);
+    subject.assert_serves();
+    wait_for_sources(&subject.reader, &numbers(0..subject.saved), PATIENCE);
+    network.mend(&a, &b);
+    subject.assert_heals();
+
+    // A member and etcd: its lease ends on its own clock, and the others take over.
+    network.cut(&c, &store);
+    wait_until("two members have all slots", PATIENCE, || {
+        let owned: Vec<u64> = subject.cluster.parts().iter().map(|part| part.owned).collect();
+        (owned.len() >= 2 && owned[..2].iter().sum::<u64>() == SLOTS).then_some(())
+    });
+    subject.assert_serves();
+    wait_for_sources(&subject.reader, &numbers(0..subject.saved), PATIENCE);
+    network.mend(&c, &store);
+    subject.assert_heals();
+}
