@@ -5,6 +5,7 @@
 //! read. Deliberately absent: reloading; an agent restarts in the time its journal takes to read.
 
 mod defaults;
+mod placement;
 mod settings;
 mod tenants;
 
@@ -16,6 +17,7 @@ use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
 
+pub(crate) use placement::{PlacementSection, PlacementSettings};
 pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
     Settings,
@@ -39,6 +41,7 @@ pub(crate) struct Config {
     pub(crate) writeback: WritebackSection,
     pub(crate) peers: PeersSection,
     pub(crate) controlplane: ControlPlaneSection,
+    pub(crate) placement: PlacementSection,
     pub(crate) admin: AdminSection,
     pub(crate) limits: LimitsSection,
     pub(crate) log: LogSection,
@@ -238,7 +241,18 @@ impl Config {
     /// The default configuration as a commented file.
     pub(crate) fn default_text() -> String {
         let Config {
-            session, arena, pool, cache, writeback, peers, controlplane, admin, limits, log, ..
+            session,
+            arena,
+            pool,
+            cache,
+            writeback,
+            peers,
+            controlplane,
+            placement,
+            admin,
+            limits,
+            log,
+            ..
         } = Config::default();
         format!(
             r#"# Configuration of reprise-agent. Every value below is the default; leave out what suits you.
@@ -299,6 +313,11 @@ stall_timeout = "{stall}"  # a peer silent for so long is lost
 address = ""               # host:port, or a list of members; empty: stand-alone
 lookup_timeout = "{lookup}" # a slower answer counts as a miss
 
+[placement]
+bandwidth = "{bandwidth}"       # a second, of blocks that go to and come from other nodes so that they have replicas; "0": none
+hot_reads = {hot_reads}              # a block that peers have read so often within hot_window gets a replica elsewhere
+hot_window = "{hot_window}"
+
 [admin]
 listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any
 
@@ -331,6 +350,9 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             credit = peers.credit_bytes,
             stall = peers.stall_timeout,
             lookup = controlplane.lookup_timeout,
+            bandwidth = placement.bandwidth,
+            hot_reads = placement.hot_reads,
+            hot_window = placement.hot_window,
             admin = admin.listen,
             deadline = limits.load_deadline,
             hold = limits.load_hold,

@@ -10,12 +10,13 @@ mod pulse;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::agent::{AgentCore, Counters, TenantUsage};
+use reprise_agent_core::agent::{AgentCore, Counters, DrainProgress, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
-use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
+use reprise_agent_core::event::{Event, FillUpdate, NodeMode, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, OpToken};
 use reprise_buffers::ProgressWriter;
 use reprise_policy::{SessionId, Tick};
+use reprise_transport::IncomingOffer;
 
 use crate::directory::OwnState;
 use crate::executor::{Executor, SessionView};
@@ -54,6 +55,8 @@ pub(crate) enum Input {
     Event(Event),
     /// What a device has done since it last said something.
     Device(DeviceReport),
+    /// A peer offers blocks.
+    PeerOffer(Box<IncomingOffer>),
     /// A request, with the instant at which it had been received.
     Request(Request),
     /// A session that was greeted.
@@ -95,6 +98,8 @@ pub(crate) struct Opened {
 pub(crate) struct CoreView {
     pub(crate) counters: Counters,
     pub(crate) tenants: Vec<TenantUsage>,
+    pub(crate) mode: NodeMode,
+    pub(crate) drain: DrainProgress,
     pub(crate) sessions: Vec<SessionView>,
     pub(crate) device_queues: Vec<usize>,
     pub(crate) inbox_waiting: usize,
@@ -242,6 +247,11 @@ impl CoreLoop {
                     self.apply(Event::Fill { fill, update });
                 }
             }
+            Input::PeerOffer(offer) => {
+                if let Some(offer) = self.executor.offered(*offer) {
+                    self.apply(Event::PeerOffer(offer));
+                }
+            }
             Input::Request(Request { session, request, body, received }) => {
                 let _applying = self.executor.request_received(session, request, &body, received).entered();
                 let received = self.clock.tick(received);
@@ -296,13 +306,16 @@ impl CoreLoop {
     fn tell_state(&mut self) {
         self.told = Instant::now();
         let tenants = self.core.tenant_usage().collect();
-        self.executor.tell_state(OwnState { usage: self.core.node_usage(), tenants });
+        let drain = self.core.drain_progress();
+        self.executor.tell_state(OwnState { usage: self.core.node_usage(), drain, tenants });
     }
 
     fn view(&self) -> CoreView {
         CoreView {
             counters: self.core.counters().clone(),
             tenants: self.core.tenant_usage().collect(),
+            mode: self.core.mode(),
+            drain: self.core.drain_progress(),
             sessions: self.executor.session_views(),
             device_queues: self.executor.device_queues(),
             inbox_waiting: self.inbox.len(),

@@ -12,7 +12,7 @@
 //!
 //! * The members of the control plane share the directory by hash slots. One of them tells which there are (`members.rs`);
 //!   each has a link of its own (`link.rs`): a registration, heartbeats, and a queue of the changes in its slots. A
-//!   lookup goes to the owners of its keys (`asking.rs`).
+//!   lookup goes to the owners of its keys (`asking.rs`), and so does a question where replicas go (`placing.rs`).
 //! * The heartbeat thread does nothing but beat and never calls the sink, so neither a long update nor a sink that
 //!   blocks can cost this node its life in the cluster. All events come from the link thread, in order.
 //! * The order of announcements to a member is kept. Each batch carries its sequence number, so that a batch sent again
@@ -30,6 +30,7 @@ mod link;
 mod lookups;
 mod members;
 mod nodes;
+mod placing;
 mod reporting;
 #[cfg(test)]
 mod tests;
@@ -41,12 +42,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use reprise_agent_core::effect::{LookupId, ReplicaChange};
-use reprise_agent_core::event::{Grant, Replica};
+use reprise_agent_core::effect::{LookupId, PlaceId, ReplicaChange};
+use reprise_agent_core::event::{Grant, Placement, Replica};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 use reprise_proto::controlplane::NodeMode;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tonic::transport::Endpoint;
 
 use link::Link;
@@ -54,6 +55,7 @@ use lookups::{Lookup, LookupQueue};
 use members::{Links, Routes};
 use nodes::NodeMap;
 pub(crate) use nodes::PeerNode;
+pub(crate) use placing::PlaceQuestion;
 pub(crate) use reporting::OwnState;
 use reporting::Reporting;
 
@@ -113,6 +115,10 @@ pub(crate) enum DirectoryEvent {
     Found { lookup: LookupId, found: Vec<Vec<Replica>> },
     /// The lookup got no answer in its time, or cannot be sent.
     LookupFailed { lookup: LookupId },
+    /// Where further replicas of each key of the question go, in the order of its keys.
+    Placed { place: PlaceId, answers: Vec<Placement> },
+    /// Nobody has answered the question in its time.
+    PlaceFailed { place: PlaceId },
     /// What a tenant may hold on this node from now on.
     Budget(Grant),
     /// The mode that this node is to be in; newer than any before.
@@ -182,6 +188,7 @@ pub(crate) enum DirectoryError {
 /// The client; see the module.
 pub(crate) struct DirectoryClient {
     shared: Arc<Shared>,
+    places: mpsc::Sender<PlaceQuestion>,
     /// Every thread holds the sending half and drops it as it ends.
     ended: Mutex<Receiver<()>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -231,14 +238,15 @@ impl DirectoryClient {
         let stand_alone = settings.endpoints.is_empty();
         let shared = Arc::new(Shared::new(settings, sink));
         let (alive, ended) = sync_channel(0);
+        let (places, asked) = mpsc::channel(placing::PLACES_QUEUED_MAX);
         let mut threads = Vec::with_capacity(2);
         if !stand_alone {
             let (shared, alive) = (shared.clone(), alive.clone());
             threads.push(spawn("heartbeat", alive, move |runtime| heartbeat::run(&runtime, &shared))?);
         }
         let link = shared.clone();
-        threads.push(spawn("directory", alive, move |runtime| members::run(&runtime, &link))?);
-        Ok(DirectoryClient { shared, ended: Mutex::new(ended), threads: Mutex::new(threads) })
+        threads.push(spawn("directory", alive, move |runtime| members::run(&runtime, &link, asked))?);
+        Ok(DirectoryClient { shared, places, ended: Mutex::new(ended), threads: Mutex::new(threads) })
     }
 
     /// Tells the directory what changed here, in order. See the module for when changes are superseded.
@@ -257,6 +265,21 @@ impl DirectoryClient {
         let deadline = Instant::now() + timeout;
         self.shared.lookups().push(Lookup { id: lookup, keys, deadline });
         self.shared.lookups_changed.notify_one();
+    }
+
+    /// Asks where further replicas of blocks go; ends in exactly one `Placed` or `PlaceFailed`, unless the client is shut
+    /// down before.
+    ///
+    /// # Errors
+    /// The question that was not taken because too many wait: no event comes.
+    pub(crate) fn place(&self, question: PlaceQuestion) -> Result<(), PlaceId> {
+        let place = question.place;
+        self.places.try_send(question).map_err(|_| place)
+    }
+
+    /// The node of a name, if the control plane has named it.
+    pub(crate) fn node_of(&self, name: &str) -> Option<NodeId> {
+        self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).node_of(name)
     }
 
     /// Tells the members how this node is, with their next report.

@@ -8,24 +8,30 @@
 //! | checks of blocks in DRAM | the checker's queue | reported as not looked at |
 //! | look-ups, announcements | the directory client's queues | it reports or re-announces |
 //! | fetches, serves | the transport's queues | the fill is reported as lost |
+//! | questions of placement | the directory client's queue | reported as not answered |
+//! | offers to peers | the transport's queues | reported as failed |
 //!
 //! What fails at once comes back as an event ([`Executor::take_feedback`]), never as a call into the core.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use reprise_agent_core::agent::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::effect::{
-    DeviceId, Effect, FillId, LoadId, PeerFetch, ProgressEntry, ProgressUpdate, Reply, Report, Room,
+    DeviceId, Effect, FillId, LoadId, Offer, PeerFetch, PeerOfferId, ProgressEntry, ProgressUpdate, Reply,
+    Report, Room,
 };
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Request, RequestId};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOffer, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
-use reprise_policy::{NamespaceDigest, SessionId};
+use reprise_policy::tenant::TenantRegistry;
+use reprise_policy::{NamespaceDigest, SessionId, TenantId};
+use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
 use crate::device::{Command, Device, Unsent, read_error};
-use crate::directory::{DirectoryClient, OwnState};
+use crate::directory::{DirectoryClient, OwnState, PlaceQuestion};
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
 use crate::session::{Peer, Session};
@@ -37,6 +43,8 @@ pub(crate) struct Executor {
     feedback: VecDeque<Event>,
     /// Blocks being fetched: since when, and how many layers they have. As many as the core has fills under way.
     fetches: HashMap<FillId, Fetching>,
+    /// Tenants that were said to have no name; as many as the core has tenants.
+    unnamed: BTreeSet<TenantId>,
 }
 
 /// What an executor is made of.
@@ -46,6 +54,8 @@ pub(crate) struct ExecutorParts {
     /// Whether there is a control plane to ask.
     pub(crate) clustered: Clustered,
     pub(crate) peers: Option<Peers>,
+    /// Names and numbers of tenants; also those of sessions.
+    pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
     pub(crate) metrics: Arc<Metrics>,
 }
@@ -102,7 +112,8 @@ impl Executor {
     }
 
     pub(crate) fn new(parts: ExecutorParts) -> Executor {
-        Executor { parts, sessions: HashMap::new(), feedback: VecDeque::new(), fetches: HashMap::new() }
+        let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
+        Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new() }
     }
 
     /// An event that an effect has brought at once.
@@ -235,6 +246,14 @@ impl Executor {
             Effect::Announce { changes } => self.parts.directory.announce(&changes),
             Effect::Inventory { slots, replicas } => self.parts.directory.inventory(&slots, &replicas),
             Effect::PeerFetch(fetch) => self.fetch(&fetch),
+            Effect::Place { place, keys, slot_bytes, reason, timeout } => {
+                let deadline = Instant::now() + timeout;
+                self.place(PlaceQuestion { place, keys, slot_bytes, reason, deadline });
+            }
+            Effect::Offer(offer) => self.offer(offer),
+            Effect::AnswerOffer { offer, taken, retry_after } => {
+                self.with_peers(|peers| peers.answer_offer(offer, &taken, retry_after));
+            }
             Effect::ServeHeader { serve, block, tier, checksums } => {
                 self.with_peers(|peers| peers.serve_header(serve, block, tier, &checksums));
             }
@@ -359,12 +378,71 @@ impl Executor {
         }
     }
 
+    fn place(&mut self, question: PlaceQuestion) {
+        let place = question.place;
+        let asked = match self.parts.clustered {
+            Clustered::Yes => self.parts.directory.place(question),
+            Clustered::StandAlone => Err(place),
+        };
+        if let Err(place) = asked {
+            self.feedback.push_back(Event::PlaceFailed { place });
+        }
+    }
+
+    fn offer(&mut self, offer: Offer) {
+        let (id, node, tenant) = (offer.offer, offer.node, offer.tenant);
+        let name = lock(&self.parts.tenants).name(tenant).cloned();
+        let address = self.parts.directory.peer_address(node);
+        let offered = match (&self.parts.peers, address, name) {
+            (Some(peers), Some(address), Some(name)) => peers.offer(&address, name, offer),
+            (None, _, _) => Err("this agent has no peer transport".to_owned()),
+            (_, None, _) => Err("the control plane has not named its address".to_owned()),
+            (_, _, None) => {
+                self.tell_unnamed(tenant);
+                Err("the tenant's name is not known".to_owned())
+            }
+        };
+        if let Err(reason) = offered {
+            tracing::debug!(node = node.0, reason, "cannot offer blocks to a peer");
+            self.feedback.push_back(Event::OfferFailed { offer: id });
+        }
+    }
+
+    /// Says once for each tenant that its blocks cannot be given away.
+    fn tell_unnamed(&mut self, tenant: TenantId) {
+        if self.unnamed.insert(tenant) {
+            tracing::warn!(
+                number = tenant.0,
+                "blocks of a tenant without a name stay on this node; list it under [[tenants]] in the agent's configuration, or let one of its engines connect"
+            );
+        }
+    }
+
+    /// A peer's offer, for the core; answered here when node or tenant have no number on this node.
+    pub(crate) fn offered(&mut self, offer: IncomingOffer) -> Option<PeerOffer> {
+        let IncomingOffer { offer: id, from, tenant, layout, keys, .. } = offer;
+        let offer = PeerOfferId(id);
+        let node = self.parts.directory.node_of(&from);
+        let tenant = lock(&self.parts.tenants).enter(&tenant, None);
+        if let (Some(from), Ok(tenant)) = (node, &tenant) {
+            return Some(PeerOffer { offer, from, tenant: *tenant, layout, keys });
+        }
+        let reason = tenant.err().map_or("the control plane has not named it".to_owned(), |e| e.to_string());
+        tracing::debug!(node = from, reason, "an offer of a peer is refused");
+        self.with_peers(|peers| peers.answer_offer(offer, &[], OFFER_RETRY_MAX));
+        None
+    }
+
     /// Only a peer's request leads to serving, and it came through the transport.
     fn with_peers(&self, serve: impl FnOnce(&Peers)) {
         if let Some(peers) = &self.parts.peers {
             serve(peers);
         }
     }
+}
+
+fn lock(registry: &Mutex<TenantRegistry>) -> MutexGuard<'_, TenantRegistry> {
+    registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn failed(fill: FillId, error: FillError) -> Event {

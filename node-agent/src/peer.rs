@@ -3,14 +3,17 @@
 //! Deliberately absent: retries and the choice of a peer (the core's).
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use reprise_agent_core::effect::{ArenaSlot, FillId, PeerFetch, ServeId, ServeObjects};
+use reprise_agent_core::effect::{
+    ArenaSlot, FillId, Offer, OfferId, PeerFetch, PeerOfferId, ServeId, ServeObjects,
+};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerRequest};
 use reprise_buffers::{Arena, BufferError, Span};
-use reprise_policy::Tier;
+use reprise_policy::{TenantName, Tier};
 use reprise_transport::{
-    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, ServeLast, ServedObjects, Transport,
-    TransportEvent, TransportStats,
+    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, OfferRequest, ServeLast,
+    ServedObjects, Transport, TransportEvent, TransportStats,
 };
 
 use crate::core_loop::{Inbox, Input};
@@ -26,12 +29,18 @@ pub(crate) struct Peers {
 pub(crate) fn sink(inbox: Inbox) -> EventSink {
     Arc::new(move |event| {
         // A stopped core wants nothing any more.
-        let _ = inbox.send(Input::Event(convert(event)));
+        let _ = inbox.send(convert(event));
     })
 }
 
-fn convert(event: TransportEvent) -> Event {
-    match event {
+fn convert(event: TransportEvent) -> Input {
+    Input::Event(match event {
+        // Names are looked up where effects are executed.
+        TransportEvent::Offer(offer) => return Input::PeerOffer(Box::new(offer)),
+        TransportEvent::OfferAnswered { offer, taken, retry_after } => {
+            Event::OfferAnswered { offer: OfferId(offer), taken, retry_after }
+        }
+        TransportEvent::OfferFailed { offer } => Event::OfferFailed { offer: OfferId(offer) },
         TransportEvent::Layers { fill, layers, checksums, tier } => {
             Event::Fill { fill: FillId(fill), update: FillUpdate::Layers { layers, checksums, tier } }
         }
@@ -48,7 +57,7 @@ fn convert(event: TransportEvent) -> Event {
         }
         TransportEvent::ServeDone { serve, block } => Event::ServeDone { serve: ServeId(serve), block },
         TransportEvent::ServeAborted { serve } => Event::ServeAborted { serve: ServeId(serve) },
-    }
+    })
 }
 
 impl Peers {
@@ -92,6 +101,20 @@ impl Peers {
 
     pub(crate) fn serve_absent(&self, serve: ServeId, block: u32) {
         self.transport.serve_absent(serve.0, block);
+    }
+
+    /// Offers a peer blocks; never blocks.
+    ///
+    /// # Errors
+    /// Why nothing was offered and no event will come.
+    pub(crate) fn offer(&self, address: &str, tenant: TenantName, offer: Offer) -> Result<(), String> {
+        let Offer { offer: OfferId(offer), layout, keys, deadline, .. } = offer;
+        let request = OfferRequest { offer, layout, tenant, deadline, keys };
+        self.transport.offer(address, request).map_err(|error| error.to_string())
+    }
+
+    pub(crate) fn answer_offer(&self, offer: PeerOfferId, taken: &[u32], retry_after: Duration) {
+        self.transport.answer_offer(offer.0, taken, retry_after);
     }
 
     pub(crate) fn stats(&self) -> TransportStats {

@@ -19,7 +19,7 @@ use crossbeam_channel::bounded;
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
-use reprise_agent_core::event::Event;
+use reprise_agent_core::event::{Event, Move, NodeMode};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_transport::{TcpSettings, TcpTransport};
@@ -122,6 +122,7 @@ impl Runtime {
             directory: directory.clone(),
             clustered,
             peers: peers.clone(),
+            tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
         };
@@ -233,6 +234,9 @@ fn core_settings(settings: &Settings) -> CoreSettings {
         reservation_timeout: settings.reservation,
         load_hold_timeout: settings.load_hold,
         eviction: cache.eviction,
+        placement_bandwidth: settings.placement.bandwidth,
+        hot_reads: settings.placement.hot_reads,
+        hot_window: settings.placement.hot_window,
         tenants: settings.tenants.iter().map(|tenant| tenant.quotas).collect(),
         ..CoreSettings::default()
     }
@@ -289,6 +293,17 @@ fn start_directory(
     })
 }
 
+/// A mode by its name in the protocol; one that this agent does not know changes nothing.
+fn mode_of(mode: reprise_proto::controlplane::NodeMode) -> Option<NodeMode> {
+    use reprise_proto::controlplane::NodeMode as Wire;
+    match mode {
+        Wire::Unspecified => None,
+        Wire::Active => Some(NodeMode::Active),
+        Wire::Cordoned => Some(NodeMode::Cordoned),
+        Wire::Draining => Some(NodeMode::Draining),
+    }
+}
+
 /// Passes the directory's events on to the core, and says what an operator cares about.
 fn directory_sink(inbox: Inbox) -> DirectorySink {
     Arc::new(move |event| {
@@ -296,8 +311,14 @@ fn directory_sink(inbox: Inbox) -> DirectorySink {
             DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
             DirectoryEvent::Budget(grant) => Event::Budget(grant),
-            DirectoryEvent::Mode { .. } | DirectoryEvent::Move(_) => return,
+            DirectoryEvent::Mode { mode, revision } => match mode_of(mode) {
+                Some(mode) => Event::Mode { mode, revision },
+                None => return,
+            },
+            DirectoryEvent::Move(order) => Event::Move(order.map(|(to, bytes)| Move { to, bytes })),
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
+            DirectoryEvent::Placed { place, answers } => Event::Placed { place, answers },
+            DirectoryEvent::PlaceFailed { place } => Event::PlaceFailed { place },
             DirectoryEvent::Registered { member, node, epoch } => {
                 tracing::info!(member, node = node.0, epoch = epoch.0, "registered with the control plane");
                 return;

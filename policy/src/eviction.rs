@@ -56,6 +56,10 @@ pub trait EvictionPolicy: Send + Debug {
     /// Takes out the entry of a group that should go next, if there is any.
     fn victim(&mut self, group: Group) -> Option<EntryIndex>;
 
+    /// At most `count` entries of a group in the order in which they should go, behind one of them, or (`None`) from the
+    /// first on; none when that one is not in the group any more. Costs time in proportion to `count`.
+    fn following(&self, group: Group, behind: Option<EntryIndex>, count: usize) -> Vec<EntryIndex>;
+
     /// Entries that are in, of all groups.
     fn len(&self) -> usize;
 

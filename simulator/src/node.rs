@@ -286,6 +286,15 @@ impl World {
             }
             Effect::ServeObjects(objects) => self.serve_objects(node, objects),
             Effect::ServeAbsent { serve, block } => self.serve_absent(node, serve, block),
+            Effect::Place { place, .. } => {
+                self.later(node, Duration::ZERO, Local::Event(Event::PlaceFailed { place }));
+            }
+            Effect::Offer(offer) => {
+                let offer = offer.offer;
+                self.later(node, Duration::ZERO, Local::Event(Event::OfferFailed { offer }));
+            }
+            // Nobody offers anything.
+            Effect::AnswerOffer { .. } => {}
             Effect::Report(report) => self.report(node, &report),
         }
     }

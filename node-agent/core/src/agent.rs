@@ -4,7 +4,8 @@
 //!  engines ─ Request ─▶ ┌───────────────────────────────┐ ─ Reply, Durable, Progress ─▶ engines
 //!  devices ─ DeviceDone, Fill ─▶   AgentCore::apply     │ ─ Device, ReadBlocks ───────▶ devices
 //!  peers ── PeerRequest, Fill ─▶   index, arena, loads, │ ─ PeerFetch, Serve… ────────▶ peers
-//!  directory ─ Found ─▶ │  write-back, eviction, serves │ ─ Lookup, Announce ─────────▶ directory
+//!  directory ─ Found ─▶ │  write-back, eviction, serves,│ ─ Lookup, Announce, Place ──▶ directory
+//!  peers ─── PeerOffer ─▶ giving and taking replicas    │ ─ Offer, AnswerOffer ───────▶ peers
 //!                       └───────────────────────────────┘
 //! ```
 //!
@@ -33,12 +34,15 @@ use crate::pool::{DevicePool, StoredBlock};
 
 mod arena;
 mod audit;
+mod bandwidth;
 mod checksums;
 mod counters;
 mod devices;
 mod evict;
 mod fills;
 mod frames;
+mod giving;
+mod hot;
 mod index;
 pub mod limits;
 mod loads;
@@ -53,6 +57,7 @@ mod settings;
 mod shapes;
 mod slab;
 mod suspects;
+mod taking;
 mod tenants;
 mod tickets;
 mod timers;
@@ -60,14 +65,18 @@ mod usage;
 mod writeback;
 
 pub use counters::Counters;
+pub use giving::DrainProgress;
 pub use settings::Settings;
 pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
 pub use usage::NodeUsage;
 
 use arena::Arena;
+use bandwidth::Bandwidth;
 use devices::Devices;
 use fills::Fill;
 use frames::{FrameIndex, Frames};
+use giving::Giving;
+use hot::Hot;
 use index::{Dram, Index};
 use loads::Load;
 use lookups::Lookup;
@@ -76,6 +85,7 @@ use serves::{Serve, ServeShare};
 use sessions::{Reservation, ReservationGroup, Session};
 use shapes::{ShapeId, Shapes};
 use slab::{Slab, SlabId};
+use taking::Taking;
 use tenants::Tenants;
 use tickets::TicketState;
 use timers::{Timer, Timers};
@@ -114,6 +124,10 @@ pub struct AgentCore {
     peers: Peers,
     serves: BTreeMap<ServeId, Serve>,
     serve_share: ServeShare,
+    hot: Hot,
+    giving: Giving,
+    taking: Taking,
+    bandwidth: Bandwidth,
     timers: Timers,
     counters: Counters,
 }
@@ -154,6 +168,10 @@ impl AgentCore {
             peers: Peers::default(),
             serves: BTreeMap::new(),
             serve_share: ServeShare::default(),
+            hot: Hot::new(settings.hot_reads, settings.hot_window),
+            giving: Giving::new(),
+            taking: Taking::default(),
+            bandwidth: Bandwidth::new(settings.placement_bandwidth),
             timers: Timers::default(),
             counters: Counters::default(),
             settings,
@@ -179,6 +197,8 @@ impl AgentCore {
         self.dispatch(event);
         self.fire_timers();
         self.begin_serves();
+        self.begin_pulls();
+        self.give();
         // Before the write-back, which it may urge.
         self.shrink_tenants();
         self.write_back();
@@ -190,7 +210,9 @@ impl AgentCore {
 
     /// When `Event::Tick` is wanted if nothing happens before; `None` when time alone changes nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        [self.timers.next(), self.writeback_deadline(), self.tenants.shrink_at()].into_iter().flatten().min()
+        let placement = [self.giving.wake(), self.taking.wake()];
+        let others = [self.timers.next(), self.writeback_deadline(), self.tenants.shrink_at()];
+        placement.into_iter().chain(others).flatten().min()
     }
 
     /// Counters, and gauges as of the last event.
@@ -215,6 +237,15 @@ impl AgentCore {
             Event::ServeDone { serve, block } => self.serve_done(serve, block),
             Event::ServeAborted { serve } => self.serve_aborted(serve),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
+            Event::Placed { place, answers } => self.placed(SlabId(place.0), &answers),
+            Event::PlaceFailed { place } => self.place_failed(SlabId(place.0)),
+            Event::OfferAnswered { offer, taken, retry_after } => {
+                self.offer_answered(SlabId(offer.0), &taken, retry_after);
+            }
+            Event::OfferFailed { offer } => self.offer_failed(SlabId(offer.0)),
+            Event::PeerOffer(offer) => self.peer_offer(&offer),
+            Event::Mode { mode, revision } => self.set_mode(mode, revision),
+            Event::Move(order) => self.set_move(order),
             Event::Budget(grant) => self.take_grant(grant),
             Event::Flush => self.urge_writeback(),
             Event::Tick => {}
@@ -258,6 +289,8 @@ impl AgentCore {
                 Timer::Lookup(lookup) => self.lookup_failed(lookup),
                 Timer::Serve(serve) => self.expire_serve(serve),
                 Timer::Reservations(group) => self.expire_reservations(group),
+                Timer::Place(ask) => self.place_failed(ask),
+                Timer::Offer(offer) => self.offer_failed(offer),
             }
         }
     }
@@ -314,6 +347,14 @@ impl AgentCore {
         counters.loads_held = self.loads.len() as u64;
         counters.fills_in_flight = self.fills.len() as u64;
         counters.serves_in_flight = self.serves.len() as u64;
+        let drain = self.giving.progress();
+        counters.node_mode = self.giving.mode() as u64;
+        counters.drain_walked_blocks = drain.walked_blocks;
+        counters.drain_nowhere_blocks = drain.nowhere_blocks;
+        counters.given_bytes = drain.moved_bytes;
+        counters.drained = u64::from(drain.drained && self.writeback.unsaved.len() == 0);
+        counters.pulls_waiting = self.taking.waiting() as u64;
+        counters.pulls_in_flight_bytes = self.taking.in_flight_bytes();
         counters.arena_bytes = self.arena.bytes();
         counters.arena_used_bytes = self.arena.used_bytes();
         counters.arena_free_bytes = self.arena.bytes() - self.arena.used_bytes();

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, Tier};
+use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use reprise_policy::quota::QuotaError;
 
@@ -47,6 +47,18 @@ pub struct FetchId(pub u64);
 /// A group of blocks that one peer wants from us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServeId(pub u64);
+
+/// A question to the control plane where blocks go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PlaceId(pub u64);
+
+/// Blocks that this node offers to a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct OfferId(pub u64);
+
+/// Blocks that a peer offers to this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PeerOfferId(pub u64);
 
 /// Counts the commits of a session; a durable notice names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -182,8 +194,60 @@ pub enum Effect {
         /// Index of the block in it.
         block: u32,
     },
+    /// Ask the control plane where further durable replicas go; report with `Placed` or `PlaceFailed`.
+    Place {
+        /// Repeated in the answer.
+        place: PlaceId,
+        /// Durable blocks of this node, of one size.
+        keys: Vec<BlockKey>,
+        /// Bytes that each takes on a device, header page included.
+        slot_bytes: u64,
+        /// Why.
+        reason: PlaceReason,
+        /// Report `PlaceFailed` after this time.
+        timeout: Duration,
+    },
+    /// Offer blocks to a peer; report with `OfferAnswered` or `OfferFailed`.
+    Offer(Offer),
+    /// Tell a peer which of the blocks that it offers are taken.
+    AnswerOffer {
+        /// The peer's offer.
+        offer: PeerOfferId,
+        /// Indices of the keys that are taken, ascending.
+        taken: Vec<u32>,
+        /// When to offer the others again.
+        retry_after: Duration,
+    },
     /// Something an operator should know; the runtime logs it once.
     Report(Report),
+}
+
+/// Why a further replica is wanted; decides how many are enough.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PlaceReason {
+    /// Peers keep reading it: two durable replicas on nodes that stay.
+    Hot,
+    /// This node is to leave: one on another node that stays.
+    Drain,
+    /// It is to move: one on this node.
+    Move(NodeId),
+}
+
+/// Blocks offered to a peer.
+#[derive(Clone, Debug)]
+pub struct Offer {
+    /// Repeated in the answer.
+    pub offer: OfferId,
+    /// Whom they are offered to.
+    pub node: NodeId,
+    /// Whose they are, by its number on this node.
+    pub tenant: TenantId,
+    /// Geometry of all of them.
+    pub layout: Layout,
+    /// Which blocks.
+    pub keys: Vec<BlockKey>,
+    /// Report `OfferFailed` after this time.
+    pub deadline: Duration,
 }
 
 /// Answers to [`Request`](crate::event::Request).

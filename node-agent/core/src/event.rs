@@ -6,7 +6,9 @@ use reprise_policy::quota::Quota;
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, SlotSet, TenantId, Tick, Tier};
 
-use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, ServeId};
+use crate::effect::{
+    CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PeerOfferId, PlaceId, ServeId,
+};
 use crate::pool::{DeviceError, OpToken};
 
 /// Names one request within its session; chosen by the client.
@@ -91,6 +93,43 @@ pub enum Event {
         /// The peer's request.
         serve: ServeId,
     },
+    /// The control plane has said where further replicas of blocks go ([`Effect::Place`](crate::effect::Effect::Place)).
+    Placed {
+        /// The question.
+        place: PlaceId,
+        /// One for each key of the question, in its order; of what is missing nobody has said anything.
+        answers: Vec<Placement>,
+    },
+    /// The control plane did not answer in time or cannot be reached.
+    PlaceFailed {
+        /// The question.
+        place: PlaceId,
+    },
+    /// A peer has answered an offer ([`Effect::Offer`](crate::effect::Effect::Offer)).
+    OfferAnswered {
+        /// The offer.
+        offer: OfferId,
+        /// Indices of the keys that it takes; unknown ones are passed over.
+        taken: Vec<u32>,
+        /// When to offer the others again.
+        retry_after: Duration,
+    },
+    /// The peer cannot be reached or did not answer in time.
+    OfferFailed {
+        /// The offer.
+        offer: OfferId,
+    },
+    /// A peer offers blocks: answer with [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).
+    PeerOffer(PeerOffer),
+    /// The control plane has said how far this node is used. Of two modes that with the higher revision holds.
+    Mode {
+        /// The mode.
+        mode: NodeMode,
+        /// Grows with every change of the cluster's store.
+        revision: u64,
+    },
+    /// Blocks are to move to another node, or (`None`) not any more. Holds until the next such event.
+    Move(Option<Move>),
     /// The control plane has granted a tenant's budget on this node.
     Budget(Grant),
     /// The control plane asks for everything in some hash slots: announce the inventory of these.
@@ -116,6 +155,56 @@ pub struct Grant {
     pub dram: Quota,
     /// Of all devices together, header pages included.
     pub nvme: Quota,
+}
+
+/// How far a node is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum NodeMode {
+    /// For everything.
+    #[default]
+    Active = 0,
+    /// Chosen for nothing new. Its engines save there as ever.
+    Cordoned = 1,
+    /// Cordoned, and gives away what only it has.
+    Draining = 2,
+}
+
+/// Where a further durable replica of a block goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// There are enough.
+    Enough,
+    /// To this node.
+    To(NodeId),
+    /// No node has room for it now.
+    Nowhere,
+    /// Whoever knows has not answered.
+    Unanswered,
+}
+
+/// So many bytes of blocks are to move to another node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Where to.
+    pub to: NodeId,
+    /// Slot bytes.
+    pub bytes: u64,
+}
+
+/// Blocks that a peer offers. What is taken is fetched from it, and written to this node's devices.
+#[derive(Clone, Debug)]
+pub struct PeerOffer {
+    /// Repeated in the answer.
+    pub offer: PeerOfferId,
+    /// Who has the blocks.
+    pub from: NodeId,
+    /// Whose blocks they are, by its number on this node.
+    pub tenant: TenantId,
+    /// Geometry of all of them.
+    pub layout: Layout,
+    /// Which blocks.
+    pub keys: Vec<BlockKey>,
 }
 
 /// A new session.

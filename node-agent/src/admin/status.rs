@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use reprise_agent_core::agent::TenantUsage;
+use reprise_agent_core::agent::{DrainProgress, TenantUsage};
+use reprise_agent_core::event::NodeMode;
 use reprise_policy::{ByteSize, Interval, quota};
 use serde::Serialize;
 
@@ -20,6 +21,7 @@ pub(super) struct Status {
     ready: bool,
     arena: Arena,
     writeback: Writeback,
+    placement: Placement,
     devices: Vec<Device>,
     sessions: Vec<Session>,
     tenants: Vec<Tenant>,
@@ -50,6 +52,18 @@ struct Arena {
 struct Writeback {
     delay: Interval,
     bytes: ByteSize,
+}
+
+/// How far this node is used, and how far the draining of it is.
+#[derive(Serialize)]
+struct Placement {
+    mode: &'static str,
+    drained: bool,
+    walked_blocks: u64,
+    durable_blocks: u64,
+    nowhere_blocks: u64,
+    /// Given away since the start, for any reason.
+    moved_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -145,6 +159,7 @@ impl Status {
                 delay: Interval(settings.writeback_delay),
                 bytes: ByteSize(settings.writeback_bytes),
             },
+            placement: placement(view),
             devices: context.devices.iter().zip(&view.device_queues).map(device).collect(),
             sessions: view.sessions.iter().map(session).collect(),
             tenants: view.tenants.iter().map(|usage| tenant(context, usage)).collect(),
@@ -154,6 +169,16 @@ impl Status {
             counters: view.counters.fields().collect(),
         }
     }
+}
+
+fn placement(view: &CoreView) -> Placement {
+    let DrainProgress { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks } = view.drain;
+    let mode = match view.mode {
+        NodeMode::Active => "active",
+        NodeMode::Cordoned => "cordoned",
+        NodeMode::Draining => "draining",
+    };
+    Placement { mode, drained, walked_blocks, durable_blocks, nowhere_blocks, moved_bytes }
 }
 
 fn device((info, waiting): (&DeviceInfo, &usize)) -> Device {

@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use super::{
     Addresses, ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection,
-    LogSection, NodeSection, PeersSection, PoolSection, SessionSection, TenantSettings,
+    LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, SessionSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -63,6 +63,7 @@ pub(crate) struct Settings {
     pub(crate) peers: Option<PeerSettings>,
     /// `None`: stand-alone.
     pub(crate) controlplane: Option<ControlPlaneSettings>,
+    pub(crate) placement: PlacementSettings,
     pub(crate) admin: SocketAddr,
     pub(crate) log: LogSettings,
 }
@@ -187,6 +188,7 @@ impl Config {
             lookup_timeout: self.controlplane.lookup_timeout.0,
             peers: self.peers.validate()?,
             controlplane: control_plane(&self.controlplane.address)?,
+            placement: self.placement.validate()?,
             admin: address("admin.listen", &self.admin.listen)?,
             log: self.log.validate()?,
         })
@@ -366,12 +368,12 @@ fn control_plane(addresses: &Addresses) -> Result<Option<ControlPlaneSettings>, 
 }
 
 /// The one form of a refusal.
-fn refuse(field: &str, found: &str, allowed: &str) -> AgentError {
+pub(super) fn refuse(field: &str, found: &str, allowed: &str) -> AgentError {
     AgentError::new(ErrorKind::Config, format!("{field} = '{found}' is not allowed; it must be {allowed}"))
 }
 
 /// `limits`: least, most, unit; in bytes.
-fn size(field: &str, found: u64, limits: (u64, u64, u64)) -> Result<(), AgentError> {
+pub(super) fn size(field: &str, found: u64, limits: (u64, u64, u64)) -> Result<(), AgentError> {
     let (least, most, unit) = limits;
     if (least..=most).contains(&found) && found.is_multiple_of(unit) {
         return Ok(());
@@ -382,7 +384,7 @@ fn size(field: &str, found: u64, limits: (u64, u64, u64)) -> Result<(), AgentErr
     Err(refuse(field, &found, &format!("{least} to {most}{multiple}")))
 }
 
-fn within(
+pub(super) fn within(
     field: &str,
     found: Duration,
     allowed: std::ops::RangeInclusive<Duration>,

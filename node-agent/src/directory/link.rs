@@ -366,7 +366,7 @@ impl Link {
     }
 
     /// The registrar takes the registration away meanwhile.
-    fn fence(&self, epoch: Epoch) -> Sent {
+    pub(super) fn fence(&self, epoch: Epoch) -> Sent {
         self.fenced.send_replace(Some(epoch));
         Sent::Again
     }
@@ -380,7 +380,7 @@ enum Up {
 }
 
 /// What became of a message.
-enum Sent {
+pub(super) enum Sent {
     /// Answered; go on at once.
     Settled,
     /// Try again after a while.

@@ -23,12 +23,14 @@ use reprise_proto::controlplane::{
     WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Status, Streaming};
 
 use super::link::{Beats, Link, connect, within};
 use super::nodes::Presence;
+use super::placing::{self, PlaceQuestion};
 use super::{Shared, asking, parse_endpoint};
 
 /// Time that a link is kept after its member has left the map.
@@ -91,12 +93,13 @@ pub(super) fn jitter() -> u32 {
 }
 
 /// Runs until shutdown. Without a control plane all lookups fail at once.
-pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>) {
+pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, places: mpsc::Receiver<PlaceQuestion>) {
     runtime.block_on(async {
         let mut shutdown = shared.shutdown.subscribe();
         tokio::select! {
             _ = shutdown.wait_for(|shutdown| *shutdown) => {}
             () = asking::look_up(shared) => {}
+            () = placing::place(shared, places) => {}
             () = follow(shared) => {}
             () = for_each_link(shared, |link| {
                 let shared = shared.clone();

@@ -40,6 +40,10 @@ impl NodeMap {
         self.nodes.get(&node).is_some_and(|node| !node.peer_address.is_empty())
     }
 
+    pub(super) fn node_of(&self, name: &str) -> Option<NodeId> {
+        self.nodes.values().find(|node| node.name == name).map(|node| node.node)
+    }
+
     pub(super) fn list(&self) -> Vec<PeerNode> {
         self.nodes.values().cloned().collect()
     }

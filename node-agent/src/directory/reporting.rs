@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use reprise_agent_core::agent::{NodeUsage, TenantUsage};
+use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantUsage};
 use reprise_agent_core::event::Grant;
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
@@ -37,6 +37,8 @@ const REBALANCER_SLOT: u16 = 0;
 pub(crate) struct OwnState {
     /// Room and load.
     pub(crate) usage: NodeUsage,
+    /// How far its draining is.
+    pub(crate) drain: DrainProgress,
     /// Every tenant that the core knows.
     pub(crate) tenants: Vec<TenantUsage>,
 }
@@ -131,10 +133,15 @@ fn request(
         node: u32::from(granted.node.0),
         epoch: granted.epoch.0,
         usage: Some(usage),
-        drain: None,
+        drain: Some(drain_progress(state.drain)),
         tenants,
     };
     (request, number)
+}
+
+fn drain_progress(drain: DrainProgress) -> wire::DrainProgress {
+    let DrainProgress { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks } = drain;
+    wire::DrainProgress { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks }
 }
 
 fn names(registry: &Mutex<TenantRegistry>, tenants: &[TenantUsage]) -> Vec<Option<TenantName>> {

@@ -5,6 +5,7 @@
 
 mod fake;
 mod many;
+mod places;
 mod reports;
 
 use std::sync::mpsc;
@@ -60,6 +61,16 @@ impl Agent {
         while passed.last() != Some(wanted) {
             let event = self.events.recv_timeout(PATIENCE);
             passed.push(event.unwrap_or_else(|_| panic!("no {wanted:?} after {passed:?}")));
+        }
+    }
+
+    /// Waits for the answer to a question where blocks go, whatever it is.
+    fn wait_for_placed(&self) -> DirectoryEvent {
+        loop {
+            let event = self.next();
+            if matches!(event, DirectoryEvent::Placed { .. } | DirectoryEvent::PlaceFailed { .. }) {
+                return event;
+            }
         }
     }
 

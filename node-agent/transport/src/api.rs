@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_buffers::Span;
-use reprise_policy::{BlockKey, Layout, Tier};
+use reprise_policy::{BlockKey, Layout, TenantName, Tier};
 
 use crate::counters::TransportStats;
 use crate::error::TransportError;
-use crate::limits::BLOCKS_PER_REQUEST_MAX;
+use crate::limits::{BLOCKS_PER_REQUEST_MAX, KEYS_PER_OFFER_MAX};
 
 /// Called with every event, on a thread of the transport (or, for the in-memory transport, on the thread that
 /// steps the hub). It may call methods of [`Transport`] except `shutdown`. It may wait for room in a queue;
@@ -35,6 +35,17 @@ pub trait Transport: Send + Sync {
 
     /// Tells the peer that it will not get (the rest of) a block. A serve that has ended is ignored.
     fn serve_absent(&self, serve: u64, block: u32);
+
+    /// Offers blocks of this node to the peer at `peer`. Ends in one `OfferAnswered` or `OfferFailed`, at the latest when
+    /// the offer's deadline passes.
+    ///
+    /// # Errors
+    /// Nothing was offered and no event comes; kinds as those of [`Transport::fetch`]. `Invalid`: no keys, or too many.
+    fn offer(&self, peer: &str, request: OfferRequest) -> Result<(), TransportError>;
+
+    /// Answers an incoming offer: the indices of the keys that are taken, and when to offer the others again. An offer that
+    /// has ended, or was answered, is ignored.
+    fn answer_offer(&self, offer: u64, taken: &[u32], retry_after: Duration);
 
     /// Totals since start.
     fn stats(&self) -> TransportStats;
@@ -67,6 +78,21 @@ pub struct FetchBlock {
     /// Where the payload goes: writable, `layout.block_bytes()` to `layout.slot_bytes()` long. What lies beyond the
     /// payload is zeroed before the last layer is reported.
     pub into: Span,
+}
+
+/// Blocks offered to one peer.
+#[derive(Clone, Debug)]
+pub struct OfferRequest {
+    /// Reported with the answer.
+    pub offer: u64,
+    /// Geometry of all blocks.
+    pub layout: Layout,
+    /// Whose blocks they are.
+    pub tenant: TenantName,
+    /// From now; an offer without an answer by then has failed.
+    pub deadline: Duration,
+    /// Which blocks.
+    pub keys: Vec<BlockKey>,
 }
 
 /// Objects of one block to send: bytes `offset .. offset + from.len()` of its payload.
@@ -131,6 +157,22 @@ pub enum TransportEvent {
         /// The incoming request.
         serve: u64,
     },
+    /// A peer offers blocks: answer with [`Transport::answer_offer`]. Nothing says that nobody waits for the answer any more.
+    Offer(IncomingOffer),
+    /// A peer has answered an offer.
+    OfferAnswered {
+        /// From the offer.
+        offer: u64,
+        /// Indices of the keys that it takes, ascending.
+        taken: Vec<u32>,
+        /// When to offer the others again.
+        retry_after: Duration,
+    },
+    /// The peer of an offer cannot be reached, stalled, broke the protocol, or was too slow for the deadline.
+    OfferFailed {
+        /// From the offer.
+        offer: u64,
+    },
 }
 
 /// Why a block did not come.
@@ -155,6 +197,36 @@ pub struct IncomingRequest {
     pub layout: Layout,
     /// It gives up after this time.
     pub deadline: Duration,
+}
+
+/// A peer's offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IncomingOffer {
+    /// Names the offer; unique on this node.
+    pub offer: u64,
+    /// Name of the node that has the blocks, as it has greeted.
+    pub from: String,
+    /// Whose blocks they are.
+    pub tenant: TenantName,
+    /// Geometry of all blocks.
+    pub layout: Layout,
+    /// Which blocks.
+    pub keys: Vec<BlockKey>,
+    /// The peer gives up after this time.
+    pub deadline: Duration,
+}
+
+impl OfferRequest {
+    /// What every implementation checks before it takes an offer.
+    pub(crate) fn check(&self) -> Result<(), TransportError> {
+        if (1..=KEYS_PER_OFFER_MAX).contains(&self.keys.len()) {
+            return Ok(());
+        }
+        Err(TransportError::invalid(format!(
+            "an offer names 1 to {KEYS_PER_OFFER_MAX} keys, not {}",
+            self.keys.len()
+        )))
+    }
 }
 
 impl FetchRequest {

@@ -56,6 +56,12 @@ counters! {
     blocks_served,
     /// Requests of peers that ended before all was sent.
     serves_aborted,
+    /// Offers made to peers.
+    offers,
+    /// Offers without an answer.
+    offers_failed,
+    /// Offers of peers.
+    offers_received,
     /// Connections that were closed because the other side broke the protocol.
     protocol_errors,
     /// Connections that were closed because the other side stalled.

@@ -26,12 +26,14 @@ use reprise_policy::{Layout, Tier};
 
 use crate::api::{FetchBlock, FetchFailure, TransportEvent};
 use crate::counters::{Counters, add};
-use crate::wire::ProtocolError;
+use crate::wire::{OfferAnswerBody, ProtocolError};
 use arrival::{Arrival, Outcome};
 
 /// What a connection's requester knows of its fetches.
 pub(crate) struct Inbound {
     fetches: HashMap<u64, Fetch>,
+    /// Offers without an answer.
+    offers: HashMap<u64, NewOffer>,
     /// The data range that is arriving.
     current: Option<Current>,
     /// Blocks with verified layers that were not reported yet.
@@ -40,6 +42,19 @@ pub(crate) struct Inbound {
     burst_bytes: u64,
     events: Vec<TransportEvent>,
     ended: Ended,
+}
+
+/// What enters the machine.
+pub(crate) enum Begun {
+    Fetch(NewFetch),
+    Offer(NewOffer),
+}
+
+/// An offer as it enters the machine.
+#[derive(Clone, Copy)]
+pub(crate) struct NewOffer {
+    pub(crate) offer: u64,
+    pub(crate) keys: usize,
 }
 
 /// A fetch as it enters the machine.
@@ -51,9 +66,9 @@ pub(crate) struct NewFetch {
 /// What came to its end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Ended {
-    /// Fetches, all of whose blocks have ended.
+    /// Fetches, all of whose blocks have ended, and offers.
     pub(crate) streams: Vec<u64>,
-    /// Blocks.
+    /// Blocks; an offer counts as one.
     pub(crate) blocks: usize,
 }
 
@@ -89,6 +104,7 @@ impl Inbound {
     pub(crate) fn new() -> Inbound {
         Inbound {
             fetches: HashMap::new(),
+            offers: HashMap::new(),
             current: None,
             burst: Vec::new(),
             burst_bytes: 0,
@@ -97,7 +113,14 @@ impl Inbound {
         }
     }
 
-    pub(crate) fn insert(&mut self, stream: u64, fetch: NewFetch) {
+    pub(crate) fn begin_stream(&mut self, stream: u64, begun: Begun) {
+        match begun {
+            Begun::Fetch(fetch) => self.insert(stream, fetch),
+            Begun::Offer(offer) => drop(self.offers.insert(stream, offer)),
+        }
+    }
+
+    fn insert(&mut self, stream: u64, fetch: NewFetch) {
         let blocks: Vec<Block> = fetch
             .blocks
             .into_iter()
@@ -109,12 +132,31 @@ impl Inbound {
     }
 
     pub(crate) fn knows(&self, stream: u64) -> bool {
-        self.fetches.contains_key(&stream)
+        self.fetches.contains_key(&stream) || self.offers.contains_key(&stream)
     }
 
-    /// Fetches with unfinished blocks.
-    pub(crate) fn open_fetches(&self) -> usize {
-        self.fetches.len()
+    /// Fetches with unfinished blocks, and offers without an answer.
+    pub(crate) fn open_streams(&self) -> usize {
+        self.fetches.len() + self.offers.len()
+    }
+
+    /// The peer has answered an offer.
+    pub(crate) fn offer_answer(&mut self, stream: u64, answer: OfferAnswerBody) -> Result<(), ProtocolError> {
+        let Some(open) = self.offers.get(&stream) else { return Ok(()) };
+        if open.keys != answer.keys {
+            return Err(ProtocolError::Malformed("answer to an offer: not as many keys as were offered"));
+        }
+        let OfferAnswerBody { retry_after, taken, .. } = answer;
+        self.end_offer(stream, |offer| TransportEvent::OfferAnswered { offer, taken, retry_after });
+        Ok(())
+    }
+
+    fn end_offer(&mut self, stream: u64, event: impl FnOnce(u64) -> TransportEvent) {
+        if let Some(open) = self.offers.remove(&stream) {
+            self.events.push(event(open.offer));
+            self.ended.blocks += 1;
+            self.ended.streams.push(stream);
+        }
     }
 
     /// The tier and checksums of a block have come.
@@ -219,17 +261,21 @@ impl Inbound {
         }
     }
 
-    /// The deadline of a fetch has passed, or the peer is gone: its unfinished blocks fail.
+    /// The deadline of a fetch or offer has passed, or the peer is gone: its unfinished blocks fail.
     pub(crate) fn expire(&mut self, stream: u64, counters: &Counters) {
+        if self.offers.contains_key(&stream) {
+            add(&counters.offers_failed, 1);
+            return self.end_offer(stream, |offer| TransportEvent::OfferFailed { offer });
+        }
         let blocks = self.fetches.get(&stream).map_or(0, |fetch| fetch.blocks.len());
         for block in 0..u32::try_from(blocks).expect("bounded by BLOCKS_PER_REQUEST_MAX") {
             self.fail(Place { stream, block }, FetchFailure::PeerLost, counters);
         }
     }
 
-    /// Expires every fetch, in the order in which they began.
+    /// Expires every fetch and offer, in the order in which they began.
     pub(crate) fn expire_all(&mut self, counters: &Counters) {
-        let mut streams: Vec<u64> = self.fetches.keys().copied().collect();
+        let mut streams: Vec<u64> = self.fetches.keys().chain(self.offers.keys()).copied().collect();
         streams.sort_unstable();
         for stream in streams {
             self.expire(stream, counters);

@@ -1,4 +1,5 @@
-//! Agent-to-agent transport: gets blocks from a peer into memory that the receiver chose, verified.
+//! Agent-to-agent transport: gets blocks from a peer into memory that the receiver chose, verified; offers a peer blocks to
+//! get.
 //!
 //! Two implementations of [`Transport`] share one conformance suite (`tests/conformance.rs`):
 //! * [`TcpTransport`]: framed TCP, blocking threads, one connection per peer and direction (`docs/PROTOCOL.md`);
@@ -17,6 +18,7 @@
 //! * a destination is written only between [`Transport::fetch`] and the block's last event, and no byte of a
 //!   layer is written after that layer was reported;
 //! * every fetched block ends in exactly one of: all layers reported, or `Failed`;
+//! * every offer ends in exactly one of: `OfferAnswered`, or `OfferFailed`;
 //! * no method of [`Transport`] waits for the network or for a peer;
 //! * payload bytes in flight towards a requester never exceed the credit that it announced.
 //!
@@ -37,8 +39,8 @@ mod tcp;
 mod wire;
 
 pub use api::{
-    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingRequest, ServeLast, ServedObjects, Transport,
-    TransportEvent,
+    EventSink, FetchBlock, FetchFailure, FetchRequest, IncomingOffer, IncomingRequest, OfferRequest,
+    ServeLast, ServedObjects, Transport, TransportEvent,
 };
 pub use counters::TransportStats;
 pub use error::{ErrorKind, TransportError};

@@ -14,7 +14,10 @@ pub const REQUESTS_PER_CONNECTION_MAX: usize = 256;
 /// 3.2 MiB a connection.
 pub const BLOCKS_PER_CONNECTION_MAX: usize = 4 * BLOCKS_PER_REQUEST_MAX;
 
-/// Longest deadline of a request: as long as a load may wait. A requester with more patience gives up then, a server
+/// Keys of one offer at the most: 16 KiB. An offer counts as one request and as one block of its connection.
+pub const KEYS_PER_OFFER_MAX: usize = 1024;
+
+/// Longest deadline of a request or offer: as long as a load may wait. A requester with more patience gives up then, a server
 /// that is told of more holds memory for so long only.
 pub const REQUEST_DEADLINE_MAX: Duration = Duration::from_secs(600);
 

@@ -15,10 +15,14 @@ use std::time::Duration;
 
 use reprise_policy::Tier;
 
-use crate::api::{EventSink, FetchRequest, IncomingRequest, ServedObjects, Transport, TransportEvent};
+use crate::api::{
+    EventSink, FetchRequest, IncomingOffer, IncomingRequest, OfferRequest, ServedObjects, Transport,
+    TransportEvent,
+};
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
 use crate::outbound::{Misuse, Outbound};
+use crate::wire::OfferBody;
 use channel::{Channel, Delivered, Ends, Line};
 
 /// How channels of a hub behave.
@@ -71,6 +75,8 @@ struct World {
     channels: BTreeMap<Link, Channel>,
     faults: BTreeMap<Link, Fault>,
     routes: HashMap<u64, Link>,
+    /// The same of offers that were not answered.
+    offer_routes: HashMap<u64, Link>,
     next_serve: u64,
     /// The channel that moved last: the next step begins behind it.
     last: Option<Link>,
@@ -96,6 +102,7 @@ impl MemoryHub {
                 channels: BTreeMap::new(),
                 faults: BTreeMap::new(),
                 routes: HashMap::new(),
+                offer_routes: HashMap::new(),
                 next_serve: 1,
                 last: None,
             })),
@@ -177,6 +184,32 @@ impl MemoryHub {
         self.world.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Begins something on the channel from a node to a peer.
+    fn begin(
+        &self,
+        node: &MemoryTransport,
+        peer: &str,
+        begin: impl FnOnce(&mut Channel, Duration) -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let mut world = self.lock();
+        if !world.nodes.get(&node.address).is_some_and(|known| Arc::ptr_eq(&known.counters, &node.counters)) {
+            return Err(TransportError::closed());
+        }
+        let (now, window) = (world.now, world.settings.credit_bytes);
+        let link = Link { requester: node.address.clone(), server: peer.to_owned() };
+        let stalled_since = (world.faults.get(&link) == Some(&Fault::Stall)).then_some(now);
+        begin(world.channels.entry(link).or_insert_with(|| Channel::new(window, stalled_since)), now)
+    }
+
+    fn answer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
+        let mut world = self.lock();
+        let Some(link) = world.offer_routes.remove(&offer) else { return };
+        let Some(channel) = world.channels.get_mut(&link) else { return };
+        if let Err(misuse) = channel.outbound.answer(offer, taken, retry_after) {
+            tracing::error!(offer, %misuse, "refused to answer an offer");
+        }
+    }
+
     fn serve(&self, serve: u64, call: impl FnOnce(&mut Outbound) -> Result<(), Misuse>) {
         let mut world = self.lock();
         let Some(link) = world.routes.get(&serve).cloned() else { return };
@@ -190,15 +223,7 @@ impl MemoryHub {
 impl Transport for MemoryTransport {
     fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
         request.check()?;
-        let mut world = self.hub.lock();
-        if !world.nodes.get(&self.address).is_some_and(|node| Arc::ptr_eq(&node.counters, &self.counters)) {
-            return Err(TransportError::closed());
-        }
-        let (now, window) = (world.now, world.settings.credit_bytes);
-        let link = Link { requester: self.address.clone(), server: peer.to_owned() };
-        let stalled_since = (world.faults.get(&link) == Some(&Fault::Stall)).then_some(now);
-        let channel = world.channels.entry(link).or_insert_with(|| Channel::new(window, stalled_since));
-        channel.begin(now, request)?;
+        self.hub.begin(self, peer, |channel, now| channel.begin(now, request))?;
         add(&self.counters.fetches, 1);
         Ok(())
     }
@@ -213,6 +238,17 @@ impl Transport for MemoryTransport {
 
     fn serve_absent(&self, serve: u64, block: u32) {
         self.hub.serve(serve, |outbound| outbound.absent(serve, block));
+    }
+
+    fn offer(&self, peer: &str, request: OfferRequest) -> Result<(), TransportError> {
+        request.check()?;
+        self.hub.begin(self, peer, |channel, now| channel.begin_offer(now, request))?;
+        add(&self.counters.offers, 1);
+        Ok(())
+    }
+
+    fn answer_offer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
+        self.hub.answer(offer, taken, retry_after);
     }
 
     fn stats(&self) -> TransportStats {
@@ -307,6 +343,20 @@ impl World {
                     IncomingRequest { serve, keys: body.keys, layout: body.layout, deadline: body.deadline };
                 outbox.push((Arc::clone(&server.sink), TransportEvent::Request(request)));
             }
+            Delivered::Offer { stream, body } => {
+                let offer = self.next_serve;
+                self.next_serve += 1;
+                let channel = self.channels.get_mut(link).expect("a step does not remove it");
+                let until = self.now + body.deadline + self.settings.stall_timeout;
+                let opened = channel.outbound.open_offer((offer, stream), &body, until);
+                opened.expect("a requester in memory keeps the limits");
+                self.offer_routes.insert(offer, link.clone());
+                add(&server.counters.offers_received, 1);
+                let OfferBody { layout, deadline, tenant, keys } = body;
+                let from = link.requester.clone();
+                let incoming = IncomingOffer { offer, from, tenant, layout, keys, deadline };
+                outbox.push((Arc::clone(&server.sink), TransportEvent::Offer(incoming)));
+            }
             Delivered::Served { done, ended } => {
                 if ended {
                     self.routes.remove(&done.serve);
@@ -335,6 +385,7 @@ impl World {
     /// Breaks a channel: its fetches fail, its serves are aborted.
     fn end(&mut self, link: &Link, outbox: &mut Outbox) {
         let Some(mut channel) = self.channels.remove(link) else { return };
+        self.offer_routes.retain(|_, of| of != link);
         if let Some(requester) = self.nodes.get(&link.requester) {
             channel.fail_all(&requester.counters);
             outbox.extend(channel.take_events().map(|event| (Arc::clone(&requester.sink), event)));

@@ -1,4 +1,4 @@
-//! The serving side of a connection as a state machine: open requests, queued pieces, credit, deadlines. No clock,
+//! The serving side of a connection as a state machine: open requests and offers, queued pieces, credit, deadlines. No clock,
 //! no socket, no thread: the TCP and the in-memory transport both drive it and tell it what time it is.
 //!
 //! ```text
@@ -25,13 +25,18 @@ use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, DATA_FRAME_BYTES_MAX, QUEUED_PIECES_MAX,
     REQUESTS_PER_CONNECTION_MAX, SERVER_SLACK,
 };
-use crate::wire::{FrameHeader, Kind, ProtocolError, RequestBody, encode_block_header};
+use crate::wire::{
+    FrameHeader, Kind, OfferAnswerBody, OfferBody, ProtocolError, RequestBody, encode_block_header,
+};
 
 /// What a connection's server knows of the requests on it.
 pub(crate) struct Outbound {
     serves: HashMap<u64, Serve>,
+    /// Offers without an answer, or whose answer was not written yet.
+    offers: HashMap<u64, OpenOffer>,
+    /// Number of each request and offer by its stream.
     streams: HashMap<u64, u64>,
-    /// Until when each request is open.
+    /// Until when each request and offer is open.
     deadlines: BTreeSet<(Duration, u64)>,
     /// Unfinished blocks of all requests.
     blocks: usize,
@@ -99,6 +104,14 @@ pub(crate) enum Misuse {
     Queue,
 }
 
+/// An offer; numbers of offers and requests come from one count.
+struct OpenOffer {
+    stream: u64,
+    /// How many were offered; `None` once the answer is queued.
+    keys: Option<usize>,
+    until: Duration,
+}
+
 struct Serve {
     stream: u64,
     layout: Layout,
@@ -127,6 +140,7 @@ enum Piece {
     Data { place: Place, from: Span, offset: u64, last: ServeLast },
     Absent { place: Place },
     Aborted { serve: u64 },
+    Answer { offer: u64, stream: u64, body: Vec<u8> },
 }
 
 impl Outbound {
@@ -134,6 +148,7 @@ impl Outbound {
     pub(crate) fn new(window: u64) -> Outbound {
         Outbound {
             serves: HashMap::new(),
+            offers: HashMap::new(),
             streams: HashMap::new(),
             deadlines: BTreeSet::new(),
             blocks: 0,
@@ -151,29 +166,62 @@ impl Outbound {
         until: Duration,
     ) -> Result<(), ProtocolError> {
         let blocks = body.keys.len();
-        if self.serves.len() >= SERVER_SLACK * REQUESTS_PER_CONNECTION_MAX
+        self.open_stream((serve, stream), blocks, until)?;
+        let phases = vec![Phase::Waiting; blocks];
+        self.serves.insert(serve, Serve { stream, layout: body.layout, phases, unfinished: blocks, until });
+        Ok(())
+    }
+
+    /// An offer has come. It ends with its answer, or without one; either way nobody is told.
+    pub(crate) fn open_offer(
+        &mut self,
+        (offer, stream): (u64, u64),
+        body: &OfferBody,
+        until: Duration,
+    ) -> Result<(), ProtocolError> {
+        self.open_stream((offer, stream), 1, until)?;
+        self.offers.insert(offer, OpenOffer { stream, keys: Some(body.keys.len()), until });
+        Ok(())
+    }
+
+    fn open_stream(
+        &mut self,
+        (number, stream): (u64, u64),
+        blocks: usize,
+        until: Duration,
+    ) -> Result<(), ProtocolError> {
+        if self.open_requests() >= SERVER_SLACK * REQUESTS_PER_CONNECTION_MAX
             || self.blocks + blocks > SERVER_SLACK * BLOCKS_PER_CONNECTION_MAX
         {
             return Err(ProtocolError::Malformed(
                 "more requests or blocks in flight than the protocol allows",
             ));
         }
-        if self.streams.insert(stream, serve).is_some() {
+        if self.streams.insert(stream, number).is_some() {
             return Err(ProtocolError::Malformed("request number is in use"));
         }
         self.blocks += blocks;
-        self.deadlines.insert((until, serve));
-        let phases = vec![Phase::Waiting; blocks];
-        self.serves.insert(serve, Serve { stream, layout: body.layout, phases, unfinished: blocks, until });
+        self.deadlines.insert((until, number));
         Ok(())
+    }
+
+    /// Answers an offer; the second answer finds nothing.
+    pub(crate) fn answer(&mut self, offer: u64, taken: &[u32], retry_after: Duration) -> Result<(), Misuse> {
+        let Some(open) = self.offers.get_mut(&offer) else { return Ok(()) };
+        let (stream, Some(keys)) = (open.stream, open.keys.take()) else { return Ok(()) };
+        let body = OfferAnswerBody { retry_after, keys, taken: taken.to_vec() }.encode();
+        self.push(Piece::Answer { offer, stream, body })
     }
 
     /// The requester no longer wants a request: its pieces are dropped, [`Step::Aborted`] comes next.
     pub(crate) fn cancel(&mut self, stream: u64) {
-        let Some(serve) = self.streams.get(&stream).copied() else { return };
-        self.forget(serve);
-        self.pieces.retain(|piece| piece.serve() != serve);
-        self.pieces.push_front(Piece::Aborted { serve });
+        let Some(number) = self.streams.get(&stream).copied() else { return };
+        let is_offer = self.offers.contains_key(&number);
+        self.forget(number);
+        self.pieces.retain(|piece| !piece.is_of(number));
+        if !is_offer {
+            self.pieces.push_front(Piece::Aborted { serve: number });
+        }
     }
 
     /// When the first of the open requests is over.
@@ -181,23 +229,29 @@ impl Outbound {
         self.deadlines.first().map(|(until, _)| *until)
     }
 
-    /// When an open request is over.
+    /// When an open request is over; of offers only the queue is bounded.
     pub(crate) fn deadline_of(&self, serve: u64) -> Option<Duration> {
         self.serves.get(&serve).map(|serve| serve.until)
     }
 
-    /// Ends the requests whose time has passed and drops their pieces. Report each as aborted once nothing of it is
-    /// on its way.
+    /// Ends the requests and offers whose time has passed and drops their pieces. Returns the requests: report each as
+    /// aborted once nothing of it is on its way.
     pub(crate) fn expire(&mut self, now: Duration) -> Vec<u64> {
-        let mut expired = Vec::new();
-        while let Some((_, serve)) = self.deadlines.first().copied().filter(|(until, _)| *until <= now) {
-            self.forget(serve);
-            expired.push(serve);
+        let (mut expired, open) = (Vec::new(), self.deadlines.len());
+        while let Some((_, number)) = self.deadlines.first().copied().filter(|(until, _)| *until <= now) {
+            if self.serves.contains_key(&number) {
+                expired.push(number);
+            }
+            self.forget(number);
         }
-        if !expired.is_empty() {
-            let serves = &self.serves;
-            self.pieces.retain(|piece| {
-                matches!(piece, Piece::Aborted { .. }) || serves.contains_key(&piece.serve())
+        if self.deadlines.len() < open {
+            let (serves, offers) = (&self.serves, &self.offers);
+            self.pieces.retain(|piece| match piece {
+                Piece::Aborted { .. } => true,
+                Piece::Answer { offer, .. } => offers.contains_key(offer),
+                Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => {
+                    serves.contains_key(&place.serve)
+                }
             });
         }
         expired
@@ -267,6 +321,11 @@ impl Outbound {
         }
         Some(match self.pieces.pop_front()? {
             Piece::Aborted { serve } => Step::Aborted { serve },
+            Piece::Answer { offer, stream, body } => {
+                self.forget(offer);
+                let header = FrameHeader::with_body(Kind::OfferAnswer, stream, 0, &body);
+                Step::Frame(OutFrame { serve: offer, header, body: Body::Bytes(body), done: None })
+            }
             Piece::Header { place, body } => {
                 let header = FrameHeader::with_body(Kind::BlockHeader, place.stream, place.block, &body);
                 Step::Frame(place.frame(header, Body::Bytes(body), None))
@@ -311,6 +370,7 @@ impl Outbound {
             _ => None,
         });
         let mut serves: Vec<u64> = unreported.chain(self.serves.drain().map(|(serve, _)| serve)).collect();
+        self.offers.clear();
         self.streams.clear();
         self.deadlines.clear();
         self.blocks = 0;
@@ -318,8 +378,9 @@ impl Outbound {
         serves
     }
 
+    /// Requests and offers that are open.
     pub(crate) fn open_requests(&self) -> usize {
-        self.serves.len()
+        self.serves.len() + self.offers.len()
     }
 
     /// Payload bytes sent that the requester has not given back.
@@ -391,6 +452,11 @@ impl Outbound {
             self.deadlines.remove(&(open.until, serve));
             self.blocks -= open.unfinished;
         }
+        if let Some(open) = self.offers.remove(&serve) {
+            self.streams.remove(&open.stream);
+            self.deadlines.remove(&(open.until, serve));
+            self.blocks -= 1;
+        }
     }
 }
 
@@ -405,10 +471,14 @@ impl Place {
 }
 
 impl Piece {
-    fn serve(&self) -> u64 {
+    /// Whether it is of a request or offer of this number.
+    fn is_of(&self, number: u64) -> bool {
         match self {
-            Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => place.serve,
-            Piece::Aborted { serve } => *serve,
+            Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => {
+                place.serve == number
+            }
+            Piece::Aborted { serve } => *serve == number,
+            Piece::Answer { offer, .. } => *offer == number,
         }
     }
 }

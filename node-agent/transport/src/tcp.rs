@@ -25,16 +25,18 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use reprise_policy::Tier;
 
-use crate::api::{EventSink, FetchRequest, ServedObjects, Transport};
+use crate::api::{EventSink, FetchRequest, OfferRequest, ServedObjects, Transport};
 use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
 use crate::outbound::{Misuse, Outbound};
 use crate::wire::Hello;
 use incoming::Incoming;
 use listener::Listener;
+use outgoing::Asked;
 use pool::Pool;
 use socket::Socket;
 use threads::Threads;
@@ -60,6 +62,8 @@ struct Common {
     next_serve: AtomicU64,
     /// Which connection an open incoming request is on.
     routes: Mutex<HashMap<u64, Arc<Incoming>>>,
+    /// The same of incoming offers that were not answered.
+    offer_routes: Mutex<HashMap<u64, Arc<Incoming>>>,
     /// Sockets of accepted connections, so that shutdown can end them.
     accepted: Mutex<Accepted>,
 }
@@ -92,6 +96,7 @@ impl TcpTransport {
             closing: AtomicBool::new(false),
             next_serve: AtomicU64::new(1),
             routes: Mutex::default(),
+            offer_routes: Mutex::default(),
             accepted: Mutex::default(),
         });
         let (listener, local_address) = Listener::start(&common)?;
@@ -116,7 +121,7 @@ impl TcpTransport {
 impl Transport for TcpTransport {
     fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
         request.check()?;
-        self.common.pool.fetch(&self.common, peer, request)?;
+        self.common.pool.ask(&self.common, peer, Asked::Fetch(request))?;
         add(&self.common.counters.fetches, 1);
         Ok(())
     }
@@ -131,6 +136,22 @@ impl Transport for TcpTransport {
 
     fn serve_absent(&self, serve: u64, block: u32) {
         self.serve(serve, |outbound| outbound.absent(serve, block));
+    }
+
+    fn offer(&self, peer: &str, request: OfferRequest) -> Result<(), TransportError> {
+        request.check()?;
+        self.common.pool.ask(&self.common, peer, Asked::Offer(request))?;
+        add(&self.common.counters.offers, 1);
+        Ok(())
+    }
+
+    fn answer_offer(&self, offer: u64, taken: &[u32], retry_after: Duration) {
+        let incoming = lock(&self.common.offer_routes).remove(&offer);
+        if let Some(incoming) = incoming
+            && let Err(misuse) = incoming.apply(|outbound| outbound.answer(offer, taken, retry_after))
+        {
+            tracing::error!(offer, %misuse, "refused to answer an offer");
+        }
     }
 
     fn stats(&self) -> TransportStats {
@@ -172,6 +193,18 @@ impl Common {
         let serve = self.next_serve.fetch_add(1, Ordering::Relaxed);
         lock(&self.routes).insert(serve, Arc::clone(incoming));
         serve
+    }
+
+    /// A number for an offer that came on `incoming`.
+    fn route_offer(&self, incoming: &Arc<Incoming>) -> u64 {
+        let offer = self.next_serve.fetch_add(1, Ordering::Relaxed);
+        lock(&self.offer_routes).insert(offer, Arc::clone(incoming));
+        offer
+    }
+
+    /// The offers of a connection that has ended can be answered no more.
+    fn unroute_offers(&self, incoming: &Arc<Incoming>) {
+        lock(&self.offer_routes).retain(|_, of| !Arc::ptr_eq(of, incoming));
     }
 
     fn unroute(&self, serve: u64) {

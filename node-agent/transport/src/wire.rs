@@ -16,10 +16,12 @@ use std::time::Duration;
 
 use reprise_buffers::crc32c;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, OBJECTS_MAX};
-use reprise_policy::{BlockKey, Layout, Tier};
+use reprise_policy::tenant::TENANT_NAME_BYTES_MAX;
+use reprise_policy::{BlockKey, Layout, TenantName, Tier};
 
 use crate::limits::{
-    BLOCKS_PER_REQUEST_MAX, CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, DATA_FRAME_BYTES_MAX, NODE_NAME_BYTES_MAX,
+    BLOCKS_PER_REQUEST_MAX, CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, DATA_FRAME_BYTES_MAX, KEYS_PER_OFFER_MAX,
+    NODE_NAME_BYTES_MAX,
 };
 
 /// Version of the protocol; both sides of a connection must have the same.
@@ -35,6 +37,13 @@ pub(crate) const HELLO_BYTES: usize = 128;
 pub(crate) const REQUEST_BODY_BYTES_MAX: usize =
     REQUEST_FIXED_BYTES + BLOCKS_PER_REQUEST_MAX * BlockKey::SIZE;
 
+/// Body of an offer at the most: fixed part and keys.
+pub(crate) const OFFER_BODY_BYTES_MAX: usize = OFFER_FIXED_BYTES + KEYS_PER_OFFER_MAX * BlockKey::SIZE;
+
+/// Body of the answer to an offer at the most: fixed part and a bit for each key.
+pub(crate) const OFFER_ANSWER_BODY_BYTES_MAX: usize =
+    OFFER_ANSWER_FIXED_BYTES + KEYS_PER_OFFER_MAX.div_ceil(8);
+
 /// Body of a block header at the most: tier, padding, checksums.
 pub(crate) const BLOCK_HEADER_BODY_BYTES_MAX: usize = BLOCK_HEADER_FIXED_BYTES + OBJECTS_MAX as usize * 4;
 
@@ -43,8 +52,13 @@ const FRAME_VERSION: u8 = 1;
 const HELLO_MAGIC: [u8; 8] = *b"RPRSPEER";
 const REQUEST_FIXED_BYTES: usize = 32;
 const BLOCK_HEADER_FIXED_BYTES: usize = 4;
+/// Layout, deadline, number of keys, bytes of the name, three zero bytes, name.
+const OFFER_FIXED_BYTES: usize = 16 + 8 + 4 + 4 + 64;
+/// Time to wait, number of keys, zero.
+const OFFER_ANSWER_FIXED_BYTES: usize = 8 + 4 + 4;
 
 const _: () = assert!(BLOCK_BYTES_MAX <= u32::MAX as u64, "offsets in a payload are 32 bits on the wire");
+const _: () = assert!(TENANT_NAME_BYTES_MAX <= 64, "a tenant's name has 64 bytes in an offer");
 const _: () = assert!(24 + NODE_NAME_BYTES_MAX <= HELLO_BYTES - 4);
 
 /// What a frame is. Requester to server below 16, server to requester from 16 on.
@@ -55,8 +69,10 @@ pub(crate) enum Kind {
     Request = 1,
     /// `stream` more bytes may be in flight.
     Credit = 2,
-    /// The requester has given up on `stream`.
+    /// The requester has given up on `stream`, a request or an offer.
     Cancel = 3,
+    /// Offers blocks; body: [`OfferBody`].
+    Offer = 4,
     /// Tier and checksums of a block; body: [`encode_block_header`].
     BlockHeader = 16,
     /// A range of a block's payload.
@@ -65,6 +81,8 @@ pub(crate) enum Kind {
     Absent = 18,
     /// Nothing to send yet, but alive.
     Alive = 19,
+    /// Which of the offered blocks are taken; body: [`OfferAnswerBody`].
+    OfferAnswer = 20,
 }
 
 /// A decoded frame header.
@@ -117,9 +135,18 @@ pub(crate) struct RequestBody {
 
 impl Kind {
     fn from_wire(number: u8) -> Option<Kind> {
-        [Kind::Request, Kind::Credit, Kind::Cancel, Kind::BlockHeader, Kind::Data, Kind::Absent, Kind::Alive]
-            .into_iter()
-            .find(|kind| *kind as u8 == number)
+        const ALL: [Kind; 9] = [
+            Kind::Request,
+            Kind::Credit,
+            Kind::Cancel,
+            Kind::Offer,
+            Kind::BlockHeader,
+            Kind::Data,
+            Kind::Absent,
+            Kind::Alive,
+            Kind::OfferAnswer,
+        ];
+        ALL.into_iter().find(|kind| *kind as u8 == number)
     }
 
     /// Bytes that may follow a frame of this kind.
@@ -128,6 +155,8 @@ impl Kind {
             Kind::Request => REQUEST_BODY_BYTES_MAX as u64,
             Kind::BlockHeader => BLOCK_HEADER_BODY_BYTES_MAX as u64,
             Kind::Data => DATA_FRAME_BYTES_MAX,
+            Kind::Offer => OFFER_BODY_BYTES_MAX as u64,
+            Kind::OfferAnswer => OFFER_ANSWER_BODY_BYTES_MAX as u64,
             Kind::Credit | Kind::Cancel | Kind::Absent | Kind::Alive => 0,
         }
     }
@@ -239,8 +268,7 @@ impl RequestBody {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(REQUEST_FIXED_BYTES + self.keys.len() * BlockKey::SIZE);
         out.extend_from_slice(&self.layout.encode());
-        let deadline_us = u64::try_from(self.deadline.as_micros()).unwrap_or(u64::MAX);
-        out.extend_from_slice(&deadline_us.to_le_bytes());
+        out.extend_from_slice(&micros(self.deadline).to_le_bytes());
         let count = u32::try_from(self.keys.len()).expect("bounded by BLOCKS_PER_REQUEST_MAX");
         out.extend_from_slice(&count.to_le_bytes());
         out.extend_from_slice(&[0; 4]);
@@ -265,6 +293,85 @@ impl RequestBody {
     }
 }
 
+/// Body of an offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OfferBody {
+    pub(crate) layout: Layout,
+    pub(crate) deadline: Duration,
+    pub(crate) tenant: TenantName,
+    pub(crate) keys: Vec<BlockKey>,
+}
+
+/// Body of the answer to an offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OfferAnswerBody {
+    pub(crate) retry_after: Duration,
+    /// Keys of the offer.
+    pub(crate) keys: usize,
+    /// Indices of those that are taken, ascending.
+    pub(crate) taken: Vec<u32>,
+}
+
+impl OfferBody {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![0; OFFER_FIXED_BYTES];
+        let name = self.tenant.as_str().as_bytes();
+        out[..16].copy_from_slice(&self.layout.encode());
+        out[16..24].copy_from_slice(&micros(self.deadline).to_le_bytes());
+        let count = u32::try_from(self.keys.len()).expect("bounded by KEYS_PER_OFFER_MAX");
+        out[24..28].copy_from_slice(&count.to_le_bytes());
+        out[28] = u8::try_from(name.len()).expect("a tenant's name has at most 63 bytes");
+        out[32..32 + name.len()].copy_from_slice(name);
+        out.extend_from_slice(&BlockKey::pack(&self.keys));
+        out
+    }
+
+    pub(crate) fn decode(body: &[u8]) -> Result<OfferBody, ProtocolError> {
+        let (fixed, packed) = body
+            .split_first_chunk::<OFFER_FIXED_BYTES>()
+            .ok_or(ProtocolError::Malformed("offer: too short"))?;
+        let layout = fixed
+            .first_chunk::<16>()
+            .and_then(Layout::decode)
+            .ok_or(ProtocolError::Malformed("offer: no valid layout"))?;
+        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("offer: torn key"))?;
+        if keys.is_empty() || keys.len() != u32_at(fixed, 24) as usize {
+            return Err(ProtocolError::Malformed("offer: number of keys does not match"));
+        }
+        let name = fixed[32..].get(..usize::from(fixed[28])).filter(|name| !name.is_empty());
+        let tenant = name
+            .and_then(|name| std::str::from_utf8(name).ok()?.parse().ok())
+            .ok_or(ProtocolError::Malformed("offer: no tenant's name"))?;
+        Ok(OfferBody { layout, deadline: Duration::from_micros(u64_at(fixed, 16)), tenant, keys })
+    }
+}
+
+impl OfferAnswerBody {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![0; OFFER_ANSWER_FIXED_BYTES + self.keys.div_ceil(8)];
+        out[..8].copy_from_slice(&micros(self.retry_after).to_le_bytes());
+        let count = u32::try_from(self.keys).expect("bounded by KEYS_PER_OFFER_MAX");
+        out[8..12].copy_from_slice(&count.to_le_bytes());
+        for at in self.taken.iter().map(|at| *at as usize).filter(|at| *at < self.keys) {
+            out[OFFER_ANSWER_FIXED_BYTES + at / 8] |= 1 << (at % 8);
+        }
+        out
+    }
+
+    pub(crate) fn decode(body: &[u8]) -> Result<OfferAnswerBody, ProtocolError> {
+        let (fixed, bits) = body
+            .split_first_chunk::<OFFER_ANSWER_FIXED_BYTES>()
+            .ok_or(ProtocolError::Malformed("answer to an offer: too short"))?;
+        let keys = u32_at(fixed, 8) as usize;
+        if keys == 0 || bits.len() != keys.div_ceil(8) {
+            return Err(ProtocolError::Malformed("answer to an offer: number of keys does not match"));
+        }
+        let is_set = |at: &u32| bits[*at as usize / 8] & (1 << (at % 8)) != 0;
+        let taken = (0..keys as u32).filter(is_set).collect();
+        Ok(OfferAnswerBody { retry_after: Duration::from_micros(u64_at(fixed, 0)), keys, taken })
+    }
+}
+
 /// Body of a block header: tier, three zero bytes, 4 bytes of CRC32C per object.
 pub(crate) fn encode_block_header(tier: Tier, checksums: &[u32]) -> Vec<u8> {
     let mut out = Vec::with_capacity(BLOCK_HEADER_FIXED_BYTES + checksums.len() * 4);
@@ -286,6 +393,10 @@ pub(crate) fn decode_block_header(body: &[u8]) -> Result<(Tier, Box<[u32]>), Pro
         return Err(ProtocolError::Malformed("block header: torn checksum"));
     }
     Ok((tier, checksums.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()))
+}
+
+fn micros(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> u16 {

@@ -6,8 +6,9 @@ const DOCUMENT: &str = include_str!("../../../docs/PROTOCOL.md");
 
 #[test]
 fn every_limit_in_the_document_is_the_one_in_the_code() {
-    let limits: [(&str, u64); 10] = [
+    let limits: [(&str, u64); 11] = [
         ("BLOCKS_PER_REQUEST_MAX", limits::BLOCKS_PER_REQUEST_MAX as u64),
+        ("KEYS_PER_OFFER_MAX", limits::KEYS_PER_OFFER_MAX as u64),
         ("REQUESTS_PER_CONNECTION_MAX", limits::REQUESTS_PER_CONNECTION_MAX as u64),
         ("BLOCKS_PER_CONNECTION_MAX", limits::BLOCKS_PER_CONNECTION_MAX as u64),
         ("SERVER_SLACK", limits::SERVER_SLACK as u64),

@@ -173,6 +173,27 @@ impl EvictionPolicy for PriorityLru {
         Some(entry)
     }
 
+    fn following(&self, group: Group, behind: Option<EntryIndex>, count: usize) -> Vec<EntryIndex> {
+        let first = usize::from(group.0) * CLASSES;
+        let lists = self.lists.get(first..first + CLASSES).unwrap_or(&[]);
+        let (class, next) = match behind.map(|entry| (entry, self.list_of(entry).map(usize::from))) {
+            None => (0, lists.first().map_or(NIL, |list| list.oldest)),
+            Some((entry, Some(list))) if (first..first + CLASSES).contains(&list) => {
+                (list - first, self.links[entry.0 as usize].newer)
+            }
+            Some(_) => return Vec::new(),
+        };
+        let starts = lists.iter().skip(class + 1).map(|list| list.oldest);
+        let linked = |entry: &u32| Some(self.links[*entry as usize].newer).filter(|newer| *newer != NIL);
+        std::iter::once(next)
+            .chain(starts)
+            .filter(|start| *start != NIL)
+            .flat_map(|start| std::iter::successors(Some(start), linked))
+            .take(count)
+            .map(EntryIndex)
+            .collect()
+    }
+
     fn len(&self) -> usize {
         self.len
     }
@@ -221,6 +242,10 @@ mod tests {
         fn victim(&mut self, group: Group) -> Option<u32> {
             let lists = &mut self.lists[usize::from(group.0)];
             lists.iter_mut().find(|entries| !entries.is_empty()).map(|entries| entries.remove(0))
+        }
+
+        fn order(&self, group: Group) -> Vec<u32> {
+            self.lists[usize::from(group.0)].concat()
         }
 
         fn len(&self) -> usize {
@@ -286,6 +311,14 @@ mod tests {
                 prop_assert_eq!(policy.len(), model.len());
             }
             for group in (0..GROUPS as u16).map(Group) {
+                let order = model.order(group);
+                prop_assert_eq!(numbers(policy.following(group, None, 100)), order.clone());
+                for (at, entry) in order.iter().enumerate() {
+                    let behind = numbers(policy.following(group, Some(EntryIndex(*entry)), 3));
+                    prop_assert_eq!(behind, order[at + 1..].iter().copied().take(3).collect::<Vec<u32>>());
+                    let other = Group(group.0 + 1);
+                    prop_assert_eq!(policy.following(other, Some(EntryIndex(*entry)), 3), []);
+                }
                 while let Some(expected) = model.victim(group) {
                     prop_assert_eq!(policy.victim(group), Some(EntryIndex(expected)));
                 }
@@ -293,6 +326,10 @@ mod tests {
             }
             prop_assert!(policy.is_empty());
         }
+    }
+
+    fn numbers(entries: Vec<EntryIndex>) -> Vec<u32> {
+        entries.into_iter().map(|entry| entry.0).collect()
     }
 
     fn victims(policy: &mut PriorityLru) -> Vec<u32> {

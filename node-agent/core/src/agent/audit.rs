@@ -36,6 +36,8 @@ impl AgentCore {
         self.audit_waiters()?;
         self.audit_tenants()?;
         self.audit_sessions()?;
+        self.audit_giving()?;
+        self.audit_taking()?;
         self.audit_writeback()
     }
 
@@ -296,11 +298,13 @@ impl AgentCore {
         ensure!(loads == self.loads.len(), "loads without a session");
         ensure!(tickets == self.tickets.len(), "tickets without a session");
         let timed_loads = self.loads.iter().filter(|(_, load)| load.stage != Stage::Over).count();
-        let timers = timed_loads + self.lookups.len() + self.groups.len();
+        let giving = self.giving.asks.len() + self.giving.offers.len();
+        let timers = timed_loads + self.lookups.len() + self.groups.len() + giving;
         ensure!(self.timers.len() >= timers, "something waits without a deadline");
         ensure!(self.timers.len() <= timers + self.serves.len(), "timers that guard nothing");
         let uses: u64 = self.shapes.uses().sum();
-        let holders = self.sessions.len() + self.index.len() + self.frames.iter().count();
+        let holders =
+            self.sessions.len() + self.index.len() + self.frames.iter().count() + self.taking.waiting();
         ensure!(uses == holders as u64, "shapes: {uses} uses, {holders} holders");
         Ok(())
     }

@@ -155,6 +155,58 @@ counters! {
     serve_bytes,
     /// Gauge: requests of peers under way.
     serves_in_flight,
+    /// Blocks that became hot: peers read them often within a window.
+    hot_blocks,
+    /// Of these, blocks that a peer has taken.
+    hot_blocks_given,
+    /// Questions to the control plane where blocks go.
+    places,
+    /// Keys in them.
+    place_keys,
+    /// Questions without an answer.
+    place_failures,
+    /// Keys for which no node had room, or which none took.
+    place_keys_nowhere,
+    /// Offers made to peers.
+    offers,
+    /// Keys in them.
+    offer_keys,
+    /// Keys that a peer has taken.
+    offer_keys_taken,
+    /// Offers without an answer.
+    offer_failures,
+    /// Blocks dropped from NVMe because they have moved to another node.
+    moved_blocks,
+    /// Their slot bytes, header pages included.
+    moved_bytes,
+    /// Offers of peers.
+    incoming_offers,
+    /// Keys in them.
+    incoming_offer_keys,
+    /// Keys that were taken.
+    incoming_offer_keys_taken,
+    /// Blocks fetched because a peer has offered them.
+    pulled_blocks,
+    /// Their payload bytes.
+    pulled_bytes,
+    /// Blocks that were taken and not fetched, because there was no room in time.
+    pulls_dropped,
+    /// Gauge: blocks that were taken and wait to be fetched.
+    pulls_waiting,
+    /// Gauge: slot bytes of blocks that are being fetched or written because a peer has offered them.
+    pulls_in_flight_bytes,
+    /// Blocks that became durable because a peer has offered them.
+    taken_blocks_stored,
+    /// Gauge: 0 active, 1 cordoned, 2 draining.
+    node_mode,
+    /// Gauge: 1 while all that a draining node has is elsewhere as well.
+    drained,
+    /// Gauge: blocks that the walk of a draining node is through with.
+    drain_walked_blocks,
+    /// Gauge: blocks for which that walk found no node with room.
+    drain_nowhere_blocks,
+    /// Slot bytes given to other nodes, header pages included.
+    given_bytes,
     /// Changes told to the directory.
     announced_changes,
     /// Gauge: bytes of the arena's regions.

@@ -131,6 +131,16 @@ impl Devices {
         self.order.victim(tenant)
     }
 
+    /// Blocks of a tenant behind one of them in the order of eviction; from the one that goes first on without one.
+    pub(super) fn next_victims(
+        &self,
+        tenant: Group,
+        behind: Option<EntryIndex>,
+        count: usize,
+    ) -> Vec<EntryIndex> {
+        self.order.following(tenant, behind, count)
+    }
+
     /// It may not.
     pub(super) fn leave_order(&mut self, entry: EntryIndex) {
         self.order.remove(entry);
@@ -160,6 +170,11 @@ impl Devices {
     /// Whether a usable device has a slot for a block of so many bytes now.
     pub(super) fn has_slot(&self, slot_bytes: u64) -> bool {
         self.usable_devices().any(|device| device.pool.allocatable(slot_bytes) > 0)
+    }
+
+    /// How many blocks of so many bytes the usable devices have slots for now.
+    pub(super) fn slots_free(&self, slot_bytes: u64) -> u64 {
+        self.usable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
     }
 
     /// Whether any usable device has slots that a block of so many bytes fits into.
@@ -268,6 +283,7 @@ impl AgentCore {
         self.tenants.take_nvme(tenant_index, slot_bytes);
         self.enter_nvme_order(entry);
         self.replica_changed(entry, Tier::Nvme, Change::Added);
+        self.note_saved();
     }
 
     /// Keeps a share of the pool free, and sees to it that ends of blocks become durable.
@@ -382,11 +398,17 @@ impl AgentCore {
     /// Drops a stored block that is no longer in the order.
     pub(super) fn drop_victim(&mut self, entry: EntryIndex) {
         let state = self.index.entry(entry);
-        let stored = state.stored().expect("only stored blocks are in the order");
         self.counters.nvme_evictions += 1;
         self.counters.nvme_evicted_bytes += self.shapes.get(state.shape()).slot_bytes;
         let tenant = self.tenant_of(state.shape());
         self.tenants.get_mut(tenant).counts.nvme_evictions += 1;
+        self.end_stored(entry);
+    }
+
+    /// Ends a block's copy on a device that nobody reads.
+    pub(super) fn end_stored(&mut self, entry: EntryIndex) {
+        let stored = self.index.entry(entry).stored().expect("the caller has looked");
+        self.devices.leave_order(entry);
         self.devices.free(stored.device, stored.page);
         self.unstore(entry);
         self.forget_if_nowhere(entry);

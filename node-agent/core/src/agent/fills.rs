@@ -37,9 +37,19 @@ pub(super) struct Fill {
     pub(super) waiters: Vec<Waiter>,
     /// Tier it comes from, on this node or the peer.
     tier: Tier,
-    /// Other replicas, for a fetch.
-    others: Vec<Replica>,
+    /// Other replicas, where the directory was asked for them.
+    others: Option<Vec<Replica>>,
     verdict: Verdict,
+    pub(super) keep: Keep,
+}
+
+/// What becomes of the block besides what its waiters do with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Keep {
+    /// It is cached for as long as there is room.
+    Cached,
+    /// It becomes durable here: a peer was told so ([`super::taking`]).
+    Saved,
 }
 
 /// Where a block comes from.
@@ -91,7 +101,7 @@ impl AgentCore {
         shape: ShapeId,
         key: BlockKey,
         origin: Origin,
-        others: Vec<Replica>,
+        others: Option<Vec<Replica>>,
     ) -> Option<(FrameIndex, FillId)> {
         debug_assert!(
             self.index.find(&key).is_none_or(|entry| self.index.entry(entry).dram() == Dram::Absent),
@@ -99,7 +109,8 @@ impl AgentCore {
         );
         let frame = self.allocate_frame(shape, FrameState::Reserved)?;
         let (layers, waiters, verdict, tier) = (0, Vec::new(), Verdict::Plausible, Tier::Nvme);
-        let id = self.fills.insert(Fill { frame, origin, layers, waiters, tier, others, verdict });
+        let keep = Keep::Cached;
+        let id = self.fills.insert(Fill { frame, origin, layers, waiters, tier, others, verdict, keep });
         self.frames.get_mut(frame).state = FrameState::Filling(id.slot());
         Some((frame, FillId(id.0)))
     }
@@ -111,8 +122,7 @@ impl AgentCore {
         let stored = state.stored()?;
         // A block that is being read is not evicted from its device.
         self.devices.leave_order(entry);
-        let Some((frame, fill)) = self.begin_fill(shape, key, Origin::Device(stored.device), Vec::new())
-        else {
+        let Some((frame, fill)) = self.begin_fill(shape, key, Origin::Device(stored.device), None) else {
             self.enter_nvme_order(entry);
             return None;
         };
@@ -245,8 +255,10 @@ impl AgentCore {
                 self.counters.peer_fill_bytes += bytes;
             }
         }
+        let entry = frame.entry();
+        self.leave_taking(&fill);
         // Without an entry a commit has overtaken the fill: nobody new will find this copy.
-        let Some(entry) = frame.entry() else {
+        let Some(entry) = entry else {
             return self.set_frame_state(fill.frame, FrameState::Orphan);
         };
         self.index.entry_mut(entry).set_dram(Dram::Resident(fill.frame));
@@ -256,11 +268,17 @@ impl AgentCore {
             self.enter_nvme_order(entry);
         }
         self.replica_changed(entry, Tier::Dram, Change::Added);
+        if fill.keep == Keep::Saved {
+            self.counters.pulled_blocks += 1;
+            self.counters.pulled_bytes += bytes;
+            self.save_taken(fill.frame);
+        }
     }
 
     fn fail_fill(&mut self, id: SlabId, error: FillError) {
         let Some(fill) = self.fills.remove(id) else { return };
         let error = self.count_failure(&fill, error);
+        self.leave_taking(&fill);
         let entry = self.frames.get(fill.frame).entry();
         if let Some(entry) = entry {
             self.frames.get_mut(fill.frame).set_entry(None);
@@ -339,15 +357,14 @@ impl AgentCore {
             }
             return self.settle_load(load);
         }
-        let wanted = blocks.iter().map(|block| Wanted::from(*block, fill.others.clone())).collect();
+        let others = fill.others.clone().unwrap_or_default();
+        let wanted = blocks.iter().map(|block| Wanted::from(*block, others.clone())).collect();
         let missing = self.place_here(load, wanted);
-        match fill.origin {
-            Origin::Device(_) => self.ask_elsewhere(load, missing, LossReason::Failed),
-            Origin::Peer(_) => {
-                let absent = error == FillError::Absent;
-                let otherwise = if absent { LossReason::Miss } else { LossReason::Failed };
-                self.fetch_from_peers(load, missing, otherwise);
-            }
+        let absent = error == FillError::Absent;
+        let otherwise = if absent { LossReason::Miss } else { LossReason::Failed };
+        match fill.others {
+            None => self.ask_elsewhere(load, missing, otherwise),
+            Some(_) => self.fetch_from_peers(load, missing, otherwise),
         }
         self.settle_load(load);
     }

@@ -271,11 +271,24 @@ impl Index {
 
     /// All blocks.
     pub(super) fn iter(&self) -> impl Iterator<Item = (EntryIndex, &Entry)> {
-        self.entries
-            .iter()
-            .enumerate()
+        self.iter_from(EntryIndex(0), usize::MAX)
+    }
+
+    /// The blocks of so many places from one on.
+    pub(super) fn iter_from(
+        &self,
+        first: EntryIndex,
+        places: usize,
+    ) -> impl Iterator<Item = (EntryIndex, &Entry)> {
+        (first.0..)
+            .zip(self.entries.iter().skip(first.0 as usize).take(places))
             .filter(|(_, entry)| !entry.state.has(EntryState::VACANT))
-            .map(|(slot, entry)| (EntryIndex(slot as u32), entry))
+            .map(|(slot, entry)| (EntryIndex(slot), entry))
+    }
+
+    /// Places that blocks have, or have had.
+    pub(super) fn places(&self) -> usize {
+        self.entries.len()
     }
 }
 

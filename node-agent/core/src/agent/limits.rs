@@ -99,3 +99,64 @@ pub const LOOKUP_GRACE: Duration = Duration::from_millis(100);
 
 /// Entries that the index makes room for when a layout first appears: 4 Mi entries are 160 MB of address space.
 pub const INDEX_RESERVE_MAX: u64 = 4 << 20;
+
+/// Keys of one question to the control plane where blocks go, and of one offer: 16 KiB each.
+pub const PLACE_KEYS_MAX: usize = 1024;
+
+/// Batches of blocks that are being given away at once: of 2 MiB blocks 8 GiB, as much as four nodes take in 8 s at the
+/// default bandwidth.
+pub const GIVING_BATCHES_MAX: usize = 4;
+
+/// Batches of hot blocks besides.
+pub const HOT_BATCHES_MAX: usize = 2;
+
+/// Entries of the index, or of the order of eviction, that one event looks at for blocks to give away: 20 µs.
+pub const GIVING_STEP_ENTRIES: usize = 4096;
+
+/// When the next of them are looked at if nothing else happens.
+pub const GIVING_STEP_EVERY: Duration = Duration::from_millis(1);
+
+/// The control plane has so long to say where blocks go.
+pub const PLACE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A peer has so long to answer an offer, which it does at once.
+pub const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A batch is asked about again after this time: a peer takes at once as much as it pulls in a second.
+pub const PLACE_AGAIN: Duration = Duration::from_secs(1);
+
+/// Longest time for which a peer may put off what it did not take.
+pub const OFFER_RETRY_MAX: Duration = Duration::from_secs(10);
+
+/// Times in a row that a batch is asked about without a block of it getting further; then it counts as going nowhere.
+pub const FRUITLESS_ROUNDS_MAX: u32 = 16;
+
+/// Time between the end of a walk over all blocks of a draining node and the next, when more is to be done.
+pub const WALK_AGAIN: Duration = Duration::from_secs(1);
+
+/// The same when other nodes have no room.
+pub const WALK_AGAIN_NOWHERE: Duration = Duration::from_secs(10);
+
+/// The same when all is given away: replicas elsewhere may be lost. 10⁶ blocks are asked about in about a second.
+pub const WALK_AGAIN_DRAINED: Duration = Duration::from_secs(60);
+
+/// Of a tenant's stored bytes, the share that goes next by eviction, in thousandths: moving that is in vain.
+pub const MOVE_PASSES_PERMILLE: u64 = 60;
+
+/// Keys whose reads by peers are counted; about 100 bytes each.
+pub const HOT_KEYS_MAX: usize = 4096;
+
+/// Slot bytes of blocks that are being pulled from peers or written for them at once.
+pub const PULL_BYTES_MAX: u64 = 64 << 20;
+
+/// Share of the arena that they may take, in thousandths; one block always may.
+pub const PULL_ARENA_PERMILLE: u16 = 125;
+
+/// Blocks that are taken and wait to be pulled; 40 bytes each.
+pub const PULLS_WAITING_MAX: usize = 4096;
+
+/// A taken block that is not being pulled after this time is forgotten; whoever offered it asks again.
+pub const PULL_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A pull that found no room in the arena is tried again after this time.
+pub const PULL_AGAIN: Duration = Duration::from_millis(10);

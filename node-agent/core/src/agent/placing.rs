@@ -4,9 +4,11 @@
 //! room for one block of a load never evicts another. Reads of one load go out as one batch per device, fetches
 //! as one group per peer, each in the order of the load's keys, so that devices and peers can work layer by layer.
 
+use std::time::Duration;
+
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
-use reprise_policy::{Layout, NodeId};
+use reprise_policy::{BlockKey, Layout, NodeId};
 
 use super::AgentCore;
 use super::fills::{Origin, Waiter};
@@ -167,9 +169,7 @@ impl AgentCore {
         // Others may wait for the same blocks by then, so a fetch is not cut short by one impatient load.
         let deadline = deadline.since(self.now).max(self.settings.load_deadline_default);
         for (node, blocks) in groups {
-            self.fetches += 1;
-            let fetch = FetchId(self.fetches);
-            self.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
+            self.emit_fetch(node, layout, blocks, deadline);
         }
     }
 
@@ -266,7 +266,7 @@ impl AgentCore {
         Some((node, replicas))
     }
 
-    /// Begins the fetch of a block.
+    /// Begins the fetch of a block that a load waits for.
     fn begin_fetch(
         &mut self,
         id: SlabId,
@@ -276,6 +276,18 @@ impl AgentCore {
     ) -> Result<PeerBlock, LossReason> {
         let load = self.loads.get(id).ok_or(LossReason::Miss)?;
         let (key, shape) = (load.keys[block as usize], load.shape);
+        let (frame, peer_block) = self.begin_peer_fill((key, shape), node, Some(others))?;
+        self.attach(frame, id, block);
+        Ok(peer_block)
+    }
+
+    /// Begins the fetch of a block that is not here.
+    pub(super) fn begin_peer_fill(
+        &mut self,
+        (key, shape): (BlockKey, ShapeId),
+        node: NodeId,
+        others: Option<Vec<Replica>>,
+    ) -> Result<(FrameIndex, PeerBlock), LossReason> {
         if self.index.find(&key).is_some() {
             // Under another tenant or layout: as if it were not there, and there cannot be two.
             return Err(LossReason::Miss);
@@ -287,7 +299,19 @@ impl AgentCore {
         self.frames.get_mut(frame).set_entry(Some(entry));
         let slot = self.frame_slot(frame);
         self.peers.enqueue(node, slot.bytes);
-        self.attach(frame, id, block);
-        Ok(PeerBlock { fill, key, slot })
+        Ok((frame, PeerBlock { fill, key, slot }))
+    }
+
+    /// Asks a peer for blocks.
+    pub(super) fn emit_fetch(
+        &mut self,
+        node: NodeId,
+        layout: Layout,
+        blocks: Vec<PeerBlock>,
+        deadline: Duration,
+    ) {
+        self.fetches += 1;
+        let fetch = FetchId(self.fetches);
+        self.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
     }
 }

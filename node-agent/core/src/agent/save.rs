@@ -21,6 +21,7 @@ use super::shapes::ShapeId;
 use super::slab::SlabId;
 use super::tickets::{ItemEnd, TicketState};
 use super::timers::Timer;
+use super::writeback::Cause;
 use crate::effect::{Access, Change, CommitStatus, LeaseId, Reply, Ticket};
 use crate::event::{CommitItem, Priority, RequestId};
 
@@ -267,6 +268,7 @@ impl AgentCore {
                 let id = self.writeback.unsaved.id_at(record).expect("an unsaved frame has a record");
                 self.writeback.unsaved.get_mut(id).expect("just found").tickets.push(ticket);
                 self.tickets.get_mut(ticket).expect("it waits for this call").waiting += 1;
+                self.save_as_committed(id);
             }
             _ => self.save_or_lose(frame, key, ticket),
         }
@@ -299,7 +301,7 @@ impl AgentCore {
 
     /// A readable block that is on no device: it is saved, or nothing will ever save it.
     fn save_or_lose(&mut self, frame: FrameIndex, key: BlockKey, ticket: SlabId) {
-        let lane = self.lane_of(frame);
+        let lane = self.lane_of(frame, Cause::Committed);
         if self.may_be_saved(lane) {
             return self.save_later(frame, ticket);
         }

@@ -251,6 +251,7 @@ impl AgentCore {
                 self.serve_absent(id, block);
                 continue;
             };
+            self.note_read(entry);
             let state = self.index.entry(entry);
             match (state.dram(), state.stored()) {
                 (Dram::Resident(frame), _) => {

@@ -36,6 +36,13 @@ pub struct Settings {
     pub retry_after: Duration,
     /// Order of eviction, in DRAM and on NVMe.
     pub eviction: EvictionKind,
+    /// Bytes a second that this node gives to others and takes from them so that they have replicas of their own; 0: none.
+    /// Fetches for engines are not held back.
+    pub placement_bandwidth: u64,
+    /// A durable block that peers have read so often within the window gets another durable replica; at least 1.
+    pub hot_reads: u32,
+    /// See `hot_reads`; above zero.
+    pub hot_window: Duration,
     /// Quotas of tenants; those that are not named get no reservation and no limit.
     pub tenants: Vec<TenantQuotas>,
 }
@@ -64,6 +71,10 @@ impl Default for Settings {
             // 2 MiB blocks free at 3.6 GB/s come every 0.6 ms.
             retry_after: Duration::from_millis(2),
             eviction: EvictionKind::default(),
+            // A tenth of what one stream of 25 Gbit/s carries: 2 TiB go in 2.3 h.
+            placement_bandwidth: 256 << 20,
+            hot_reads: 4,
+            hot_window: Duration::from_secs(60),
             tenants: Vec::new(),
         }
     }

@@ -1,4 +1,4 @@
-//! Deadlines of loads, lookups, serves and reservations.
+//! Deadlines of loads, lookups, serves, reservations, questions of placement and offers.
 //!
 //! Every timer is removed when what it guards ends, so there are never more than there are guarded things.
 
@@ -20,6 +20,10 @@ pub(super) enum Timer {
     Serve(ServeId),
     /// Slots that one call reserved were not committed.
     Reservations(SlabId),
+    /// The control plane has not said where blocks go.
+    Place(SlabId),
+    /// A peer has not answered an offer.
+    Offer(SlabId),
 }
 
 /// Timers in order of time.

@@ -23,8 +23,8 @@ use super::tenants::nvme_bytes;
 use super::tickets::{ItemEnd, TicketList};
 use crate::effect::DeviceId;
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
-pub(super) use queue::Lane;
 use queue::Queue;
+pub(super) use queue::{Cause, Lane};
 
 mod queue;
 
@@ -44,6 +44,7 @@ pub(super) struct WriteBack {
 pub(super) struct UnsavedBlock {
     pub(super) frame: FrameIndex,
     pub(super) tickets: TicketList,
+    pub(super) cause: Cause,
     since: Tick,
     attempts: u8,
     state: SaveState,
@@ -64,6 +65,13 @@ enum Pace {
     Urged,
     /// Devices that are busy or full: the end of something under way, which is an event.
     Stalled,
+}
+
+/// Whether something of a lane that was given up still waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Left {
+    None,
+    Some,
 }
 
 /// Blocks being written by one device.
@@ -138,12 +146,16 @@ impl AgentCore {
         if let Some(waiting) = self.tickets.get_mut(ticket) {
             waiting.waiting += 1;
         }
-        let state = SaveState::Queued;
-        let record = UnsavedBlock { frame, tickets, since: self.now, attempts: 0, state };
+        self.queue_save(self.lane_of(frame, Cause::Committed), frame, tickets);
+    }
+
+    /// Puts a readable, findable frame into the queue of a lane.
+    pub(super) fn queue_save(&mut self, lane: Lane, frame: FrameIndex, tickets: TicketList) {
+        let (state, cause) = (SaveState::Queued, lane.cause);
+        let record = UnsavedBlock { frame, tickets, cause, since: self.now, attempts: 0, state };
         let id = self.writeback.unsaved.insert(record);
-        let bytes = self.frame_slot(frame).bytes;
-        self.writeback.unsaved_bytes += bytes;
-        self.writeback.queue.push(self.lane_of(frame), id, self.now);
+        self.writeback.unsaved_bytes += lane.slot_bytes;
+        self.writeback.queue.push(lane, id, self.now);
         self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
     }
 
@@ -166,12 +178,13 @@ impl AgentCore {
                 full.push(device);
             }
         }
+        let mut pace = Pace::Stalled;
         for lane in self.writeback.queue.lanes() {
-            if self.is_hopeless(lane) {
-                self.give_up(lane);
+            if self.is_hopeless(lane) && self.give_up(lane) == Left::Some {
+                pace = Pace::Patient;
             }
         }
-        self.writeback.pace = if self.writeback.queue.is_empty() { Pace::Patient } else { Pace::Stalled };
+        self.writeback.pace = if self.writeback.queue.is_empty() { Pace::Patient } else { pace };
     }
 
     /// Whether nothing that is under way or could be evicted will ever make room for the blocks of a lane. Makes room where
@@ -180,9 +193,13 @@ impl AgentCore {
         if !self.may_be_saved(lane) {
             return true;
         }
-        // At its limit a tenant waits for the end of its own reads and writes.
         let at_limit = self.tenants.nvme(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
-        !at_limit && !self.devices.has_slot(lane.slot_bytes) && self.make_pool_room(lane) == Room::Never
+        match lane.cause {
+            Cause::Taken => at_limit || !self.devices.has_slot(lane.slot_bytes),
+            // At its limit a tenant waits for the end of its own reads and writes.
+            Cause::Committed if at_limit || self.devices.has_slot(lane.slot_bytes) => false,
+            Cause::Committed => self.make_pool_room(lane) == Room::Never,
+        }
     }
 
     /// Whether blocks of a lane fit a device, and their tenant may have one of them there.
@@ -192,16 +209,16 @@ impl AgentCore {
     }
 
     /// Where the block of a frame waits.
-    pub(super) fn lane_of(&self, frame: FrameIndex) -> Lane {
+    pub(super) fn lane_of(&self, frame: FrameIndex, cause: Cause) -> Lane {
         let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(self.frames.get(frame).shape);
-        Lane { slot_bytes, tenant: tenant_index }
+        Lane { slot_bytes, tenant: tenant_index, cause }
     }
 
     /// Sees to it that one more block of a lane is within its tenant's limit; `false` when not enough may go.
     fn make_nvme_room_below_limit(&mut self, lane: Lane) -> bool {
         let bytes = nvme_bytes(lane.slot_bytes);
         while self.tenants.nvme(lane.tenant).room() < bytes {
-            if !self.evict_nvme_of(lane.tenant) {
+            if lane.cause == Cause::Taken || !self.evict_nvme_of(lane.tenant) {
                 return false;
             }
         }
@@ -213,9 +230,8 @@ impl AgentCore {
         let Some(at) = self.writeback.batches.iter().position(|batch| batch.id == id) else { return };
         let batch = self.writeback.batches.swap_remove(at);
         for record in &batch.blocks {
-            let frame =
-                self.writeback.unsaved.get(*record).expect("what is being written has a record").frame;
-            let lane = self.lane_of(frame);
+            let block = self.writeback.unsaved.get(*record).expect("what is being written has a record");
+            let lane = self.lane_of(block.frame, block.cause);
             // What was stored is counted again by its entry.
             self.tenants.give_nvme(lane.tenant, lane.slot_bytes);
         }
@@ -312,6 +328,9 @@ impl AgentCore {
         self.counters.stored_bytes_total += bytes;
         self.keep_stored(entry, device, block);
         let record = self.writeback.unsaved.id_at(slot).expect("an unsaved frame has a record");
+        if self.writeback.unsaved.get(record).is_some_and(|block| block.cause == Cause::Taken) {
+            self.counters.taken_blocks_stored += 1;
+        }
         self.end_unsaved(record, ItemEnd::Durable);
     }
 
@@ -331,19 +350,37 @@ impl AgentCore {
     fn requeue(&mut self, record: SlabId) {
         let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
         block.state = SaveState::Queued;
-        let (since, frame) = (block.since, block.frame);
-        let lane = self.lane_of(frame);
+        let (since, frame, cause) = (block.since, block.frame, block.cause);
+        let lane = self.lane_of(frame, cause);
         self.writeback.queue.put_back(lane, record, since);
     }
 
-    /// Nothing will ever make room for the blocks of a lane.
-    fn give_up(&mut self, lane: Lane) {
+    /// Nothing will ever make room for the blocks of a lane. Those that engines have committed since they were taken from
+    /// a peer go on in the lane of such blocks.
+    fn give_up(&mut self, lane: Lane) -> Left {
         let is_limited = self.devices.can_hold(lane.slot_bytes) && !self.may_be_saved(lane);
+        let mut left = Left::None;
         while let Some(record) = self.writeback.queue.pop(lane) {
-            if is_limited {
+            let block = self.writeback.unsaved.get(record).expect("queued records live");
+            if block.cause != lane.cause {
+                left = Left::Some;
+                self.writeback.queue.push(Lane { cause: block.cause, ..lane }, record, block.since);
+                continue;
+            }
+            if is_limited && lane.cause == Cause::Committed {
                 self.count_limited(lane);
             }
             self.end_unsaved(record, ItemEnd::Lost);
+        }
+        left
+    }
+
+    /// An engine has committed a block that waits to be saved: it is saved like any other.
+    pub(super) fn save_as_committed(&mut self, record: SlabId) {
+        let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
+        if std::mem::replace(&mut block.cause, Cause::Committed) == Cause::Taken {
+            let frame = block.frame;
+            self.leave_taking_frame(frame);
         }
     }
 
@@ -356,6 +393,9 @@ impl AgentCore {
     fn end_unsaved(&mut self, record: SlabId, end: ItemEnd) {
         let Some(ended) = self.writeback.unsaved.remove(record) else { return };
         self.writeback.unsaved_bytes -= self.frame_slot(ended.frame).bytes;
+        if ended.cause == Cause::Taken {
+            self.leave_taking_frame(ended.frame);
+        }
         let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
         let key = self.index.entry(entry).key();
         self.set_frame_state(ended.frame, FrameState::Clean);

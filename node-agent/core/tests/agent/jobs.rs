@@ -1,7 +1,11 @@
 //! What is under way in the world, and how it ends: device operations, reads, fetches, questions to the directory.
 
-use reprise_agent_core::effect::{ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId};
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity};
+use std::time::Duration;
+
+use reprise_agent_core::effect::{
+    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlaceReason,
+};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Placement};
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{BlockKey, Layout, NodeId, Tier};
@@ -18,6 +22,8 @@ pub(crate) enum Job {
     Fetch { node: NodeId, fill: FillId, key: BlockKey, slot: ArenaSlot, layout: Layout, layers: u32 },
     Lookup { lookup: LookupId, keys: Vec<BlockKey> },
     Check(BlockCheck),
+    Place { place: PlaceId, keys: Vec<BlockKey>, reason: PlaceReason },
+    Offer(Offer),
 }
 
 /// A fill that has got further.
@@ -38,6 +44,7 @@ impl World {
                 layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
             }
             Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) => 0,
+            Job::Place { .. } | Job::Offer(_) => 0,
         };
         self.advance_to(job, to);
     }
@@ -51,6 +58,8 @@ impl World {
                 self.fetch_on(node, (fill, key, slot), layout, layers..to);
             }
             Job::Check(check) => self.end_check(&check),
+            Job::Place { place, keys, reason } => self.end_place(place, &keys, reason),
+            Job::Offer(offer) => self.end_offer(&offer),
             Job::Lookup { lookup, keys } => {
                 if self.rng.chance(self.faults.lookup) {
                     return self.apply(Event::LookupFailed { lookup });
@@ -88,6 +97,14 @@ impl World {
         }
     }
 
+    /// Ends all jobs but reads and fetches, and those that follow from them.
+    pub(crate) fn finish_jobs_but_fills(&mut self) {
+        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
+        while let Some(job) = self.jobs.iter().position(|job| !is_fill(job)) {
+            self.advance(job);
+        }
+    }
+
     /// Positions of reads and fetches.
     pub(crate) fn fills(&self) -> Vec<usize> {
         let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
@@ -105,6 +122,51 @@ impl World {
             Integrity::Damaged
         };
         self.apply(Event::Checked { check: *id, integrity });
+    }
+
+    /// The control plane answers: the truth, and now and then that it does not know or that there is no room.
+    fn end_place(&mut self, place: PlaceId, keys: &[BlockKey], reason: PlaceReason) {
+        if self.is_unanswered() {
+            return self.apply(Event::PlaceFailed { place });
+        }
+        let mut answers = Vec::new();
+        for key in keys {
+            let (on, to) = match reason {
+                PlaceReason::Move(to) => (Some(to), to),
+                PlaceReason::Hot | PlaceReason::Drain => (None, NodeId(1 + self.rng.below(3) as u16)),
+            };
+            let vague = self.is_unanswered();
+            answers.push(match self.peers.is_durable(key, on) {
+                _ if vague && self.rng.chance(500) => Placement::Unanswered,
+                true => Placement::Enough,
+                false if vague => Placement::Nowhere,
+                false => Placement::To(to),
+            });
+        }
+        self.apply(Event::Placed { place, answers });
+    }
+
+    /// A peer answers, with some of the keys where faults are wanted; it has what it takes at once.
+    fn end_offer(&mut self, offer: &Offer) {
+        if self.is_unanswered() {
+            return self.apply(Event::OfferFailed { offer: offer.offer });
+        }
+        let mut taken = Vec::new();
+        for (at, key) in (0..).zip(&offer.keys) {
+            assert_eq!(layout_of(key), offer.layout, "{key} is offered with its layout");
+            if !self.is_unanswered() {
+                taken.push(at);
+                let tag = *self.truth[key].last().expect("only what was committed is offered");
+                self.peers.held.entry(offer.node).or_default().insert(*key, (tag, Tier::Nvme));
+            }
+        }
+        let retry_after = Duration::from_millis(self.rng.below(3) as u64 * 10);
+        self.apply(Event::OfferAnswered { offer: offer.offer, taken, retry_after });
+    }
+
+    /// Draws nothing in worlds without this fault.
+    fn is_unanswered(&mut self) -> bool {
+        self.faults.place > 0 && self.rng.chance(self.faults.place)
     }
 
     /// Draws nothing in worlds without this fault: what else happens by chance in them stays as it is.

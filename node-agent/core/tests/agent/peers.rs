@@ -34,6 +34,14 @@ impl Peers {
         }
         found
     }
+
+    /// Whether a block is durable on a node, or (`None`) on any.
+    pub(crate) fn is_durable(&self, key: &BlockKey, on: Option<NodeId>) -> bool {
+        let here = |(node, blocks): (&NodeId, &BTreeMap<BlockKey, (Tag, Tier)>)| {
+            on.is_none_or(|on| on == *node) && blocks.get(key).is_some_and(|(_, tier)| *tier == Tier::Nvme)
+        };
+        self.held.iter().any(here)
+    }
 }
 
 /// A request of a peer, as the transport sees it.

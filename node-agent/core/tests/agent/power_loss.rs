@@ -21,6 +21,7 @@ const QUIET: Faults = Faults {
     refused: 0,
     fetch: 60,
     lookup: 80,
+    place: 0,
     check: 0,
     directory_lies: 60,
     device_lost: 0,
@@ -86,11 +87,11 @@ fn after_power_loss_what_was_announced_durable_is_there_and_the_rest_is_a_clean_
             assert!(world.announced.is_empty(), "nothing is announced before the control plane asks");
             world.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
             let found: BTreeSet<BlockKey> = self::promised(&world);
-            assert!(
-                found.is_superset(&promised),
-                "durable blocks are gone: {:?}",
-                promised.difference(&found)
-            );
+            // A block whose end was not durable yet comes back; where its tenant is beyond its limit with it, because what took
+            // its room is on another device, one goes at once.
+            let evicted = world.core.counters().nvme_evictions as usize;
+            let gone: Vec<_> = promised.difference(&found).collect();
+            assert!(gone.len() <= evicted, "durable blocks are gone: {gone:?}, {evicted} evicted");
             let looked_for: BTreeSet<BlockKey> =
                 found.iter().copied().chain(keys(0..48)).chain(keys(1000..1048)).collect();
             let mut there = BTreeSet::new();

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Effect, LoadId, RegionId, Reply, Report, ServeId,
+    ArenaSlot, Change, DeviceId, Effect, LoadId, PeerOfferId, RegionId, Reply, Report, ServeId,
 };
 use reprise_agent_core::event::{
-    CommitItem, Event, LoadRequest, PeerRequest, Priority, Request, RequestId, Scope, SessionOpened,
+    CommitItem, Event, LoadRequest, PeerOffer, PeerRequest, Priority, Request, RequestId, Scope,
+    SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_policy::{
@@ -32,6 +33,8 @@ pub(crate) struct Faults {
     pub(crate) refused: u64,
     pub(crate) fetch: u64,
     pub(crate) lookup: u64,
+    /// Of questions where blocks go, and of offers.
+    pub(crate) place: u64,
     /// Of checks of blocks in DRAM.
     pub(crate) check: u64,
     pub(crate) directory_lies: u64,
@@ -68,6 +71,8 @@ pub(crate) struct World {
     /// Everything that was ever committed under a key, anywhere.
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
     pub(crate) reports: Vec<Report>,
+    /// Answers to offers of peers: which keys are taken, and when to offer the others again.
+    pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
     pub(crate) lost_devices: BTreeSet<DeviceId>,
     setup: Setup,
     serve_ids: ServeIds,
@@ -161,6 +166,7 @@ impl World {
             announced: BTreeSet::new(),
             truth: BTreeMap::new(),
             reports: Vec::new(),
+            offer_answers: BTreeMap::new(),
             lost_devices: BTreeSet::new(),
             setup,
             serve_ids: ServeIds::default(),
@@ -198,8 +204,10 @@ impl World {
     /// Applies an event and executes what follows.
     pub(crate) fn apply(&mut self, event: Event) {
         let mut effects = Vec::new();
+        let moved_before = self.core.counters().moved_blocks;
         self.core.apply(self.now, event, &mut effects);
         self.core.audit().unwrap_or_else(|broken| panic!("{broken}"));
+        self.assert_moved_are_elsewhere(self.core.counters().moved_blocks - moved_before, &effects);
         effects.into_iter().for_each(|effect| self.execute(effect));
     }
 
@@ -320,6 +328,32 @@ impl World {
         self.apply(Event::ServeAborted { serve });
     }
 
+    /// A peer offers blocks; gives what is taken.
+    pub(crate) fn peer_offer(
+        &mut self,
+        from: NodeId,
+        tenant: TenantId,
+        layout: Layout,
+        keys: &[BlockKey],
+    ) -> (Vec<u32>, Duration) {
+        let offer = PeerOfferId(self.offer_answers.len() as u64);
+        self.apply(Event::PeerOffer(PeerOffer { offer, from, tenant, layout, keys: keys.to_vec() }));
+        self.offer_answers.get(&offer).expect("an offer is answered at once").clone()
+    }
+
+    /// What moved away is durable on a peer.
+    fn assert_moved_are_elsewhere(&self, moved: u64, effects: &[Effect]) {
+        let changes = effects.iter().filter_map(|effect| match effect {
+            Effect::Announce { changes } => Some(changes),
+            _ => None,
+        });
+        let dropped = changes
+            .flatten()
+            .filter(|change| (change.tier, change.change) == (Tier::Nvme, Change::Removed))
+            .filter(|change| self.peers.is_durable(&change.key, None));
+        assert!(dropped.count() as u64 >= moved, "a moved block was dropped that is nowhere else");
+    }
+
     /// Gives a peer a block.
     pub(crate) fn give_peer(&mut self, node: NodeId, key: BlockKey, tier: Tier) {
         let tag = self.new_tag(key);
@@ -377,6 +411,12 @@ impl World {
             }
             Effect::ServeObjects(objects) => self.serve(objects.serve, |serve| serve.on_objects(objects)),
             Effect::ServeAbsent { serve, block } => self.serve(serve, |serve| serve.on_absent(block)),
+            Effect::Place { place, keys, reason, .. } => self.jobs.push(Job::Place { place, keys, reason }),
+            Effect::Offer(offer) => self.jobs.push(Job::Offer(offer)),
+            Effect::AnswerOffer { offer, taken, retry_after } => {
+                let answered = self.offer_answers.insert(offer, (taken, retry_after));
+                assert!(answered.is_none(), "an offer is answered once");
+            }
             Effect::Report(report) => {
                 if let Report::DeviceLost { device, .. } = &report {
                     self.lost_devices.insert(*device);
@@ -396,7 +436,7 @@ impl World {
             Job::Read { read, .. } => Some(read.slot),
             Job::Fetch { slot, .. } => Some(*slot),
             Job::Check(check) => Some(check.slot),
-            Job::Lookup { .. } => None,
+            Job::Lookup { .. } | Job::Place { .. } | Job::Offer(_) => None,
         });
         let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));
         assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was handed out while in use");

@@ -12,9 +12,9 @@ use reprise_proto::controlplane::membership_server::{Membership, MembershipServe
 use reprise_proto::controlplane::placement_server::PlacementServer;
 use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
-    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo,
-    RegisterReply, RegisterRequest, ReportReply, ReportRequest, SlotsReply, SlotsRequest, UpdateReply,
-    UpdateRequest, WatchMembersRequest, WatchNodesRequest,
+    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo, PlaceReply,
+    PlaceRequest, RegisterReply, RegisterRequest, ReportReply, ReportRequest, SlotsReply, SlotsRequest,
+    UpdateReply, UpdateRequest, WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;
@@ -73,6 +73,9 @@ pub(super) struct State {
     /// All reports, and the answer to each.
     pub(super) reports: Vec<ReportRequest>,
     pub(super) report_reply: ReportReply,
+    /// All questions where blocks go, and the answer to each; none: an error.
+    pub(super) places: Vec<PlaceRequest>,
+    pub(super) place_reply: Option<PlaceReply>,
 }
 
 impl Default for State {
@@ -101,6 +104,8 @@ impl Default for State {
             fence_updates_of: None,
             reports: Vec::new(),
             report_reply: ReportReply::default(),
+            places: Vec::new(),
+            place_reply: None,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What a node reports, and which of the answers it follows.
 
-use reprise_agent_core::agent::{NodeUsage, TenantCounts, TenantUsage};
+use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantCounts, TenantUsage};
 use reprise_policy::TenantName;
 use reprise_policy::quota::{Holding, Quota};
 use reprise_policy::shards::{MemberName, ShardMap};
@@ -27,7 +27,8 @@ fn own_state(agent: &Agent, grant: Option<Grant>) -> OwnState {
         counts: TenantCounts::default(),
     };
     let room = NodeUsage { dram_capacity: 100, nvme_capacity: 1000, ..NodeUsage::default() };
-    OwnState { usage: room, tenants: vec![usage] }
+    let drain = DrainProgress { walked_blocks: 3, nowhere_blocks: 1, ..DrainProgress::default() };
+    OwnState { usage: room, drain, tenants: vec![usage] }
 }
 
 fn order(version: u64) -> ReportReply {
@@ -55,6 +56,8 @@ fn a_node_reports_its_tenants_and_follows_the_orders_that_answer() {
         "what the node has bounds what it allows"
     );
     assert_eq!(report.used, Some(Bytes { dram: 10, nvme: 20 }));
+    let drain = fake.read(|state| state.reports.last().and_then(|report| report.drain)).expect("told");
+    assert_eq!((drain.walked_blocks, drain.nowhere_blocks, drain.drained), (3, 1, false));
     let quota = |reserved, limit| Quota::new(reserved, limit).expect("not above the limit");
     let grant = Grant { tenant: tenant().number(), version: 7, dram: quota(1, 30), nvme: quota(2, 40) };
     agent.wait_for(&DirectoryEvent::Budget(grant));

@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use reprise_buffers::{PIECE_BYTES, Span};
 
-use crate::api::{FetchRequest, TransportEvent};
+use crate::api::{FetchRequest, OfferRequest, TransportEvent};
 use crate::counters::{Counters, add, raise};
 use crate::error::TransportError;
-use crate::inbound::{Inbound, NewFetch};
+use crate::inbound::{Begun, Inbound, NewFetch, NewOffer};
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
 };
 use crate::outbound::{BlockDone, Body, Finished, OutFrame, Outbound, Step};
-use crate::wire::{Kind, RequestBody, decode_block_header};
+use crate::wire::{Kind, OfferAnswerBody, OfferBody, RequestBody, decode_block_header};
 
 /// Counters of both ends.
 pub(super) struct Ends<'a> {
@@ -33,6 +33,7 @@ pub(super) enum Line {
 pub(super) enum Delivered {
     Nothing,
     Request { stream: u64, body: RequestBody },
+    Offer { stream: u64, body: OfferBody },
     Served { done: BlockDone, ended: bool },
     Aborted { serve: u64 },
 }
@@ -56,8 +57,19 @@ pub(super) struct Channel {
 /// A frame from requester to server.
 enum Up {
     Request { stream: u64, body: RequestBody },
+    Offer { stream: u64, body: OfferBody },
     Credit(u64),
     Cancel { stream: u64 },
+}
+
+impl Up {
+    /// Whether the server learns of a stream by it.
+    fn begins(&self, stream: u64) -> bool {
+        match self {
+            Up::Request { stream: queued, .. } | Up::Offer { stream: queued, .. } => *queued == stream,
+            Up::Credit(_) | Up::Cancel { .. } => false,
+        }
+    }
 }
 
 impl Channel {
@@ -78,8 +90,31 @@ impl Channel {
     }
 
     pub(super) fn begin(&mut self, now: Duration, request: FetchRequest) -> Result<(), TransportError> {
+        let FetchRequest { layout, deadline, blocks, .. } = request;
+        let (stream, deadline) = self.begin_stream(now, blocks.len(), deadline)?;
+        let keys = blocks.iter().map(|block| block.key).collect();
+        self.upward.push_back(Up::Request { stream, body: RequestBody { layout, deadline, keys } });
+        self.inbound.begin_stream(stream, Begun::Fetch(NewFetch { layout, blocks }));
+        Ok(())
+    }
+
+    pub(super) fn begin_offer(&mut self, now: Duration, request: OfferRequest) -> Result<(), TransportError> {
+        let OfferRequest { offer, layout, tenant, deadline, keys } = request;
+        let (stream, deadline) = self.begin_stream(now, 1, deadline)?;
+        self.inbound.begin_stream(stream, Begun::Offer(NewOffer { offer, keys: keys.len() }));
+        self.upward.push_back(Up::Offer { stream, body: OfferBody { layout, deadline, tenant, keys } });
+        Ok(())
+    }
+
+    /// A number for a request of so many blocks, and its deadline.
+    fn begin_stream(
+        &mut self,
+        now: Duration,
+        blocks: usize,
+        deadline: Duration,
+    ) -> Result<(u64, Duration), TransportError> {
         if self.deadline_of.len() >= REQUESTS_PER_CONNECTION_MAX
-            || self.open_blocks + request.blocks.len() > BLOCKS_PER_CONNECTION_MAX
+            || self.open_blocks + blocks > BLOCKS_PER_CONNECTION_MAX
         {
             return Err(TransportError::busy("too many requests or blocks in flight to this peer"));
         }
@@ -88,15 +123,11 @@ impl Channel {
         }
         let stream = self.next_stream;
         self.next_stream += 1;
-        let FetchRequest { layout, deadline, blocks, .. } = request;
         let deadline = deadline.min(REQUEST_DEADLINE_MAX);
         self.deadlines.insert((now.saturating_add(deadline), stream));
         self.deadline_of.insert(stream, now.saturating_add(deadline));
-        self.open_blocks += blocks.len();
-        let keys = blocks.iter().map(|block| block.key).collect();
-        self.upward.push_back(Up::Request { stream, body: RequestBody { layout, deadline, keys } });
-        self.inbound.insert(stream, NewFetch { layout, blocks });
-        Ok(())
+        self.open_blocks += blocks;
+        Ok((stream, deadline))
     }
 
     pub(super) fn has_work(&self) -> bool {
@@ -107,6 +138,7 @@ impl Channel {
     pub(super) fn deliver(&mut self, line: Line, ends: &Ends<'_>) -> Delivered {
         match self.upward.pop_front() {
             Some(Up::Request { stream, body }) => return Delivered::Request { stream, body },
+            Some(Up::Offer { stream, body }) => return Delivered::Offer { stream, body },
             Some(Up::Credit(bytes)) => {
                 self.outbound.add_credit(bytes).expect("only what was sent is given back");
                 return Delivered::Nothing;
@@ -147,6 +179,9 @@ impl Channel {
             (Body::Nothing, Kind::Absent) => self.inbound.absent(place.0, place.1, ends.requester),
             (Body::Bytes(body), Kind::BlockHeader) => decode_block_header(body)
                 .and_then(|(tier, checksums)| self.inbound.block_header(place, tier, checksums)),
+            (Body::Bytes(body), Kind::OfferAnswer) => {
+                OfferAnswerBody::decode(body).and_then(|answer| self.inbound.offer_answer(place.0, answer))
+            }
             (Body::Memory(span), Kind::Data) => {
                 add(&ends.server.sent_bytes, span.len() as u64);
                 self.inbound
@@ -184,15 +219,10 @@ impl Channel {
             self.deadlines.remove(&(at, stream));
             add(&counters.deadlines_passed, 1);
             self.inbound.expire(stream, counters);
-            let sent = !self
-                .upward
-                .iter()
-                .any(|up| matches!(up, Up::Request { stream: queued, .. } if *queued == stream));
-            if sent {
+            let before = self.upward.len();
+            self.upward.retain(|up| !up.begins(stream));
+            if self.upward.len() == before {
                 self.upward.push_back(Up::Cancel { stream });
-            } else {
-                self.upward
-                    .retain(|up| !matches!(up, Up::Request { stream: queued, .. } if *queued == stream));
             }
         }
         self.account();

@@ -14,11 +14,11 @@ use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::socket::{Readiness, Socket, wait};
 use super::writer;
-use crate::api::{IncomingRequest, TransportEvent};
+use crate::api::{IncomingOffer, IncomingRequest, TransportEvent};
 use crate::counters::add;
 use crate::limits::REQUEST_DEADLINE_MAX;
 use crate::outbound::{Misuse, Outbound};
-use crate::wire::{HELLO_BYTES, Hello, Kind, ProtocolError, RequestBody};
+use crate::wire::{HELLO_BYTES, Hello, Kind, OfferBody, ProtocolError, RequestBody};
 
 /// Requests are received in pieces of at most this size: the largest is nine of them.
 const READ_BYTES: usize = 16 << 10;
@@ -29,6 +29,8 @@ pub(super) struct Incoming {
     pub(super) socket: Arc<Socket>,
     /// Something is sent at least this often while a request is open.
     pub(super) alive_every: Duration,
+    /// The requester's name, as it has greeted.
+    node: String,
     /// Zero of the time in which deadlines of requests are kept.
     born: Instant,
     state: Mutex<State>,
@@ -98,6 +100,7 @@ fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) 
         common: Arc::clone(common),
         socket: Arc::clone(socket),
         alive_every: (hello.stall_timeout / writer::ALIVE_PER_STALL_TIMEOUT).max(writer::ALIVE_EVERY_MIN),
+        node: hello.node_name.clone(),
         born: Instant::now(),
         state: Mutex::new(State { outbound: Outbound::new(hello.credit_bytes), over: false }),
         changed: Condvar::new(),
@@ -115,6 +118,7 @@ fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) 
     incoming.end();
     let write_close = writer.join().unwrap_or(Some(Close::Ours("the writing thread panicked")));
     let aborted = incoming.lock().outbound.abort_all();
+    common.unroute_offers(&incoming);
     let close = Close::first(read_close, write_close);
     Ending { direction: "incoming", peer, open: aborted.len() }.report(&close, &common.counters);
     for serve in aborted {
@@ -172,6 +176,10 @@ impl Incoming {
                     let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
                     self.request(header.stream, RequestBody::decode(&body)?)?;
                 }
+                Kind::Offer => {
+                    let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
+                    self.offer(header.stream, OfferBody::decode(&body)?)?;
+                }
                 Kind::Credit => {
                     self.lock().outbound.add_credit(header.stream)?;
                     self.changed.notify_one();
@@ -180,7 +188,7 @@ impl Incoming {
                     self.lock().outbound.cancel(header.stream);
                     self.changed.notify_one();
                 }
-                Kind::BlockHeader | Kind::Data | Kind::Absent | Kind::Alive => {
+                Kind::BlockHeader | Kind::Data | Kind::Absent | Kind::Alive | Kind::OfferAnswer => {
                     return Err(ProtocolError::Malformed("frame of a server from a requester").into());
                 }
             }
@@ -202,6 +210,20 @@ impl Incoming {
         add(&self.common.counters.requests, 1);
         let RequestBody { layout, deadline, keys } = body;
         (self.common.sink)(TransportEvent::Request(IncomingRequest { serve, keys, layout, deadline }));
+        Ok(())
+    }
+
+    fn offer(self: &Arc<Self>, stream: u64, mut body: OfferBody) -> Result<(), Close> {
+        body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
+        let until = self.now() + body.deadline + self.common.settings.stall_timeout;
+        let offer = self.common.route_offer(self);
+        self.lock().outbound.open_offer((offer, stream), &body, until)?;
+        self.changed.notify_one();
+        add(&self.common.counters.offers_received, 1);
+        let OfferBody { layout, deadline, tenant, keys } = body;
+        let from = self.node.clone();
+        let incoming = IncomingOffer { offer, from, tenant, layout, keys, deadline };
+        (self.common.sink)(TransportEvent::Offer(incoming));
         Ok(())
     }
 

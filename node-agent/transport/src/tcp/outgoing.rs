@@ -19,19 +19,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
-use reprise_policy::{BlockKey, Layout};
+use reprise_policy::{BlockKey, Layout, TenantName};
 
 use super::Common;
 use super::close::Close;
 use super::socket::{Sending, Sent, Socket, Wake};
-use crate::api::FetchRequest;
+use crate::api::{FetchRequest, OfferRequest};
 use crate::counters::add;
 use crate::error::TransportError;
-use crate::inbound::{Ended, NewFetch};
+use crate::inbound::{Begun, Ended, NewFetch, NewOffer};
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
 };
-use crate::wire::{FrameHeader, Kind, RequestBody};
+use crate::wire::{FrameHeader, Kind, OfferBody, RequestBody};
 
 /// Progress while the receiving thread is not waiting for the peer.
 const SUSPENDED: u64 = u64::MAX;
@@ -55,10 +55,16 @@ pub(super) struct Outgoing {
     born: Instant,
 }
 
+/// What a peer is asked.
+pub(super) enum Asked {
+    Fetch(FetchRequest),
+    Offer(OfferRequest),
+}
+
 /// Why [`Outgoing::begin`] did not take a request.
 pub(super) enum Refused {
     /// The connection is closed; here is the request for another one.
-    Closed(FetchRequest),
+    Closed(Asked),
     /// A limit is reached.
     Busy(TransportError),
 }
@@ -76,8 +82,8 @@ struct State {
     /// There once both sides have greeted.
     socket: Option<Arc<Socket>>,
     next_stream: u64,
-    /// Fetches that the receiving thread has not taken over yet.
-    inbox: Vec<(u64, NewFetch)>,
+    /// Fetches and offers that the receiving thread has not taken over yet.
+    inbox: Vec<(u64, Begun)>,
     sends: VecDeque<Send>,
     /// Consumed payload bytes to give back.
     credit: u64,
@@ -101,7 +107,50 @@ enum Closing {
 
 enum Send {
     Request { stream: u64, layout: Layout, deadline: Instant, keys: Vec<BlockKey> },
+    Offer { stream: u64, layout: Layout, deadline: Instant, tenant: TenantName, keys: Vec<BlockKey> },
     Cancel { stream: u64 },
+}
+
+impl Send {
+    /// Whether the peer learns of a stream by it.
+    fn begins(&self, stream: u64) -> bool {
+        match self {
+            Send::Request { stream: queued, .. } | Send::Offer { stream: queued, .. } => *queued == stream,
+            Send::Cancel { .. } => false,
+        }
+    }
+}
+
+impl Asked {
+    /// Blocks that it counts as.
+    fn blocks(&self) -> usize {
+        match self {
+            Asked::Fetch(request) => request.blocks.len(),
+            Asked::Offer(_) => 1,
+        }
+    }
+
+    fn deadline(&self) -> Duration {
+        match self {
+            Asked::Fetch(request) => request.deadline,
+            Asked::Offer(request) => request.deadline,
+        }
+    }
+
+    /// What is sent, and what is waited for.
+    fn split(self, stream: u64, deadline: Instant) -> (Send, Begun) {
+        match self {
+            Asked::Fetch(FetchRequest { layout, blocks, .. }) => {
+                let keys = blocks.iter().map(|block| block.key).collect();
+                let send = Send::Request { stream, layout, deadline, keys };
+                (send, Begun::Fetch(NewFetch { layout, blocks }))
+            }
+            Asked::Offer(OfferRequest { offer, layout, tenant, keys, .. }) => {
+                let begun = Begun::Offer(NewOffer { offer, keys: keys.len() });
+                (Send::Offer { stream, layout, deadline, tenant, keys }, begun)
+            }
+        }
+    }
 }
 
 /// What the sending thread does next.
@@ -140,15 +189,15 @@ impl Outgoing {
         }))
     }
 
-    /// Takes a request, unless the connection is closed or full.
-    pub(super) fn begin(&self, request: FetchRequest) -> Result<(), Refused> {
+    /// Takes a request or offer, unless the connection is closed or full.
+    pub(super) fn begin(&self, request: Asked) -> Result<(), Refused> {
         let now = Instant::now();
         let mut state = self.lock();
         if state.closing.is_some() {
             return Err(Refused::Closed(request));
         }
         if state.deadline_of.len() >= REQUESTS_PER_CONNECTION_MAX
-            || state.open_blocks + request.blocks.len() > BLOCKS_PER_CONNECTION_MAX
+            || state.open_blocks + request.blocks() > BLOCKS_PER_CONNECTION_MAX
         {
             return Err(Refused::Busy(TransportError::busy(
                 "too many requests or blocks in flight to this peer",
@@ -159,20 +208,20 @@ impl Outgoing {
         }
         let stream = state.next_stream;
         state.next_stream += 1;
-        let deadline = now + request.deadline.min(REQUEST_DEADLINE_MAX);
-        let keys = request.blocks.iter().map(|block| block.key).collect();
-        tracing::trace!(fetch = request.fetch, stream, peer = self.peer, "fetch begins");
+        let deadline = now + request.deadline().min(REQUEST_DEADLINE_MAX);
+        tracing::trace!(stream, blocks = request.blocks(), peer = self.peer, "a request begins");
         state.deadlines.insert((deadline, stream));
         state.deadline_of.insert(stream, deadline);
-        state.open_blocks += request.blocks.len();
-        state.sends.push_back(Send::Request { stream, layout: request.layout, deadline, keys });
-        state.inbox.push((stream, NewFetch { layout: request.layout, blocks: request.blocks }));
+        state.open_blocks += request.blocks();
+        let (send, begun) = request.split(stream, deadline);
+        state.sends.push_back(send);
+        state.inbox.push((stream, begun));
         drop(state);
         self.changed.notify_one();
         Ok(())
     }
 
-    /// Unfinished blocks on the connection.
+    /// Unfinished blocks on the connection; an offer counts as one.
     pub(super) fn open_blocks(&self) -> usize {
         self.lock().open_blocks
     }
@@ -212,8 +261,8 @@ impl Outgoing {
         (self.common.settings.credit_bytes / CREDIT_PARTS).max(1)
     }
 
-    /// Fetches that have begun since the last call.
-    pub(super) fn take_inbox(&self) -> Vec<(u64, NewFetch)> {
+    /// Fetches and offers that have begun since the last call.
+    pub(super) fn take_inbox(&self) -> Vec<(u64, Begun)> {
         std::mem::take(&mut self.lock().inbox)
     }
 
@@ -251,7 +300,7 @@ impl Outgoing {
     }
 
     /// The receiving thread ends: no request is taken from here on. Returns those that were still waiting.
-    pub(super) fn over(&self) -> Vec<(u64, NewFetch)> {
+    pub(super) fn over(&self) -> Vec<(u64, Begun)> {
         let mut state = self.lock();
         state.closing = Some(Closing::Over);
         state.sends.clear();
@@ -335,10 +384,7 @@ impl Outgoing {
             state.deadlines.remove(&(deadline, stream));
             state.expired.push(stream);
             add(&self.common.counters.deadlines_passed, 1);
-            let queued = state
-                .sends
-                .iter()
-                .position(|send| matches!(send, Send::Request { stream: queued, .. } if *queued == stream));
+            let queued = state.sends.iter().position(|send| send.begins(stream));
             match queued {
                 Some(index) => drop(state.sends.remove(index)),
                 None => state.sends.push_back(Send::Cancel { stream }),
@@ -389,6 +435,12 @@ fn take_frames(state: &mut State, now: Instant) -> Vec<u8> {
         match send {
             Send::Cancel { stream } => {
                 frames.extend_from_slice(&FrameHeader::bare(Kind::Cancel, stream, 0).encode());
+            }
+            Send::Offer { stream, layout, deadline, tenant, keys } => {
+                let deadline = deadline.saturating_duration_since(now);
+                let body = OfferBody { layout, deadline, tenant, keys }.encode();
+                frames.extend_from_slice(&FrameHeader::with_body(Kind::Offer, stream, 0, &body).encode());
+                frames.extend_from_slice(&body);
             }
             Send::Request { stream, layout, deadline, keys } => {
                 let deadline = deadline.saturating_duration_since(now);

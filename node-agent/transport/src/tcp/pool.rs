@@ -3,9 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use super::outgoing::{Outgoing, Refused};
+use super::outgoing::{Asked, Outgoing, Refused};
 use super::{Common, lock, receiver};
-use crate::api::FetchRequest;
 use crate::error::TransportError;
 
 /// Open connections by peer address.
@@ -15,12 +14,12 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// Hands a request to the least busy connection of a peer, or to a new one.
-    pub(super) fn fetch(
+    /// Hands a request or offer to the least busy connection of a peer, or to a new one.
+    pub(super) fn ask(
         &self,
         common: &Arc<Common>,
         peer: &str,
-        mut request: FetchRequest,
+        mut request: Asked,
     ) -> Result<(), TransportError> {
         loop {
             let connection = self.connection(common, peer)?;

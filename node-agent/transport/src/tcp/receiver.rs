@@ -16,7 +16,9 @@ use super::outgoing::Outgoing;
 use super::socket::{Readiness, Socket, wait};
 use crate::counters::add;
 use crate::inbound::Inbound;
-use crate::wire::{FrameHeader, HELLO_BYTES, Hello, Kind, ProtocolError, decode_block_header};
+use crate::wire::{
+    FrameHeader, HELLO_BYTES, Hello, Kind, OfferAnswerBody, ProtocolError, decode_block_header,
+};
 
 /// Payload is received and checksummed in pieces of this size: half of a second-level cache of 512 KiB.
 const PIECE_BYTES: usize = 256 << 10;
@@ -45,10 +47,10 @@ pub(super) fn run(connection: &Arc<Outgoing>) {
         (close, _) => close,
     };
     // From here on no request is taken, so what is in the inbox now is all there is to fail.
-    for (stream, fetch) in connection.over() {
-        receiver.inbound.insert(stream, fetch);
+    for (stream, begun) in connection.over() {
+        receiver.inbound.begin_stream(stream, begun);
     }
-    let open = receiver.inbound.open_fetches();
+    let open = receiver.inbound.open_streams();
     Ending { direction: "outgoing", peer: &connection.peer, open }
         .report(&close, &connection.common.counters);
     receiver.inbound.expire_all(&connection.common.counters);
@@ -186,7 +188,11 @@ impl Receiver<'_> {
                 let (tier, checksums) = decode_block_header(&body)?;
                 self.inbound.block_header((header.stream, header.block), tier, checksums)?;
             }
-            Kind::Request | Kind::Credit | Kind::Cancel => {
+            Kind::OfferAnswer => {
+                let body = reader.body(socket, &header, |_| self.wait_readable(socket))?;
+                self.inbound.offer_answer(header.stream, OfferAnswerBody::decode(&body)?)?;
+            }
+            Kind::Request | Kind::Credit | Kind::Cancel | Kind::Offer => {
                 return Err(ProtocolError::Malformed("frame of a requester from a server").into());
             }
         }
@@ -264,8 +270,8 @@ impl Receiver<'_> {
     }
 
     fn take_inbox(&mut self) {
-        for (stream, fetch) in self.connection.take_inbox() {
-            self.inbound.insert(stream, fetch);
+        for (stream, begun) in self.connection.take_inbox() {
+            self.inbound.begin_stream(stream, begun);
         }
     }
 

@@ -7,6 +7,10 @@ use super::*;
 
 const DOCUMENT: &str = include_str!("../../../../docs/PROTOCOL.md");
 
+const OFFER: &str = "20000201080080001000000001000000404b4c000000000002000000060000007465616d2d61000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000001111111111111111111111111111111122222222222222222222222222222222";
+const OFFER_HEADER: &str = "5250524601040000020000000000000000000000df8625ac80000000d8183b5b";
+const OFFER_ANSWER: &str = "90d00300000000000a000000000000000902";
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -85,6 +89,47 @@ fn a_block_header_has_the_bytes_of_version_1() {
 }
 
 #[test]
+fn an_offer_has_the_bytes_of_version_1() {
+    let keys = vec![BlockKey([0x11; 16]), BlockKey([0x22; 16])];
+    let tenant = "team-a".parse().expect("a name");
+    let offer = OfferBody { layout: layout(), deadline: Duration::from_secs(5), tenant, keys };
+    let body = offer.encode();
+    assert_eq!(hex(&body), OFFER);
+    assert_documented(&body);
+    assert_eq!(OfferBody::decode(&body), Ok(offer));
+    let header = FrameHeader::with_body(Kind::Offer, 2, 0, &body).encode();
+    assert_eq!(hex(&header), OFFER_HEADER);
+    assert_documented(&header);
+}
+
+#[test]
+fn an_answer_to_an_offer_has_the_bytes_of_version_1() {
+    let answer = OfferAnswerBody { retry_after: Duration::from_millis(250), keys: 10, taken: vec![0, 3, 9] };
+    let body = answer.encode();
+    assert_eq!(hex(&body), OFFER_ANSWER);
+    assert_documented(&body);
+    assert_eq!(OfferAnswerBody::decode(&body), Ok(answer));
+}
+
+#[test]
+fn an_offer_without_a_name_or_with_other_keys_than_it_says_is_malformed() {
+    let keys = vec![BlockKey([0x11; 16])];
+    let offer =
+        OfferBody { layout: layout(), deadline: Duration::ZERO, tenant: TenantName::default_tenant(), keys };
+    let sound = offer.encode();
+    assert!(OfferBody::decode(&sound).is_ok());
+    for (at, byte) in [(28, 0), (28, 200), (32, b'A'), (24, 2), (2, 9)] {
+        let mut body = sound.clone();
+        body[at] = byte;
+        assert!(matches!(OfferBody::decode(&body), Err(ProtocolError::Malformed(_))), "byte {at}");
+    }
+    assert!(OfferBody::decode(&sound[..sound.len() - 1]).is_err());
+    for body in [&[0; 15][..], &[0; 16], &[0, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 1]] {
+        assert!(matches!(OfferAnswerBody::decode(body), Err(ProtocolError::Malformed(_))));
+    }
+}
+
+#[test]
 fn a_newer_version_is_named_whatever_else_it_changed() {
     let mut bytes = hello().encode();
     bytes[8] = 2;
@@ -103,6 +148,8 @@ proptest! {
         // Decoding is total; what it says about random bytes does not matter here.
         let _ = RequestBody::decode(&bytes);
         let _ = decode_block_header(&bytes);
+        let _ = OfferBody::decode(&bytes);
+        let _ = OfferAnswerBody::decode(&bytes);
         if let Some(hello) = bytes.first_chunk::<HELLO_BYTES>() {
             prop_assert!(Hello::decode(hello).is_err());
         }

@@ -5,6 +5,7 @@ mod failures;
 mod flow;
 #[path = "../harness/mod.rs"]
 mod harness;
+mod offers;
 mod random;
 mod world;
 
@@ -45,5 +46,14 @@ conformance! {
     flow::credit_bounds_what_is_in_flight,
     flow::more_requests_than_the_limit_are_refused_as_busy,
     flow::a_silent_core_does_not_delay_other_requests_on_the_connection,
+    offers::an_offer_arrives_as_it_was_made_and_its_answer_comes_back,
+    offers::an_offer_is_answered_once_whatever_is_said_afterwards,
+    offers::an_offer_without_an_answer_fails_at_its_deadline,
+    offers::an_answer_after_the_deadline_is_thrown_away,
+    offers::a_peer_that_goes_away_fails_its_offers,
+    offers::an_offer_to_nobody_fails,
+    offers::offers_and_fetches_share_a_connection,
+    offers::an_offer_that_makes_no_sense_is_refused,
+    offers::more_offers_than_the_limit_are_refused_as_busy,
     random::random_fetches_between_three_nodes_are_byte_exact,
 }

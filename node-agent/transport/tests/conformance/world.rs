@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
-use reprise_transport::{MemoryHub, MemorySettings, TcpSettings, TcpTransport, Transport, TransportEvent};
+use reprise_transport::{
+    IncomingOffer, MemoryHub, MemorySettings, OfferRequest, TcpSettings, TcpTransport, Transport,
+    TransportEvent,
+};
 
 use crate::harness::{Own, PATIENCE, Serve, Tracker, Wanted, recording_sink};
 
@@ -69,6 +72,21 @@ impl Node {
         match world.next(&self.events) {
             TransportEvent::Request(request) => request,
             other => panic!("{other:?} instead of a request"),
+        }
+    }
+}
+
+impl Node {
+    /// Offers keys to another node.
+    pub(crate) fn offer(&self, to: &Node, request: OfferRequest) {
+        self.transport.offer(&to.address, request).expect("the offer is taken");
+    }
+
+    /// The next offer of a peer.
+    pub(crate) fn incoming_offer(&self, world: &dyn World) -> IncomingOffer {
+        match world.next(&self.events) {
+            TransportEvent::Offer(offer) => offer,
+            other => panic!("{other:?} instead of an offer"),
         }
     }
 }

@@ -6,6 +6,7 @@ mod deadlines;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod limits;
+mod offers;
 mod proxy;
 mod serving;
 mod stalls;

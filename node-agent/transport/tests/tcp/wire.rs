@@ -9,10 +9,12 @@ use reprise_policy::{BlockKey, Layout};
 
 pub(crate) const REQUEST: u8 = 1;
 pub(crate) const CREDIT: u8 = 2;
+pub(crate) const OFFER: u8 = 4;
 pub(crate) const BLOCK_HEADER: u8 = 16;
 pub(crate) const DATA: u8 = 17;
 pub(crate) const ABSENT: u8 = 18;
 pub(crate) const ALIVE: u8 = 19;
+pub(crate) const OFFER_ANSWER: u8 = 20;
 
 /// A frame as it is on the wire.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,13 +129,19 @@ impl FakeServer {
         stream
     }
 
-    /// The next connection, greeted, and its first request's number.
-    pub(crate) fn accept_request(&self) -> (TcpStream, u64) {
+    /// The next connection, greeted.
+    pub(crate) fn accept_greeted(&self) -> TcpStream {
         let mut stream = self.accept();
         let mut theirs = [0; 128];
         stream.read_exact(&mut theirs).expect("a greeting");
         assert_eq!(&theirs[..8], b"RPRSPEER");
         stream.write_all(&good_hello()).expect("greeted");
+        stream
+    }
+
+    /// The next connection, greeted, and its first request's number.
+    pub(crate) fn accept_request(&self) -> (TcpStream, u64) {
+        let mut stream = self.accept_greeted();
         let frame = read_frame(&mut stream).expect("a request");
         assert_eq!(frame.kind, REQUEST);
         (stream, frame.stream)

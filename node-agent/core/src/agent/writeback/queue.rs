@@ -26,6 +26,17 @@ pub(in crate::agent) struct Lane {
     pub(in crate::agent) slot_bytes: u64,
     /// Whose blocks they are.
     pub(in crate::agent) tenant: TenantIndex,
+    /// Why they are saved.
+    pub(in crate::agent) cause: Cause,
+}
+
+/// Why a block is saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::agent) enum Cause {
+    /// An engine has committed it.
+    Committed,
+    /// It was taken from a peer: nothing is evicted for it, and nobody waits for it.
+    Taken,
 }
 
 /// A block that waits.
@@ -100,7 +111,8 @@ mod tests {
 
     #[test]
     fn lanes_are_served_by_age_and_each_in_order() {
-        let lane = |slot_bytes, tenant| Lane { slot_bytes, tenant: TenantIndex(tenant) };
+        let cause = Cause::Committed;
+        let lane = |slot_bytes, tenant| Lane { slot_bytes, tenant: TenantIndex(tenant), cause };
         let (large, small, others) = (lane(8192, 0), lane(4096, 0), lane(4096, 1));
         let mut queue = Queue::default();
         queue.push(large, SlabId(1), Tick(2));

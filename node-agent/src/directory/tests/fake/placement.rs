@@ -1,4 +1,4 @@
-//! What the fake member answers to reports.
+//! What the fake member answers to reports and to questions where blocks go.
 
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
@@ -13,7 +13,7 @@ use super::Shared;
 type Answer<T> = Result<Response<T>, Status>;
 
 fn no_part_of_it<T>() -> Answer<T> {
-    Err(Status::unimplemented("the fake member takes reports only"))
+    Err(Status::unimplemented("the fake member takes reports and questions of placement only"))
 }
 
 #[tonic::async_trait]
@@ -26,8 +26,12 @@ impl Placement for Shared {
         Ok(Response::new(reply))
     }
 
-    async fn place(&self, _: Request<PlaceRequest>) -> Answer<PlaceReply> {
-        no_part_of_it()
+    async fn place(&self, request: Request<PlaceRequest>) -> Answer<PlaceReply> {
+        let reply = self.with(|state| {
+            state.places.push(request.into_inner());
+            state.place_reply.clone()
+        });
+        reply.map(Response::new).ok_or_else(|| Status::unavailable("nobody knows where blocks go"))
     }
 
     async fn route(&self, _: Request<RouteRequest>) -> Answer<RouteReply> {

@@ -1,0 +1,465 @@
+//! Giving blocks to other nodes: hot ones, all of a draining node, those that are to move.
+//!
+//! ```text
+//!  hot keys, walk, order of eviction ──▶ batch ──Place──▶ asked ──To──▶ Offer ──▶ taken, or not
+//!                                         ▲                 │Enough                 │
+//!                                         └──── a while ────┼───────────────────────┘
+//!                                                           ▼ done (a moved block: dropped here)
+//! ```
+//!
+//! A batch is blocks of one shape and one reason. It is asked about again until every block of it has enough replicas,
+//! has gone from here, or goes nowhere: nothing depends on an answer that was lost, came twice or came late. What
+//! destroys something, dropping a moved copy, follows only from the answer that the other copy is durable.
+//!
+//! Only durable blocks are given; those that are not yet become so by the write-back. Costs of one event are bounded by the
+//! size of a batch, and bytes by the bandwidth ([`super::bandwidth`]), which is taken when blocks are offered and given
+//! back for those that were not taken.
+
+mod drain;
+mod moves;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, NodeId, Tick};
+
+use super::AgentCore;
+use super::hot::Heat;
+use super::limits::{
+    FRUITLESS_ROUNDS_MAX, GIVING_STEP_EVERY, HOT_BATCHES_MAX, LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT,
+    PLACE_AGAIN, PLACE_KEYS_MAX, PLACE_TIMEOUT,
+};
+use super::shapes::{Shape, ShapeId};
+use super::slab::{Slab, SlabId};
+use super::tenants::nvme_bytes;
+use super::timers::Timer;
+use crate::effect::{Effect, Offer, OfferId, PlaceId, PlaceReason};
+use crate::event::{NodeMode, Placement};
+use drain::Drain;
+pub use drain::DrainProgress;
+use moves::{Dropped, Moving};
+
+/// What is being given away; see the module.
+#[derive(Debug)]
+pub(super) struct Giving {
+    mode: NodeMode,
+    revision: u64,
+    pub(super) batches: Slab<Batch>,
+    pub(super) asks: Slab<Ask>,
+    pub(super) offers: Slab<OpenOffer>,
+    /// Keys that have become hot, not asked about yet; at most one batch's.
+    hot: Vec<BlockKey>,
+    drain: Drain,
+    moving: Option<Moving>,
+    /// When this is to be looked at again.
+    wake: Option<Tick>,
+    /// Slot bytes given away since the start.
+    given_bytes: u64,
+}
+
+/// Blocks of one shape that are given for one reason.
+#[derive(Debug)]
+pub(super) struct Batch {
+    pub(super) reason: PlaceReason,
+    shape: ShapeId,
+    pub(super) blocks: Vec<Given>,
+    pub(super) stage: Stage,
+    /// Rounds in a row in which no block got further.
+    fruitless: u32,
+}
+
+/// A block that has not enough replicas yet, as far as is known.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Given {
+    key: BlockKey,
+    taken: Taken,
+}
+
+/// Whether a peer has said that it takes a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    No,
+    Yes,
+}
+
+/// What a batch waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// To be asked about from then on.
+    Due(Tick),
+    /// The control plane's answer.
+    Asking(SlabId),
+    /// Answers of so many peers; asked about again then.
+    Offering { open: u32, again: Tick },
+}
+
+/// A question to the control plane.
+#[derive(Debug)]
+pub(super) struct Ask {
+    pub(super) batch: SlabId,
+    expires: Tick,
+}
+
+/// An offer to a peer.
+#[derive(Debug)]
+pub(super) struct OpenOffer {
+    pub(super) batch: SlabId,
+    reason: PlaceReason,
+    keys: Vec<BlockKey>,
+    /// Of each block.
+    slot_bytes: u64,
+    expires: Tick,
+}
+
+impl Giving {
+    /// Nothing is given.
+    pub(super) fn new() -> Giving {
+        Giving {
+            mode: NodeMode::Active,
+            revision: 0,
+            batches: Slab::new(),
+            asks: Slab::new(),
+            offers: Slab::new(),
+            hot: Vec::new(),
+            drain: Drain::default(),
+            moving: None,
+            wake: None,
+            given_bytes: 0,
+        }
+    }
+
+    /// How far this node is used.
+    pub(super) fn mode(&self) -> NodeMode {
+        self.mode
+    }
+
+    /// When there is more to do though nothing happens.
+    pub(super) fn wake(&self) -> Option<Tick> {
+        self.wake
+    }
+
+    /// Whether there is nothing to give: nearly always.
+    fn is_idle(&self) -> bool {
+        let nothing_wanted = self.hot.is_empty() && self.moving.is_none() && self.drain.is_off();
+        nothing_wanted && self.batches.len() == 0
+    }
+
+    /// Batches of a kind.
+    fn count(&self, kind: impl Fn(PlaceReason) -> bool) -> usize {
+        self.batches.iter().filter(|(_, batch)| kind(batch.reason)).count()
+    }
+
+    /// Forgets batches of a kind. Answers that still come find nothing.
+    fn forget(&mut self, kind: impl Fn(PlaceReason) -> bool) {
+        let gone: Vec<SlabId> =
+            self.batches.iter().filter(|(_, batch)| kind(batch.reason)).map(|(id, _)| id).collect();
+        for id in gone {
+            self.batches.remove(id);
+        }
+    }
+
+    fn begin(&mut self, reason: PlaceReason, shape: ShapeId, keys: Vec<BlockKey>, now: Tick) {
+        let blocks = keys.into_iter().map(|key| Given { key, taken: Taken::No }).collect();
+        self.batches.insert(Batch { reason, shape, blocks, stage: Stage::Due(now), fruitless: 0 });
+    }
+}
+
+impl Batch {
+    fn is_due(&self, now: Tick) -> bool {
+        matches!(self.stage, Stage::Due(at) if at <= now)
+    }
+}
+
+impl AgentCore {
+    /// The control plane has said how far this node is used.
+    pub(super) fn set_mode(&mut self, mode: NodeMode, revision: u64) {
+        if revision <= self.giving.revision {
+            return;
+        }
+        self.giving.revision = revision;
+        if std::mem::replace(&mut self.giving.mode, mode) != mode {
+            self.giving.forget(|reason| reason == PlaceReason::Drain);
+            self.giving.drain = Drain::of_mode(mode, self.now);
+        }
+    }
+
+    /// A peer reads a block.
+    pub(super) fn note_read(&mut self, entry: EntryIndex) {
+        let state = self.index.entry(entry);
+        let wanted = !self.bandwidth.is_none() && self.giving.mode != NodeMode::Draining;
+        if state.stored().is_none() || !wanted {
+            return;
+        }
+        let key = state.key();
+        if self.hot.note(key, self.now) == Heat::BecameHot && self.giving.hot.len() < PLACE_KEYS_MAX {
+            self.counters.hot_blocks += 1;
+            self.giving.hot.push(key);
+        }
+    }
+
+    /// Goes on giving blocks away, a bounded piece for each event.
+    pub(super) fn give(&mut self) {
+        if self.bandwidth.is_none() || self.giving.is_idle() {
+            self.giving.wake = None;
+            return;
+        }
+        self.collect_hot();
+        self.walk_on();
+        self.collect_moves();
+        self.ask_due();
+        self.end_walk_if_over();
+        self.giving.wake = self.next_giving();
+    }
+
+    /// Whether a block is here, durable and of a shape; what is not is not given.
+    fn is_givable(&self, key: &BlockKey, shape: ShapeId) -> bool {
+        let state = self.index.find(key).map(|entry| self.index.entry(entry));
+        state.is_some_and(|state| state.shape() == shape && state.stored().is_some())
+    }
+
+    fn collect_hot(&mut self) {
+        let room = HOT_BATCHES_MAX.saturating_sub(self.giving.count(|reason| reason == PlaceReason::Hot));
+        if self.giving.hot.is_empty() || room == 0 {
+            return;
+        }
+        let mut left = Vec::new();
+        let keys = std::mem::take(&mut self.giving.hot);
+        for (at, (shape, keys)) in self.by_shape(keys).into_iter().enumerate() {
+            if at < room {
+                self.giving.begin(PlaceReason::Hot, shape, keys, self.now);
+            } else {
+                left.extend(keys);
+            }
+        }
+        self.giving.hot = left;
+    }
+
+    /// Durable blocks by their shapes.
+    fn by_shape(&self, keys: impl IntoIterator<Item = BlockKey>) -> BTreeMap<ShapeId, Vec<BlockKey>> {
+        let mut shapes: BTreeMap<ShapeId, Vec<BlockKey>> = BTreeMap::new();
+        for key in keys {
+            let state = self.index.find(&key).map(|entry| self.index.entry(entry));
+            if let Some(state) = state.filter(|state| state.stored().is_some()) {
+                shapes.entry(state.shape()).or_default().push(key);
+            }
+        }
+        shapes
+    }
+
+    /// Asks about every batch whose time has come.
+    fn ask_due(&mut self) {
+        let due = self.giving.batches.iter().filter(|(_, batch)| batch.is_due(self.now));
+        let due: Vec<SlabId> = due.map(|(id, _)| id).collect();
+        for id in due {
+            self.leave_out_gone(id);
+            let Some(batch) = self.giving.batches.get_mut(id) else { continue };
+            if batch.fruitless >= FRUITLESS_ROUNDS_MAX {
+                let (reason, blocks) = (batch.reason, batch.blocks.len() as u64);
+                self.giving.batches.remove(id);
+                self.count_nowhere(reason, blocks);
+            } else if self.bandwidth.wait(self.now).is_zero() {
+                batch.fruitless += 1;
+                self.ask(id);
+            }
+        }
+    }
+
+    /// Takes blocks out of a batch that are not here any more.
+    fn leave_out_gone(&mut self, id: SlabId) {
+        let Some(batch) = self.giving.batches.get_mut(id) else { return };
+        let (shape, reason, blocks) = (batch.shape, batch.reason, std::mem::take(&mut batch.blocks));
+        let before = blocks.len();
+        let kept: Vec<Given> =
+            blocks.into_iter().filter(|block| self.is_givable(&block.key, shape)).collect();
+        self.count_walked(reason, (before - kept.len()) as u64);
+        self.keep_blocks(id, kept);
+    }
+
+    /// These blocks of a batch are left; without any it ends.
+    fn keep_blocks(&mut self, id: SlabId, kept: Vec<Given>) {
+        if kept.is_empty() {
+            self.giving.batches.remove(id);
+        } else if let Some(batch) = self.giving.batches.get_mut(id) {
+            batch.blocks = kept;
+        }
+    }
+
+    fn ask(&mut self, id: SlabId) {
+        let expires = self.now.after(PLACE_TIMEOUT).after(LOOKUP_GRACE);
+        let ask = self.giving.asks.insert(Ask { batch: id, expires });
+        self.timers.set(expires, Timer::Place(ask));
+        let Some(batch) = self.giving.batches.get_mut(id) else { return };
+        batch.stage = Stage::Asking(ask);
+        let keys: Vec<BlockKey> = batch.blocks.iter().map(|block| block.key).collect();
+        let (reason, slot_bytes) = (batch.reason, nvme_bytes(self.shapes.get(batch.shape).slot_bytes));
+        self.counters.places += 1;
+        self.counters.place_keys += keys.len() as u64;
+        let (place, timeout) = (PlaceId(ask.0), PLACE_TIMEOUT);
+        self.emit(Effect::Place { place, keys, slot_bytes, reason, timeout });
+    }
+
+    /// The control plane will not answer: everything is asked again.
+    pub(super) fn place_failed(&mut self, id: SlabId) {
+        if self.giving.asks.get(id).is_some() {
+            self.counters.place_failures += 1;
+            self.placed(id, &[]);
+        }
+    }
+
+    /// The control plane has answered for a batch.
+    pub(super) fn placed(&mut self, id: SlabId, answers: &[Placement]) {
+        let Some(ask) = self.giving.asks.remove(id) else { return };
+        self.timers.clear(ask.expires, Timer::Place(id));
+        let Some(batch) = self.giving.batches.get_mut(ask.batch) else { return };
+        let (reason, shape, blocks) = (batch.reason, batch.shape, std::mem::take(&mut batch.blocks));
+        let answers = answers.iter().copied().chain(std::iter::repeat(Placement::Unanswered));
+        let (mut kept, mut offers) = (Vec::new(), BTreeMap::<NodeId, Vec<BlockKey>>::new());
+        let (mut answered, mut enough) = (0, 0);
+        for (block, answer) in blocks.into_iter().zip(answers) {
+            answered += u64::from(answer != Placement::Unanswered);
+            match answer {
+                Placement::Enough => match self.finish(reason, shape, block) {
+                    Dropped::NotNow => kept.push(block),
+                    Dropped::Done => enough += 1,
+                },
+                Placement::To(node) => {
+                    offers.entry(node).or_default().push(block.key);
+                    kept.push(block);
+                }
+                Placement::Nowhere => self.count_nowhere(reason, 1),
+                Placement::Unanswered if reason == PlaceReason::Hot => {}
+                Placement::Unanswered => kept.push(block),
+            }
+        }
+        if !kept.is_empty() && reason == PlaceReason::Drain {
+            self.giving.drain.note_unfinished();
+        }
+        let open = offers.into_iter().map(|(node, keys)| self.offer(ask.batch, node, keys)).sum();
+        if let Some(batch) = self.giving.batches.get_mut(ask.batch) {
+            let again = self.now.after(PLACE_AGAIN);
+            batch.stage = if open == 0 { Stage::Due(again) } else { Stage::Offering { open, again } };
+            if enough > 0 || answered == 0 {
+                batch.fruitless = 0;
+            }
+        }
+        self.keep_blocks(ask.batch, kept);
+        self.end_round_of_hot(ask.batch);
+    }
+
+    /// A block has enough replicas.
+    fn finish(&mut self, reason: PlaceReason, shape: ShapeId, block: Given) -> Dropped {
+        let bytes = nvme_bytes(self.shapes.get(shape).slot_bytes);
+        if let PlaceReason::Move(to) = reason {
+            let dropped = self.drop_moved(&block.key, shape, to);
+            if dropped == Dropped::NotNow {
+                return dropped;
+            }
+        }
+        self.count_walked(reason, 1);
+        if block.taken == Taken::Yes {
+            self.giving.given_bytes += bytes;
+        }
+        Dropped::Done
+    }
+
+    /// Offers blocks to a node, as many as the bandwidth allows; how many offers were made.
+    fn offer(&mut self, batch: SlabId, node: NodeId, mut keys: Vec<BlockKey>) -> u32 {
+        let Some(Batch { reason, shape, .. }) = self.giving.batches.get(batch) else { return 0 };
+        let (reason, shape) = (*reason, *shape);
+        let Shape { tenant, layout, slot_bytes, .. } = *self.shapes.get(shape);
+        keys.retain(|key| self.is_givable(key, shape));
+        let allowed = keys.iter().take_while(|_| self.bandwidth.take(slot_bytes, self.now).is_ok()).count();
+        keys.truncate(allowed);
+        if keys.is_empty() {
+            return 0;
+        }
+        self.counters.offers += 1;
+        self.counters.offer_keys += keys.len() as u64;
+        let expires = self.now.after(OFFER_TIMEOUT).after(LOOKUP_GRACE);
+        let open = OpenOffer { batch, reason, keys: keys.clone(), slot_bytes, expires };
+        let id = self.giving.offers.insert(open);
+        self.timers.set(expires, Timer::Offer(id));
+        let (offer, deadline) = (OfferId(id.0), OFFER_TIMEOUT);
+        self.emit(Effect::Offer(Offer { offer, node, tenant, layout, keys, deadline }));
+        1
+    }
+
+    /// A peer cannot be reached, or has not answered.
+    pub(super) fn offer_failed(&mut self, id: SlabId) {
+        if self.giving.offers.get(id).is_some() {
+            self.counters.offer_failures += 1;
+            self.offer_answered(id, &[], Duration::ZERO);
+        }
+    }
+
+    /// A peer has said which blocks it takes.
+    pub(super) fn offer_answered(&mut self, id: SlabId, taken: &[u32], retry_after: Duration) {
+        let Some(offer) = self.giving.offers.remove(id) else { return };
+        self.timers.clear(offer.expires, Timer::Offer(id));
+        let taken: BTreeSet<BlockKey> =
+            taken.iter().filter_map(|at| offer.keys.get(*at as usize).copied()).collect();
+        let bytes = offer.slot_bytes * taken.len() as u64;
+        self.bandwidth.give_back(offer.slot_bytes * offer.keys.len() as u64 - bytes);
+        self.counters.offer_keys_taken += taken.len() as u64;
+        if offer.reason == PlaceReason::Hot {
+            self.counters.hot_blocks_given += taken.len() as u64;
+            self.giving.given_bytes += nvme_bytes(offer.slot_bytes) * taken.len() as u64;
+        }
+        let Some(batch) = self.giving.batches.get_mut(offer.batch) else { return };
+        for block in batch.blocks.iter_mut().filter(|block| taken.contains(&block.key)) {
+            if std::mem::replace(&mut block.taken, Taken::Yes) == Taken::No {
+                batch.fruitless = 0;
+            }
+        }
+        if let Stage::Offering { open, again } = batch.stage {
+            let again = again.max(self.now.after(retry_after.min(OFFER_RETRY_MAX)));
+            let open = open - 1;
+            batch.stage = if open == 0 { Stage::Due(again) } else { Stage::Offering { open, again } };
+        }
+        self.end_round_of_hot(offer.batch);
+    }
+
+    /// Hot blocks are asked about once: if they stay hot, they are again in the next window.
+    fn end_round_of_hot(&mut self, id: SlabId) {
+        let over = |batch: &Batch| batch.reason == PlaceReason::Hot && matches!(batch.stage, Stage::Due(_));
+        if self.giving.batches.get(id).is_some_and(over) {
+            self.giving.batches.remove(id);
+        }
+    }
+
+    /// When there is more to do though nothing happens.
+    fn next_giving(&mut self) -> Option<Tick> {
+        let due = self.giving.batches.iter().filter_map(|(_, batch)| match batch.stage {
+            Stage::Due(at) => Some(at),
+            Stage::Asking(_) | Stage::Offering { .. } => None,
+        });
+        let due = due.min().map(|at| at.max(self.now.after(self.bandwidth.wait(self.now))));
+        let next = [due, self.next_walk(), self.next_move()].into_iter().flatten().min()?;
+        // Whatever could be done now was done.
+        Some(next.max(self.now.after(GIVING_STEP_EVERY)))
+    }
+
+    /// Batches, questions and offers know of each other; for the audit.
+    pub(super) fn audit_giving(&self) -> Result<(), String> {
+        let Giving { batches, asks, offers, mode, .. } = &self.giving;
+        for (id, batch) in batches.iter() {
+            if batch.blocks.is_empty() || batch.blocks.len() > PLACE_KEYS_MAX {
+                return Err(format!("{id:?} gives {} blocks", batch.blocks.len()));
+            }
+            let waiting = offers.iter().filter(|(_, offer)| offer.batch == id).count();
+            let known = match batch.stage {
+                Stage::Due(_) => waiting == 0,
+                Stage::Asking(ask) => waiting == 0 && asks.get(ask).is_some_and(|ask| ask.batch == id),
+                Stage::Offering { open, .. } => waiting == open as usize && open > 0,
+            };
+            if !known {
+                return Err(format!("{id:?} is {:?}, with {waiting} offers", batch.stage));
+            }
+            if batch.reason == PlaceReason::Drain && *mode != NodeMode::Draining {
+                return Err(format!("{id:?} drains a node that is {mode:?}"));
+            }
+        }
+        self.hot.audit()
+    }
+}

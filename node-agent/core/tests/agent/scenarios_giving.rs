@@ -1,0 +1,406 @@
+//! Blocks given to other nodes, because they are hot, this one is to leave, or they are to move: one behaviour at a time.
+
+use std::time::Duration;
+
+use reprise_agent_core::agent::limits::{FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX};
+use reprise_agent_core::agent::{DrainProgress, Settings};
+use reprise_agent_core::effect::{Offer, PlaceReason};
+use reprise_agent_core::event::{Event, Grant, Move, NodeMode, Placement, Priority, Scope};
+use reprise_policy::{BlockKey, NodeId, Quota, SessionId, TenantId, Tier};
+
+use crate::jobs::Job;
+use crate::world::{Setup, World, key, keys, large_layout, small_layout};
+
+const ONE: NodeId = NodeId(1);
+const TWO: NodeId = NodeId(2);
+const LATER: Duration = Duration::from_millis(50);
+/// Longer than anything that is asked again waits.
+const LONG: Duration = Duration::from_secs(12);
+const TENANT: TenantId = TenantId::DEFAULT;
+
+fn world() -> (World, SessionId) {
+    world_of(Setup::default())
+}
+
+fn world_of(setup: Setup) -> (World, SessionId) {
+    let mut world = World::new(setup);
+    let session = world.open_session(TENANT, large_layout());
+    (world, session)
+}
+
+fn with_settings(change: impl FnOnce(&mut Settings)) -> Setup {
+    let mut setup = Setup::default();
+    change(&mut setup.settings);
+    setup
+}
+
+/// As many as fit the arena at a time.
+pub(crate) fn save_durably(world: &mut World, session: SessionId, keys: &[BlockKey]) {
+    for keys in keys.chunks(8) {
+        world.reserve(session, keys.len() as u32);
+        world.commit(session, keys, Priority::Normal);
+        world.pass(Duration::from_millis(6));
+        world.finish_device_ops();
+    }
+}
+
+fn drain(world: &mut World) {
+    world.apply(Event::Mode { mode: NodeMode::Draining, revision: 1 });
+}
+
+fn move_to(world: &mut World, to: NodeId, blocks: u64) {
+    let bytes = blocks * (large_layout().slot_bytes() + 4096);
+    world.apply(Event::Move(Some(Move { to, bytes })));
+}
+
+fn progress(world: &World) -> DrainProgress {
+    world.core.drain_progress()
+}
+
+/// Keys of the questions that wait for an answer, and why they were asked.
+fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
+    let asked = world.jobs.iter().filter_map(|job| match job {
+        Job::Place { keys, reason, .. } => Some((*reason, keys.clone())),
+        _ => None,
+    });
+    asked.collect()
+}
+
+/// Answers the only question that waits.
+fn answer(world: &mut World, answers: &[Placement]) {
+    let at = world.jobs.iter().position(|job| matches!(job, Job::Place { .. })).expect("a question");
+    let Job::Place { place, .. } = world.jobs.swap_remove(at) else { unreachable!("just seen") };
+    world.apply(Event::Placed { place, answers: answers.to_vec() });
+}
+
+/// Lets time pass until something is asked.
+fn wait_for_question(world: &mut World) {
+    for _ in 0..200 {
+        if asked(world).is_empty() {
+            world.pass(Duration::from_millis(100));
+        }
+    }
+    assert!(!asked(world).is_empty(), "nothing is asked");
+}
+
+/// The only offer that waits, taken out.
+fn offered(world: &mut World) -> Offer {
+    let at = world.jobs.iter().position(|job| matches!(job, Job::Offer(_))).expect("an offer");
+    let Job::Offer(offer) = world.jobs.swap_remove(at) else { unreachable!("just seen") };
+    offer
+}
+
+fn take(world: &mut World, offer: &Offer, taken: &[u32], retry_after: Duration) {
+    world.apply(Event::OfferAnswered { offer: offer.offer, taken: taken.to_vec(), retry_after });
+}
+
+/// A peer reads a block so often.
+fn read_by_peer(world: &mut World, key: BlockKey, times: u32) {
+    for _ in 0..times {
+        let serve = world.peer_request(&[key], large_layout(), LATER);
+        while world.serves.contains_key(&serve) {
+            world.send(serve, 0);
+        }
+    }
+}
+
+fn is_durable_here(world: &World, key: BlockKey) -> bool {
+    world.announced.contains(&(key, Tier::Nvme))
+}
+
+// ---- hot blocks ------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_block_that_peers_keep_reading_is_offered_to_the_node_that_the_control_plane_names() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    read_by_peer(&mut world, key(0), 3);
+    assert!(asked(&world).is_empty(), "not hot yet");
+    read_by_peer(&mut world, key(0), 1);
+    assert_eq!(asked(&world), [(PlaceReason::Hot, vec![key(0)])]);
+    answer(&mut world, &[Placement::To(TWO)]);
+    let offer = offered(&mut world);
+    assert_eq!((offer.node, &offer.keys, offer.layout), (TWO, &vec![key(0)], large_layout()));
+    take(&mut world, &offer, &[0], Duration::ZERO);
+    read_by_peer(&mut world, key(0), 8);
+    world.pass(LONG);
+    assert!(world.jobs.is_empty(), "it is asked about once in a window");
+    assert_eq!(world.core.counters().hot_blocks_given, 1);
+    assert!(is_durable_here(&world, key(0)), "both replicas stay");
+}
+
+#[test]
+fn a_block_that_is_not_durable_is_never_hot() {
+    let (mut world, session) = world();
+    world.reserve(session, 1);
+    world.commit(session, &keys(0..1), Priority::Normal);
+    read_by_peer(&mut world, key(0), 9);
+    assert!(asked(&world).is_empty());
+}
+
+#[test]
+fn a_hot_block_with_enough_replicas_is_left_alone() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    read_by_peer(&mut world, key(0), 4);
+    answer(&mut world, &[Placement::Enough]);
+    world.pass(LONG);
+    assert!(world.jobs.is_empty());
+}
+
+// ---- draining --------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_draining_node_gives_all_it_has_and_says_so() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..20));
+    drain(&mut world);
+    assert!(!progress(&world).drained);
+    for _ in 0..6 {
+        world.finish_jobs();
+        world.pass(Duration::from_secs(2));
+    }
+    let DrainProgress { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks } =
+        progress(&world);
+    assert!(drained);
+    assert_eq!((walked_blocks, durable_blocks, nowhere_blocks), (20, 20, 0));
+    assert_eq!(moved_bytes, 20 * (large_layout().slot_bytes() + 4096));
+    assert!((0..20).all(|number| is_durable_here(&world, key(number))), "it keeps its copies");
+}
+
+#[test]
+fn what_was_taken_is_asked_about_until_it_is_durable_elsewhere() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE), Placement::Enough]);
+    let offer = offered(&mut world);
+    assert_eq!(offer.keys, [key(0)]);
+    take(&mut world, &offer, &[0], Duration::from_secs(3));
+    world.pass(Duration::from_millis(2900));
+    assert!(asked(&world).is_empty(), "the peer wants to be left in peace for a while");
+    world.pass(Duration::from_millis(200));
+    assert_eq!(asked(&world), [(PlaceReason::Drain, vec![key(0)])]);
+    answer(&mut world, &[Placement::Enough]);
+    assert_eq!((progress(&world).walked_blocks, progress(&world).drained), (2, false));
+    world.pass(Duration::from_secs(2));
+    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))], "a second walk makes sure");
+    answer(&mut world, &[Placement::Enough; 2]);
+    assert!(progress(&world).drained);
+}
+
+#[test]
+fn what_is_saved_while_a_node_drains_is_given_as_well() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    drain(&mut world);
+    answer(&mut world, &[Placement::Enough; 2]);
+    assert!(progress(&world).drained);
+    world.reserve(session, 1);
+    world.commit(session, &[key(7)], Priority::Normal);
+    assert!(!progress(&world).drained, "a block waits to be saved");
+    world.pass(Duration::from_millis(6));
+    world.finish_device_ops();
+    assert!(!progress(&world).drained, "a block was saved since");
+    world.pass(Duration::from_secs(2));
+    answer(&mut world, &[Placement::Enough; 3]);
+    assert!(progress(&world).drained);
+}
+
+#[test]
+fn a_drained_node_looks_again_and_notices_that_a_replica_was_lost() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    answer(&mut world, &[Placement::Enough]);
+    world.pass(Duration::from_secs(61));
+    assert!(progress(&world).drained, "for as long as nothing else is known");
+    answer(&mut world, &[Placement::Nowhere]);
+    assert_eq!((progress(&world).drained, progress(&world).nowhere_blocks), (false, 1));
+}
+
+#[test]
+fn a_drain_waits_for_a_control_plane_that_does_not_answer() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    for _ in 0..2 * FRUITLESS_ROUNDS_MAX {
+        wait_for_question(&mut world);
+        world.jobs.clear();
+    }
+    assert_eq!(progress(&world).nowhere_blocks, 0, "nobody has said so");
+    for answers in [&[][..], &[Placement::Enough], &[Placement::Enough]] {
+        wait_for_question(&mut world);
+        answer(&mut world, answers);
+    }
+    assert!(progress(&world).drained);
+}
+
+#[test]
+fn blocks_that_no_peer_takes_do_not_hold_up_the_walk() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    for _ in 0..FRUITLESS_ROUNDS_MAX {
+        answer(&mut world, &[Placement::To(ONE)]);
+        let offer = offered(&mut world);
+        take(&mut world, &offer, &[], Duration::ZERO);
+        world.pass(Duration::from_millis(1100));
+    }
+    assert_eq!((progress(&world).nowhere_blocks, progress(&world).drained), (1, false));
+    wait_for_question(&mut world);
+}
+
+#[test]
+fn a_node_that_is_taken_back_stops_giving() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    world.apply(Event::Mode { mode: NodeMode::Active, revision: 2 });
+    answer(&mut world, &[Placement::To(ONE)]);
+    world.pass(LONG);
+    assert!(world.jobs.is_empty());
+    assert_eq!(world.core.next_deadline(), None);
+}
+
+#[test]
+fn of_two_modes_that_with_the_higher_revision_holds() {
+    let (mut world, _) = world();
+    world.apply(Event::Mode { mode: NodeMode::Cordoned, revision: 5 });
+    world.apply(Event::Mode { mode: NodeMode::Draining, revision: 4 });
+    world.apply(Event::Mode { mode: NodeMode::Draining, revision: 5 });
+    assert_eq!(world.core.mode(), NodeMode::Cordoned);
+}
+
+#[test]
+fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
+    const BLOCKS: usize = GIVING_STEP_ENTRIES + 200;
+    let settings = Settings { writeback_bytes: 8 << 20, ..Setup::default().settings };
+    let setup = Setup { disks: vec![128 << 20], region_bytes: 2 << 20, settings, ..Setup::default() };
+    let mut world = World::new(setup);
+    let session = world.open_session(TENANT, small_layout());
+    let blocks: Vec<BlockKey> = (0..BLOCKS as u64).map(|number| key(1_000_000 + number)).collect();
+    for keys in blocks.chunks(800) {
+        world.reserve(session, 800);
+        world.commit(session, keys, Priority::Normal);
+        world.pass(Duration::from_millis(6));
+        world.finish_device_ops();
+    }
+    assert_eq!(progress(&world).durable_blocks, BLOCKS as u64);
+    drain(&mut world);
+    let mut seen = 0;
+    while seen < BLOCKS {
+        let open = asked(&world);
+        assert!((1..=4).contains(&open.len()), "{} questions", open.len());
+        for (_, keys) in open {
+            assert!(keys.len() <= PLACE_KEYS_MAX);
+            seen += keys.len();
+            answer(&mut world, &vec![Placement::Enough; keys.len()]);
+        }
+        world.pass(Duration::from_millis(2));
+    }
+    assert_eq!(seen, BLOCKS);
+    assert!(progress(&world).drained);
+}
+
+#[test]
+fn without_bandwidth_nothing_is_given_and_nothing_taken() {
+    let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 0));
+    save_durably(&mut world, session, &keys(0..1));
+    read_by_peer(&mut world, key(0), 9);
+    drain(&mut world);
+    move_to(&mut world, ONE, 1);
+    world.pass(LONG);
+    assert!(world.jobs.is_empty());
+    world.apply(Event::Mode { mode: NodeMode::Active, revision: 2 });
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &[key(9)]).0, []);
+}
+
+#[test]
+fn blocks_are_offered_no_faster_than_the_bandwidth_allows() {
+    let slot = large_layout().slot_bytes();
+    let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
+    save_durably(&mut world, session, &keys(0..8));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    let offer = offered(&mut world);
+    assert_eq!(offer.keys.len(), 2, "a second's worth");
+    take(&mut world, &offer, &[0, 1], Duration::ZERO);
+    world.pass(Duration::from_millis(1010));
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[], Duration::ZERO);
+    world.pass(Duration::from_millis(1010));
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    assert_eq!(offered(&mut world).keys.len(), 2, "what was not taken costs nothing");
+}
+
+// ---- moving ----------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_moved_block_is_dropped_here_when_it_is_durable_there_and_not_before() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..4));
+    move_to(&mut world, ONE, 2);
+    let (reason, moved) = asked(&world).remove(0);
+    assert_eq!((reason, moved.len()), (PlaceReason::Move(ONE), 2));
+    answer(&mut world, &[Placement::To(ONE); 2]);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[0, 1], Duration::ZERO);
+    assert!(moved.iter().all(|key| is_durable_here(&world, *key)), "taken is not durable");
+    for key in &moved {
+        world.give_peer(ONE, *key, Tier::Nvme);
+    }
+    world.pass(Duration::from_millis(1100));
+    answer(&mut world, &[Placement::Enough; 2]);
+    assert!(!moved.iter().any(|key| is_durable_here(&world, *key)));
+    assert_eq!(world.core.counters().moved_blocks, 2);
+    world.pass(LONG);
+    assert!(world.jobs.iter().all(|job| matches!(job, Job::Device { .. })), "so much was to move");
+}
+
+#[test]
+fn a_block_that_is_read_is_not_dropped_until_it_is_released() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    world.load(session, &keys(0..1), LATER, Scope::Local);
+    world.give_peer(ONE, key(0), Tier::Nvme);
+    move_to(&mut world, ONE, 1);
+    answer(&mut world, &[Placement::Enough]);
+    assert!(is_durable_here(&world, key(0)));
+    let load = *world.engines[&session].loads.keys().next().expect("held");
+    world.release(session, load);
+    world.pass(Duration::from_millis(1100));
+    answer(&mut world, &[Placement::Enough]);
+    assert!(!is_durable_here(&world, key(0)));
+}
+
+#[test]
+fn what_was_used_last_stays() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..20));
+    world.load(session, &keys(0..2), LATER, Scope::Local);
+    world.finish_jobs();
+    move_to(&mut world, ONE, 10);
+    let moved: Vec<BlockKey> = asked(&world).into_iter().flat_map(|(_, keys)| keys).collect();
+    assert_eq!(moved.len(), 10);
+    assert!(!moved.contains(&key(0)) && !moved.contains(&key(1)), "they were read just now");
+    let slot = large_layout().slot_bytes() + 4096;
+    let nvme = Quota::new(0, 19 * slot).expect("a quota");
+    world.apply(Event::Budget(Grant { tenant: TENANT, version: 1, dram: Quota::UNLIMITED, nvme }));
+    let evicted: Vec<BlockKey> =
+        keys(0..20).into_iter().filter(|key| !is_durable_here(&world, *key)).collect();
+    assert!(evicted.len() == 1 && !moved.contains(&evicted[0]), "what goes next is not worth the way");
+}
+
+#[test]
+fn a_move_that_is_withdrawn_drops_nothing_any_more() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    world.give_peer(ONE, key(0), Tier::Nvme);
+    move_to(&mut world, ONE, 9);
+    world.apply(Event::Move(None));
+    answer(&mut world, &[Placement::Enough; 2]);
+    assert!(is_durable_here(&world, key(0)));
+    assert_eq!(world.core.next_deadline(), None);
+}
