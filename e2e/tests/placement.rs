@@ -1,0 +1,149 @@
+//! Where replicas go: hot blocks get a second one, a draining node gives away what only it has, full nodes give to empty ones.
+//!
+//! Every byte that is loaded is compared, also from nodes that were given their blocks.
+
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use reprise_client::Scope;
+use reprise_e2e::cluster::{load_from_peer, numbers, wait_for_sources};
+use reprise_e2e::content::{device_slot_bytes, small};
+use reprise_e2e::control_plane::Store;
+use reprise_e2e::process::binary;
+use reprise_e2e::{Agent, AgentConfig, ControlPlane, Loading, PATIENCE, World, wait_until};
+use reprise_policy::ByteSize;
+
+/// Time for blocks to move: reports, questions and offers are about a second apart.
+const MOVED_WITHIN: Duration = Duration::from_secs(60);
+
+struct Nodes {
+    world: World,
+    member: ControlPlane,
+    agents: Vec<Agent>,
+}
+
+impl Nodes {
+    fn start(names: &[&str], pools: &[ByteSize]) -> Nodes {
+        let world = World::new();
+        let member = world.control_plane(Store::Memory);
+        let start = |(name, pool): (&&str, &ByteSize)| {
+            let control_plane = vec![member.address().to_owned()];
+            world.agent(&AgentConfig { control_plane, pool: Some(*pool), ..AgentConfig::named(name) })
+        };
+        let agents = names.iter().zip(pools).map(start).collect();
+        Nodes { world, member, agents }
+    }
+
+    /// Runs a command about a node.
+    fn reprise(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(binary("reprise"));
+        command.args(arguments).args(["--controlplane", self.member.address()]);
+        command.output().expect("reprise can be run")
+    }
+
+    fn run(&self, arguments: &[&str]) -> String {
+        let output = self.reprise(arguments);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{arguments:?} failed: {said}");
+        String::from_utf8(output.stdout).expect("output is UTF-8")
+    }
+
+    /// Blocks on the devices of a node.
+    fn durable(&self, node: usize) -> u64 {
+        self.agents[node].admin().counter("nvme_blocks")
+    }
+}
+
+#[test]
+fn a_drained_node_can_leave_and_nothing_is_lost() {
+    let pool = ByteSize(64 << 20);
+    let mut nodes = Nodes::start(&["first", "second", "third"], &[pool; 3]);
+    nodes.world.allow("node is silent");
+    nodes.world.allow("peer connection lost");
+    let (saver, reader) = (nodes.agents[0].engine(small()), nodes.agents[1].engine(small()));
+    saver.save_durably(&numbers(0..200));
+    wait_for_sources(&reader, &numbers(0..200), PATIENCE);
+    nodes.run(&["cordon", "third"]);
+    let said = nodes.run(&["drain", "first", "--wait=60s"]);
+    assert!(said.contains("first"), "{said}");
+    assert!(nodes.run(&["status"]).contains("draining"));
+    assert_eq!((nodes.durable(0), nodes.durable(1), nodes.durable(2)), (200, 200, 0), "it goes where it may");
+
+    // What is saved on a draining node is given away as well.
+    saver.save_durably(&numbers(200..220));
+    wait_until("new blocks to be given away", MOVED_WITHIN, || (nodes.durable(1) == 220).then_some(()));
+    nodes.agents[0].kill();
+    nodes.agents[1].kill();
+    nodes.agents[1].start();
+    let reader = nodes.agents[2].engine(small());
+    wait_for_sources(&reader, &numbers(0..220), PATIENCE);
+    load_from_peer(&reader, &numbers(0..220));
+
+    // It comes back as what it was, and is taken back.
+    nodes.agents[0].start();
+    wait_until("the node to know its mode", PATIENCE, || {
+        (nodes.agents[0].admin().json("/status")["placement"]["mode"] == "draining").then_some(())
+    });
+    nodes.run(&["uncordon", "first"]);
+    nodes.run(&["uncordon", "third"]);
+    wait_until("the node to hear of it", PATIENCE, || {
+        (nodes.agents[0].admin().json("/status")["placement"]["mode"] == "active").then_some(())
+    });
+}
+
+#[test]
+fn a_drain_with_nowhere_to_go_says_so() {
+    let pool = ByteSize(64 << 20);
+    let nodes = Nodes::start(&["first", "second"], &[pool; 2]);
+    nodes.agents[0].engine(small()).save_durably(&numbers(0..20));
+    nodes.run(&["cordon", "second"]);
+    let output = nodes.reprise(&["drain", "first", "--wait=8s"]);
+    assert!(!output.status.success());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("20") && said.contains("first"), "{said}");
+    let unknown = nodes.reprise(&["cordon", "nobody"]);
+    assert!(!unknown.status.success());
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("nobody"));
+}
+
+#[test]
+fn a_block_that_others_keep_reading_gets_a_second_replica() {
+    let pool = ByteSize(64 << 20);
+    let mut nodes = Nodes::start(&["first", "second"], &[pool; 2]);
+    nodes.world.allow("node is silent");
+    nodes.world.allow("peer connection lost");
+    let (saver, reader) = (nodes.agents[0].engine(small()), nodes.agents[1].engine(small()));
+    saver.save_durably(&numbers(0..50));
+    wait_for_sources(&reader, &numbers(0..50), PATIENCE);
+    load_from_peer(&reader, &numbers(0..50));
+    assert_eq!(nodes.durable(1), 0, "what is read once stays in memory");
+    wait_until("hot blocks to be durable twice", MOVED_WITHIN, || {
+        reader.trim();
+        // What has a replica here is no longer read from there.
+        load_from_peer(&reader, &numbers(0..10));
+        (nodes.durable(1) == 10).then_some(())
+    });
+    nodes.agents[0].kill();
+    reader.trim();
+    let sources = reader.load_all(&numbers(0..10), &Loading::LOCAL);
+    assert_eq!(sources.len(), 10);
+}
+
+#[test]
+fn full_nodes_give_to_empty_ones_and_every_block_is_still_there_once() {
+    let slot = device_slot_bytes(&small());
+    let pool = ByteSize((500 * slot).next_multiple_of(4 << 20) + (8 << 20));
+    let nodes = Nodes::start(&["first", "second"], &[pool; 2]);
+    let (saver, reader) = (nodes.agents[0].engine(small()), nodes.agents[1].engine(small()));
+    for start in (0..300).step_by(50) {
+        saver.save_durably(&numbers(start..start + 50));
+    }
+    wait_for_sources(&reader, &numbers(0..300), PATIENCE);
+    wait_until("pools to be about as full", MOVED_WITHIN, || {
+        (nodes.durable(1) >= 90 && nodes.durable(0) + nodes.durable(1) == 300).then_some(())
+    });
+    let all = reader.matches(&numbers(0..300), Scope::Cluster).len();
+    assert_eq!(all, 300);
+    load_from_peer(&reader, &numbers(0..150));
+    load_from_peer(&saver, &numbers(150..300));
+}
