@@ -1,3 +1,5 @@
+//! Targets are allowed ones, the best of them, and spread; a block that has enough gets none.
+
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;

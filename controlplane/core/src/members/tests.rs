@@ -1,3 +1,5 @@
+//! Members: beats, registrations, silence, reports, and what the store says of other members' registrations.
+
 use proptest::prelude::*;
 
 use super::*;
