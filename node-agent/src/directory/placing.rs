@@ -55,7 +55,7 @@ pub(super) async fn place(shared: &Arc<Shared>, mut questions: mpsc::Receiver<Pl
         });
     }
     // The client is gone; shutdown ends this.
-    std::future::pending().await
+    std::future::pending::<()>().await;
 }
 
 /// Asks the owners of all keys; `None` when none of them answered.

@@ -190,6 +190,19 @@ fn what_was_taken_is_asked_about_until_it_is_durable_elsewhere() {
 }
 
 #[test]
+fn a_peer_without_room_does_not_hold_up_what_others_take() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE), Placement::To(TWO)]);
+    let (first, second) = (offered(&mut world), offered(&mut world));
+    take(&mut world, &first, &[], Duration::from_secs(9));
+    take(&mut world, &second, &[0], Duration::ZERO);
+    world.pass(Duration::from_millis(1100));
+    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))]);
+}
+
+#[test]
 fn what_is_saved_while_a_node_drains_is_given_as_well() {
     let (mut world, session) = world();
     save_durably(&mut world, session, &keys(0..2));
