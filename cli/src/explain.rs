@@ -9,7 +9,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use reprise_policy::routing::{Candidate, LoadHint, soonest};
+use reprise_policy::routing::{Arrival, Domain, LoadHint, Peer};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, TenantName, Tier};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
@@ -26,8 +26,11 @@ use crate::{engine, status};
 /// Bound on one member's answer.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Packed replica: u16 node, u8 tier, u8 zero.
+/// Packed replica: u16 node, u8 tier, u8 load class.
 const REPLICA_BYTES: usize = 4;
+
+/// Number of the failure domain of the node whose load it would be.
+const OWN_DOMAIN: Domain = Domain(1);
 
 /// Arguments of `reprise explain`.
 #[derive(Clone, Debug, clap::Args)]
@@ -231,8 +234,8 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Where a load on a node would get the block from: its own tiers, then the peer that an agent without news of their load
-/// takes.
+/// Where a load on a node would get the block from: its own tiers, then the peer that an agent takes that wants nothing of
+/// any now.
 fn load_on(node: &NodeInfo, key: &BlockKey, replicas: &[(u32, Tier)], nodes: &[NodeInfo]) -> String {
     let own = |tier| replicas.contains(&(node.node, tier));
     if own(Tier::Dram) {
@@ -244,13 +247,16 @@ fn load_on(node: &NodeInfo, key: &BlockKey, replicas: &[(u32, Tier)], nodes: &[N
     let reachable = |number: u32| {
         nodes.iter().any(|peer| peer.node == number && peer.alive && !peer.peer_address.is_empty())
     };
-    let candidate = |(peer, tier): &(u32, Tier)| {
-        let node = NodeId(u16::try_from(*peer).ok()?);
-        reachable(*peer).then_some(Candidate { node, tier: *tier, load: LoadHint::default() })
+    let arrival = |(peer, tier): &(u32, Tier)| {
+        let number = NodeId(u16::try_from(*peer).ok()?);
+        let named = nodes.iter().find(|named| named.node == *peer)?;
+        let near = !node.failure_domain.is_empty() && named.failure_domain == node.failure_domain;
+        let load = LoadHint(named.usage.as_ref().map_or(0, |usage| usage.queued_bytes)).class();
+        let seen = Peer { domain: if near { OWN_DOMAIN } else { Domain::default() }, load };
+        reachable(*peer).then(|| Arrival::of(key, (number, *tier), seen, OWN_DOMAIN))
     };
-    let candidates: Vec<Candidate> = replicas.iter().filter_map(candidate).collect();
-    match soonest(key, &candidates, |_| false) {
-        Some(best) => format!("{} of {}", tier_name(best.tier), name_of(u32::from(best.node.0), nodes)),
+    match replicas.iter().filter_map(arrival).min() {
+        Some(best) => format!("{} of {}", tier_name(best.tier()), name_of(u32::from(best.node().0), nodes)),
         None => "recompute".to_owned(),
     }
 }

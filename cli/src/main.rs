@@ -16,6 +16,7 @@ mod http;
 mod interrupt;
 mod kv_function;
 mod model;
+mod modes;
 mod output;
 mod paged_kv;
 mod replay;
@@ -68,6 +69,12 @@ enum Command {
     Explain(explain::ExplainArgs),
     /// What the members of the control plane hold, and every change of it.
     Events(events::EventsArgs),
+    /// Choose a node for nothing new; its engines go on as ever.
+    Cordon(modes::ModeArgs),
+    /// Take a cordoned or draining node back.
+    Uncordon(modes::ModeArgs),
+    /// Have a node that is to leave give away what only it has.
+    Drain(modes::DrainArgs),
     /// What this machine can do, and what Reprise will use in consequence.
     Doctor(doctor::DoctorArgs),
     /// The reference engine as a process; started by demo and replay.
@@ -117,6 +124,9 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
         Some(Command::Explain(args)) => explain::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
+        Some(Command::Cordon(args)) => modes::cordon(&args, &config, audience),
+        Some(Command::Uncordon(args)) => modes::uncordon(&args, &config, audience),
+        Some(Command::Drain(args)) => modes::drain(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout, tenant }) => {
             engine_process::serve(&engine::EngineSettings { socket, layout, tenant })

@@ -9,13 +9,15 @@ use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo, NodeReplicas,
+    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo, NodeMode,
+    NodeReplicas, NodeUsage,
 };
 use serde::Serialize;
 
 use crate::cluster::ClusterFile;
 use crate::config::Config;
 use crate::http;
+use crate::modes::{drain_text, mode_name};
 use crate::output::{Audience, Table, bytes_text};
 
 /// Bound on connecting to the control plane and both calls together.
@@ -90,12 +92,27 @@ struct NodeStatus {
     epoch: u64,
     version: String,
     peer_address: String,
+    mode: &'static str,
+    /// As the node last reported; none before its first report.
+    usage: Option<Usage>,
+    /// How far it is, while it drains.
+    drain: Option<String>,
     replicas_dram: u64,
     replicas_nvme: u64,
     dram_bytes: u64,
     nvme_bytes: u64,
     /// The agent's own words, or why it could not be asked.
     agent: Result<serde_json::Value, String>,
+}
+
+/// What of a node's room is in use, and how much is wanted of it.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Usage {
+    dram_used_bytes: u64,
+    nvme_used_bytes: u64,
+    dram_used_percent: u64,
+    nvme_used_percent: u64,
+    queued_bytes: u64,
 }
 
 /// `reprise status`.
@@ -206,7 +223,20 @@ fn member_statuses(
     Ok(statuses)
 }
 
+fn usage_of(usage: &NodeUsage) -> Usage {
+    let (used, capacity) = (usage.used.unwrap_or_default(), usage.capacity.unwrap_or_default());
+    let percent = |used: u64, of: u64| used.saturating_mul(100).checked_div(of).unwrap_or(0);
+    Usage {
+        dram_used_bytes: used.dram,
+        nvme_used_bytes: used.nvme,
+        dram_used_percent: percent(used.dram, capacity.dram),
+        nvme_used_percent: percent(used.nvme, capacity.nvme),
+        queued_bytes: usage.queued_bytes,
+    }
+}
+
 fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
+    let mode = NodeMode::try_from(node.mode).unwrap_or_default();
     let of_node = directories.iter().flat_map(|directory| &directory.nodes);
     let replicas: Vec<&NodeReplicas> = of_node.filter(|replicas| replicas.node == node.node).collect();
     let agent = http::get(&node.admin_address, "/status")
@@ -219,6 +249,9 @@ fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
         epoch: node.epoch,
         version: node.version,
         peer_address: node.peer_address,
+        mode: mode_name(mode),
+        usage: node.usage.map(|usage| usage_of(&usage)),
+        drain: node.drain.filter(|_| mode == NodeMode::Draining).map(|drain| drain_text(&drain)),
         replicas_dram: replicas.iter().map(|replicas| replicas.dram).sum(),
         replicas_nvme: replicas.iter().map(|replicas| replicas.nvme).sum(),
         dram_bytes: node.dram_bytes,
@@ -227,20 +260,26 @@ fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
     }
 }
 
+/// Room with how full it is, when that is known.
+fn room(bytes: u64, used_percent: Option<u64>) -> String {
+    let bytes = bytes_text(bytes);
+    used_percent.map_or_else(|| bytes.clone(), |percent| format!("{percent} % of {bytes}"))
+}
+
 fn text(status: &Status) -> String {
     let mut table =
-        Table::new(&["node", "alive", "epoch", "DRAM", "NVMe", "DRAM blocks", "NVMe blocks", "agent"]);
+        Table::new(&["node", "alive", "mode", "DRAM", "NVMe", "DRAM blocks", "NVMe blocks", "agent"]);
     for node in &status.nodes {
         table.row(vec![
             node.name.clone(),
             if node.alive { "yes" } else { "NO" }.to_owned(),
-            node.epoch.to_string(),
-            bytes_text(node.dram_bytes),
-            bytes_text(node.nvme_bytes),
+            node.mode.to_owned(),
+            room(node.dram_bytes, node.usage.map(|usage| usage.dram_used_percent)),
+            room(node.nvme_bytes, node.usage.map(|usage| usage.nvme_used_percent)),
             node.replicas_dram.to_string(),
             node.replicas_nvme.to_string(),
             match &node.agent {
-                Ok(_) => "answers".to_owned(),
+                Ok(_) => node.drain.clone().unwrap_or_else(|| "answers".to_owned()),
                 Err(error) => error.clone(),
             },
         ]);

@@ -9,6 +9,7 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use prometheus_client::registry::Registry;
+use reprise_proto::controlplane::NodeMode;
 use serde::Serialize;
 
 use crate::cluster::Cluster;
@@ -35,6 +36,7 @@ struct NodeView {
     node: u32,
     name: String,
     alive: bool,
+    mode: &'static str,
     epoch: u64,
     peer_address: String,
     admin_address: String,
@@ -110,6 +112,7 @@ async fn readiness(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
 async fn nodes(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     admin.cluster.expire();
     let nodes = admin.cluster.nodes().into_iter().map(|node| NodeView {
+        mode: mode(node.mode()),
         node: node.node,
         name: node.name,
         alive: node.alive,
@@ -122,6 +125,16 @@ async fn nodes(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
         version: node.version,
     });
     json(&nodes.collect::<Vec<_>>())
+}
+
+/// What a node is for, in a word.
+fn mode(mode: NodeMode) -> &'static str {
+    match mode {
+        NodeMode::Unspecified => "unknown",
+        NodeMode::Active => "active",
+        NodeMode::Cordoned => "cordoned",
+        NodeMode::Draining => "draining",
+    }
 }
 
 async fn directory(State(admin): State<Arc<Admin>>) -> impl IntoResponse {

@@ -3,27 +3,32 @@
 //! Rules of the locks:
 //! * The members' lock is held for map accesses only; the directory's, for one part of a batch.
 //! * None is held across an await, nor members' and directory's at once.
+//! * The locks of modes and of the table for look-ups ([`choosing`]) are taken inside of the members', and take none
+//!   themselves; that of the moves is taken outside of them.
 //! * The ledgers' lock ([`crate::ledgers`]) is taken inside of the members', and takes none itself.
 //! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
+
+pub(crate) mod choosing;
+mod info;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Amounts, Beat, Directory, DrainProgress, LiveNodes, MemberEvent, MemberSettings, MemberState, Members,
-    NodeRecord, NodeReport, Scope, StaleEpoch, Standing,
+    Amounts, Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord,
+    NodeReport, Scope, StaleEpoch, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
-use reprise_proto::controlplane::{NodeChange, NodeInfo, NodeMode, NodeUsage, ReportReply};
+use reprise_proto::controlplane::{NodeChange, NodeInfo};
 use tokio::sync::broadcast;
 use tonic::Status;
 
 use crate::events::Events;
 use crate::ledgers::{KnownNode, Ledgers, Presence};
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
-use crate::placement::bytes;
+use choosing::{Modes, MovesRound, PeersKept};
 
 /// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
 const NODE_NEWS_MAX: usize = 4096;
@@ -39,6 +44,11 @@ pub struct Cluster {
     directory: RwLock<Directory>,
     /// Of the directory's slots; apart, so that heartbeats take no lock for it.
     slots_version: AtomicU64,
+    modes: Mutex<Modes>,
+    /// Load and failure domain of nodes, for look-ups.
+    peers: RwLock<PeersKept>,
+    /// Who gives blocks to whom, while this member decides it.
+    moves: Mutex<MovesRound>,
     node_news: broadcast::Sender<News<NodeChange>>,
     watchers: AtomicUsize,
     watchers_max: usize,
@@ -74,6 +84,9 @@ impl Cluster {
             members: Mutex::new(Members::new(settings)),
             directory: RwLock::new(Directory::new()),
             slots_version: AtomicU64::new(0),
+            modes: Mutex::default(),
+            peers: RwLock::default(),
+            moves: Mutex::default(),
             node_news: broadcast::Sender::new(NODE_NEWS_MAX),
             watchers: AtomicUsize::new(0),
             watchers_max,
@@ -179,7 +192,7 @@ impl Cluster {
         }
         tracing::info!(node = node.0, name = record.name, epoch = epoch.0, "node registered");
         self.metrics.registrations.inc();
-        self.tell_node(record, state);
+        self.tell_node(&members, record, state);
         Ok(())
     }
 
@@ -190,7 +203,7 @@ impl Cluster {
         if beat == Beat::Returned {
             let (record, state) = members.get(node).expect("only members beat");
             tracing::info!(node = node.0, name = record.name, "node is back");
-            self.tell_node(record, state);
+            self.tell_node(&members, record, state);
         }
         drop(members);
         self.metrics.beat(match beat {
@@ -233,7 +246,7 @@ impl Cluster {
                     let (record, state) = members.get(node).expect("only members die");
                     tracing::warn!(node = node.0, name = record.name, "node is silent: not offered any more");
                     self.metrics.deaths.inc();
-                    self.tell_node(record, state);
+                    self.tell_node(members, record, state);
                 }
                 MemberEvent::Forgotten(node, epoch) => {
                     tracing::info!(node = node.0, epoch = epoch.0, "node forgotten: it must register again");
@@ -251,12 +264,12 @@ impl Cluster {
 
     /// A node says how it is; `false`: it must register again.
     pub fn report(&self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
-        self.members().report(node, epoch, report)
-    }
-
-    /// What a node is to do.
-    pub fn directions(&self, _node: NodeId) -> ReportReply {
-        ReportReply { mode: NodeMode::Active.into(), ..ReportReply::default() }
+        let mut members = self.members();
+        let known = members.report(node, epoch, report);
+        if known {
+            self.refresh_peers(&members);
+        }
+        known
     }
 
     /// What living nodes have together, as they said when they registered.
@@ -278,13 +291,13 @@ impl Cluster {
 
     /// All nodes, by number.
     pub fn nodes(&self) -> Vec<NodeInfo> {
-        all_infos(&self.members())
+        self.infos(&self.members())
     }
 
     /// The nodes now and every change from now on, without a gap in between.
     pub fn watch_nodes(&self) -> (Vec<NodeInfo>, broadcast::Receiver<News<NodeChange>>) {
         let members = self.members();
-        let nodes = all_infos(&members);
+        let nodes = self.infos(&members);
         (nodes, self.node_news.subscribe())
     }
 
@@ -312,10 +325,11 @@ impl Cluster {
         let size = self.directory().size();
         let members = self.members();
         self.metrics.set_sizes(members.iter().map(|(_, state)| state), &size);
+        self.metrics.set_modes(members.iter().map(|(record, _)| self.mode_of(&record.name).mode));
     }
 
-    fn tell_node(&self, record: &NodeRecord, state: MemberState) {
-        let change = NodeChange { node: Some(info(record, state)), removed: false };
+    fn tell_node(&self, members: &Members, record: &NodeRecord, state: MemberState) {
+        let change = NodeChange { node: Some(self.info(members, record, state)), removed: false };
         let _ = self.node_news.send(News::Change(change));
     }
 }
@@ -324,48 +338,5 @@ impl Drop for WatcherSeat {
     fn drop(&mut self) {
         self.cluster.watchers.fetch_sub(1, Ordering::Relaxed);
         self.cluster.metrics.watchers.get_or_create(&WatchLabels { of: self.of }).dec();
-    }
-}
-
-fn all_infos(members: &Members) -> Vec<NodeInfo> {
-    let with_report = |(record, state): (&NodeRecord, MemberState)| {
-        let report = members.report_of(record.node);
-        NodeInfo {
-            usage: report.map(|report| NodeUsage {
-                capacity: Some(bytes(report.capacity)),
-                used: Some(bytes(report.used)),
-                queued_bytes: report.queued_bytes,
-            }),
-            drain: report.map(|report| wire_progress(report.drain)),
-            ..info(record, state)
-        }
-    };
-    members.iter().map(with_report).collect()
-}
-
-fn wire_progress(drain: DrainProgress) -> reprise_proto::controlplane::DrainProgress {
-    reprise_proto::controlplane::DrainProgress {
-        drained: drain.drained,
-        walked_blocks: drain.walked_blocks,
-        durable_blocks: drain.durable_blocks,
-        moved_bytes: drain.moved_bytes,
-        nowhere_blocks: drain.nowhere_blocks,
-    }
-}
-
-fn info(record: &NodeRecord, state: MemberState) -> NodeInfo {
-    let details = record.details.clone();
-    NodeInfo {
-        node: u32::from(record.node.0),
-        name: record.name.clone(),
-        peer_address: details.peer_address,
-        admin_address: details.admin_address,
-        epoch: record.epoch.0,
-        alive: state == MemberState::Alive,
-        dram_bytes: details.dram_bytes,
-        nvme_bytes: details.nvme_bytes,
-        failure_domain: details.failure_domain,
-        version: details.version,
-        ..NodeInfo::default()
     }
 }

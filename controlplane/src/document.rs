@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use reprise_controlplane_core::directory::REPLICAS_PER_KEY_MAX;
+use reprise_controlplane_core::directory::{CONSIDERED_MAX, REPLICAS_PER_KEY_MAX};
 use reprise_controlplane_core::log;
+use reprise_policy::placement::{ROOM_BLOCKS, ROOM_PART};
+use reprise_policy::routing::{LOAD_STEP_BYTES, LoadClass};
 use reprise_proto::local::KEYS_PER_CALL_MAX;
 
 use crate::config::{EventsConfig, LimitsConfig, MembershipConfig};
-use crate::{events, membership, registry, server};
+use crate::{chains, events, membership, registry, server};
 
 const DOCUMENT: &str = include_str!("../../docs/PROTOCOL.md");
 
@@ -20,6 +22,9 @@ fn the_limits_in_the_document_are_those_of_a_member() {
     assert_eq!(MembershipConfig::default().forget_after.0, Duration::from_secs(60));
     let EventsConfig { history, subscribers, buffer_steps, .. } = EventsConfig::default();
     assert_eq!((history.0, subscribers, buffer_steps), (32 << 20, 64, 10_000));
+    assert_eq!(chains::ANSWERED_WITHIN, Duration::from_millis(200));
+    assert_eq!((ROOM_BLOCKS, ROOM_PART, CONSIDERED_MAX), (64, 64, 64));
+    assert_eq!((LOAD_STEP_BYTES, LoadClass::MAX), (64 << 20, LoadClass(15)));
     assert_eq!((log::RECORD_BYTES, events::PART_CHANGES), (20, 1024));
     let (blocks_max, blocks_limit) =
         (events::format::BLOCKS_PER_BATCH_MAX, events::replay::BLOCKS_PER_BATCH_LIMIT);
@@ -31,6 +36,10 @@ fn the_limits_in_the_document_are_those_of_a_member() {
         "Name: 1 to 512\n  letters",
         "(`forget_after`, 60 s by default)",
         "at most 16 a key",
+        "Of a block with many replicas 64 are looked at",
+        "over 64 MiB: 0 below that, up to 15",
+        "room for 64 such blocks and a 64th of its pool",
+        "waits 200 ms\n  at most",
         "(`events.history`, 32 MiB of 20 bytes\n  each)",
         "At most 1,024 changes",
         "`events.subscribers` connections each (64)",

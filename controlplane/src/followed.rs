@@ -18,6 +18,21 @@ pub enum News<'a> {
     Changes(&'a [Event]),
 }
 
+impl<'a> News<'a> {
+    /// The records that there are now, or that were put; for those who need not know of deletions.
+    pub fn entries(&self) -> impl Iterator<Item = &'a KeyValue> + use<'a> {
+        let (all, changes): (&[KeyValue], &[Event]) = match self {
+            News::All(all) => (all, &[]),
+            News::Changes(changes) => (&[], changes),
+        };
+        let put = changes.iter().filter_map(|event| match event {
+            Event::Put(entry) => Some(entry),
+            Event::Deleted { .. } => None,
+        });
+        all.iter().chain(put)
+    }
+}
+
 /// Follows at most `limit` records under a prefix; never returns. `take` is told everything in order, also when the store was
 /// away or has compacted what came meanwhile: then it is told all records again.
 pub async fn follow(store: &Arc<dyn Store>, prefix: &str, limit: usize, mut take: impl FnMut(News<'_>)) {

@@ -8,7 +8,8 @@
 //!                               │      ▼ forget, register
 //!   Update, Lookup, Describe    │  directory service ────── Directory (readers-writer lock, taken in parts)
 //!                               │      ▼ changes
-//!   Report, tenants             │  placement ────────────── Ledgers, and what nodes said last (the members' lock)
+//!   Report, tenants, Place,     │  placement ────────────── Ledgers, and what nodes said last (the members' lock)
+//!   Route, SetNode              │      └──────────────────── Lookup of the other members
 //!   Follow                      │  events ───────────────── Log (its own lock) ──► ZeroMQ: PUB, ROUTER
 //!            HTTP: /metrics /healthz /readyz /nodes /directory
 //! ```
@@ -24,6 +25,7 @@
 //! Deliberately absent: authentication (listen on loopback or inside a trusted network).
 
 pub mod admin;
+pub mod chains;
 pub mod cluster;
 pub mod config;
 pub mod directory;
@@ -35,6 +37,7 @@ pub mod identity;
 pub mod ledgers;
 pub mod membership;
 pub mod metrics;
+pub mod modes;
 pub mod placement;
 pub mod registry;
 pub mod server;

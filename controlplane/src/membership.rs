@@ -182,17 +182,18 @@ pub(crate) fn node_number(number: u32) -> Result<NodeId, Status> {
         .map_err(|_| Status::invalid_argument(format!("node {number}: node numbers are 1 to {}", u16::MAX)))
 }
 
-fn refuse(error: &RegistryError) -> Status {
+/// Why the store has not been changed.
+pub(crate) fn refuse(error: &RegistryError) -> Status {
     match error {
         RegistryError::Full => Status::resource_exhausted(error.to_string()),
         RegistryError::Busy => Status::unavailable(error.to_string()),
         RegistryError::Store(StoreError::Unavailable { .. }) => {
-            tracing::warn!(%error, "a node cannot be registered now; it tries again");
+            tracing::warn!(%error, "the store cannot be changed now; whoever asked tries again");
             Status::unavailable(error.to_string())
         }
         RegistryError::OtherStore => Status::unavailable(error.to_string()),
         RegistryError::Store(_) | RegistryError::Record { .. } => {
-            tracing::error!(%error, "a node cannot be registered");
+            tracing::error!(%error, "the store cannot be changed");
             Status::internal(error.to_string())
         }
     }

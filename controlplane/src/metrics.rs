@@ -1,9 +1,10 @@
 //! Every metric of the control plane: names, help, units, labels. Labels are enums, so their number is bounded.
 
+mod labels;
+
 use std::time::Duration;
 
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -11,8 +12,16 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 use reprise_controlplane_core::{Amounts, DirectorySize, MemberState};
+use reprise_policy::NodeMode;
 
 use crate::shards::Shards;
+pub use labels::{
+    BeatLabels, BeatResult, Call, PlaceResult, ReplayResult, UpdateLabels, UpdateResult, WatchLabels, WatchOf,
+};
+use labels::{
+    CallLabels, ModeLabels, ModeValue, PlaceLabels, ReplayLabels, RoomLabels, RoomValue, StateLabels,
+    StateValue,
+};
 
 /// Prefix of every name.
 const PREFIX: &str = "reprise_controlplane";
@@ -45,6 +54,12 @@ pub struct Metrics {
     pub lookup_keys_elsewhere: Counter,
     /// Keys looked up in slots of which some node has not announced its whole inventory.
     pub lookup_keys_partial: Counter,
+    /// Keys placed.
+    place_keys: Family<PlaceLabels, Counter>,
+    /// Keys of chains that gateways asked for.
+    pub route_keys: Counter,
+    /// Of those, keys whose owner did not answer.
+    pub route_keys_unanswered: Counter,
     /// Open watch streams.
     pub watchers: Family<WatchLabels, Gauge>,
     /// Times that a watch stream fell behind.
@@ -59,6 +74,7 @@ pub struct Metrics {
     event_replays: Family<ReplayLabels, Counter>,
     /// Time of calls.
     call: Family<CallLabels, Histogram, fn() -> Histogram>,
+    modes: Family<ModeLabels, Gauge>,
     members: Gauge,
     member_registered: Gauge,
     tenants_overcommitted: Family<RoomLabels, Gauge>,
@@ -68,128 +84,6 @@ pub struct Metrics {
     directory_replicas: Gauge,
     directory_stale: Gauge,
     directory_bytes: Gauge,
-}
-
-/// Outcome of a heartbeat.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct BeatLabels {
-    /// The outcome.
-    pub result: BeatResult,
-}
-
-/// Outcomes of a heartbeat.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-pub enum BeatResult {
-    /// Known and alive.
-    known,
-    /// Was dead, is back.
-    returned,
-    /// Must register.
-    unknown,
-}
-
-/// Outcome of an update batch.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct UpdateLabels {
-    /// The outcome.
-    pub result: UpdateResult,
-}
-
-/// Outcomes of an update batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-pub enum UpdateResult {
-    /// It is in the directory, now or already.
-    applied,
-    /// Something before it is missing.
-    gap,
-    /// An old registration's.
-    fenced,
-    /// Malformed.
-    invalid,
-}
-
-/// A node's state.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct StateLabels {
-    state: StateValue,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-enum StateValue {
-    alive,
-    dead,
-    absent,
-}
-
-/// What tenants have budgets of.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct RoomLabels {
-    room: RoomValue,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-enum RoomValue {
-    dram,
-    nvme,
-}
-
-/// What a stream watches.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct WatchLabels {
-    /// What.
-    pub of: WatchOf,
-}
-
-/// What can be watched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-pub enum WatchOf {
-    /// The node list.
-    nodes,
-    /// The directory.
-    directory,
-    /// The members of the control plane.
-    members,
-}
-
-/// Outcome of a replay.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ReplayLabels {
-    result: ReplayResult,
-}
-
-/// Outcomes of a replay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-pub enum ReplayResult {
-    /// All batches were kept.
-    kept,
-    /// Some were not: a snapshot came in their place.
-    snapshot,
-    /// Some were not, and there was no room for a snapshot.
-    incomplete,
-}
-
-/// A timed call.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct CallLabels {
-    call: Call,
-}
-
-/// Timed calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "label values are written in lower case")]
-pub enum Call {
-    /// A registration, with its write to the store.
-    register,
-    /// An update batch.
-    update,
-    /// A lookup.
-    lookup,
 }
 
 impl Metrics {
@@ -207,6 +101,9 @@ impl Metrics {
             lookup_keys_found: Counter::default(),
             lookup_keys_elsewhere: Counter::default(),
             lookup_keys_partial: Counter::default(),
+            place_keys: Family::default(),
+            route_keys: Counter::default(),
+            route_keys_unanswered: Counter::default(),
             watchers: Family::default(),
             watch_missed: Family::default(),
             event_batches: Counter::default(),
@@ -214,6 +111,7 @@ impl Metrics {
             event_connections_refused: Counter::default(),
             event_replays: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
+            modes: Family::default(),
             members: Gauge::default(),
             tenants_overcommitted: Family::default(),
             member_registered: Gauge::default(),
@@ -228,6 +126,7 @@ impl Metrics {
         let mut registry = Registry::with_prefix(PREFIX);
         metrics.register_membership(&mut registry);
         metrics.register_directory(&mut registry);
+        metrics.register_placement(&mut registry);
         metrics.register_events(&mut registry);
         (metrics, registry)
     }
@@ -249,7 +148,11 @@ impl Metrics {
         for result in [ReplayResult::kept, ReplayResult::snapshot, ReplayResult::incomplete] {
             drop(self.event_replays.get_or_create(&ReplayLabels { result }));
         }
-        for call in [Call::register, Call::update, Call::lookup] {
+        for result in [PlaceResult::enough, PlaceResult::target, PlaceResult::nowhere, PlaceResult::elsewhere]
+        {
+            drop(self.place_keys.get_or_create(&PlaceLabels { result }));
+        }
+        for call in [Call::register, Call::update, Call::lookup, Call::place, Call::route] {
             drop(self.call.get_or_create(&CallLabels { call }));
         }
     }
@@ -261,6 +164,7 @@ impl Metrics {
         registry.register("heartbeats", "Heartbeats by outcome", self.heartbeats.clone());
         registry.register("deaths", "Nodes declared dead after their silence", self.deaths.clone());
         registry.register("nodes", "Nodes by state", self.nodes.clone());
+        registry.register("node_modes", "Nodes by what they are for", self.modes.clone());
         registry.register(
             "members",
             "Members of the control plane, as this one sees them",
@@ -332,6 +236,20 @@ impl Metrics {
         );
     }
 
+    fn register_placement(&self, registry: &mut Registry) {
+        registry.register(
+            "place_keys",
+            "Keys for which a place was asked, by outcome",
+            self.place_keys.clone(),
+        );
+        registry.register("route_keys", "Keys of prompts that gateways asked for", self.route_keys.clone());
+        registry.register(
+            "route_keys_unanswered",
+            "Keys of prompts whose owner did not answer in time",
+            self.route_keys_unanswered.clone(),
+        );
+    }
+
     fn register_events(&self, registry: &mut Registry) {
         registry.register("event_batches", "Batches of KV events published", self.event_batches.clone());
         registry.register(
@@ -350,6 +268,27 @@ impl Metrics {
     /// A replay ended so.
     pub fn replayed(&self, result: ReplayResult) {
         self.event_replays.get_or_create(&ReplayLabels { result }).inc();
+    }
+
+    /// So many keys were placed so.
+    pub fn placed(&self, result: PlaceResult, keys: u64) {
+        self.place_keys.get_or_create(&PlaceLabels { result }).inc_by(keys);
+    }
+
+    /// Sets how many nodes are for what, when somebody asks.
+    pub fn set_modes(&self, modes: impl Iterator<Item = NodeMode>) {
+        let mut counts = [(ModeValue::active, 0), (ModeValue::cordoned, 0), (ModeValue::draining, 0)];
+        for mode in modes {
+            counts[match mode {
+                NodeMode::Active => 0,
+                NodeMode::Cordoned => 1,
+                NodeMode::Draining => 2,
+            }]
+            .1 += 1;
+        }
+        for (mode, count) in counts {
+            self.modes.get_or_create(&ModeLabels { mode }).set(count);
+        }
     }
 
     /// A call took this long.
@@ -430,6 +369,7 @@ mod tests {
         metrics.watchers.get_or_create(&WatchLabels { of: WatchOf::nodes }).inc();
         metrics.watch_missed.get_or_create(&WatchLabels { of: WatchOf::directory }).inc();
         metrics.set_sizes([MemberState::Alive].into_iter(), &DirectorySize::default());
+        metrics.set_modes([NodeMode::Active].into_iter());
         let text = text(&registry);
         let named: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
         assert!(named.iter().all(|line| line.starts_with("reprise_controlplane_")), "{text}");
@@ -438,6 +378,6 @@ mod tests {
         assert!(text.contains("reprise_controlplane_directory_bytes 0"), "{text}");
         let helps = text.lines().filter(|line| line.starts_with("# HELP")).count();
         let types = text.lines().filter(|line| line.starts_with("# TYPE")).count();
-        assert_eq!((helps, types), (28, 28));
+        assert_eq!((helps, types), (32, 32));
     }
 }

@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
 
-const NODES_PREFIX: &str = "nodes/";
+/// Before each key of a node.
+pub(crate) const NODES_PREFIX: &str = "nodes/";
 const NEXT_NODE: &[u8] = b"next_node";
 /// Nodes at the most: numbers are 16 bits and begin at 1.
 pub(crate) const NODES_MAX: usize = u16::MAX as usize;
@@ -155,7 +156,8 @@ fn read_counter(entry: &KeyValue) -> Result<u32, RegistryError> {
         .ok_or_else(|| bad(entry, "it is no number from 1 on"))
 }
 
-fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
+/// A record of the store.
+pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
     let name = std::str::from_utf8(&entry.key).ok().and_then(|key| key.strip_prefix(NODES_PREFIX));
     let name = name.ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
     let stored: Stored =

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use reprise_controlplane_core::{Amounts, MemberSettings};
-use reprise_controlplane_store::{EmbeddedStore, EtcdStore, MemoryStore, Store, TimeToLive};
+use reprise_controlplane_store::{EmbeddedStore, EtcdStore, KeyValue, MemoryStore, Store, TimeToLive};
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::events_server::EventsServer;
@@ -25,12 +25,14 @@ use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
+use crate::followed;
 use crate::identity::Identity;
 use crate::ledgers::OwnPlace;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
-use crate::placement::PlacementService;
-use crate::registry::{Registry, RegistryError};
+use crate::modes::{self, MODES_PREFIX};
+use crate::placement::{PlacementParts, PlacementService};
+use crate::registry::{self, NODES_MAX, NODES_PREFIX, Registry, RegistryError};
 use crate::shards::Shards;
 use crate::tenants::Tenants;
 use crate::turns::Turns;
@@ -83,6 +85,11 @@ impl ControlPlane {
     pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
         config.check()?;
         let store = open_store(config.store.clone()).await?;
+        ControlPlane::start_on(store, config).await
+    }
+
+    /// The same on a store that is open: several members of one process can share it.
+    pub async fn start_on(store: Arc<dyn Store>, config: Config) -> anyhow::Result<ControlPlane> {
         let identity = Identity::of(store.as_ref()).await.context("cannot read the identity of the store")?;
         let registry = Registry::new(store.clone(), identity.clone());
         let known = registry.nodes().await.context("cannot read the node records")?;
@@ -111,7 +118,9 @@ impl ControlPlane {
         let store_lost = watch::Sender::new(None);
         let lost = store_lost.subscribe();
         let tenants = Arc::new(Tenants::new(store.clone(), identity.clone()));
-        let other_store = tokio::spawn(notice_other_store(store, identity, store_lost.clone()));
+        let directory = Arc::new(DirectoryService::new(cluster.clone(), shards.clone(), turns));
+        let other_store =
+            tokio::spawn(notice_other_store(store.clone(), identity.clone(), store_lost.clone()));
         let services = Services {
             membership: MembershipService::new(
                 cluster.clone(),
@@ -120,8 +129,15 @@ impl ControlPlane {
                 &config.membership,
                 store_lost,
             ),
-            placement: PlacementService::new(cluster.clone(), shards.clone(), tenants.clone()),
-            directory: DirectoryService::new(cluster.clone(), shards.clone(), turns),
+            placement: PlacementService::new(PlacementParts {
+                cluster: cluster.clone(),
+                shards: shards.clone(),
+                tenants: tenants.clone(),
+                directory: directory.clone(),
+                store: store.clone(),
+                identity: identity.clone(),
+            }),
+            directory,
             events: EventsService::new(cluster.clone()),
         };
         let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
@@ -138,6 +154,8 @@ impl ControlPlane {
             tokio::spawn(own_for_ever(cluster.clone(), shards.clone())),
             tokio::spawn(give_up_absent(cluster.clone())),
             follow_tenants(tenants.clone()),
+            tokio::spawn(follow_nodes(store.clone(), cluster.clone())),
+            tokio::spawn(follow_modes(store, cluster.clone())),
             tokio::spawn(keep_ledgers(cluster.clone(), shards.clone(), tenants.clone())),
             other_store,
         ];
@@ -213,7 +231,7 @@ impl ControlPlane {
 struct Services {
     membership: MembershipService,
     placement: PlacementService,
-    directory: DirectoryService,
+    directory: Arc<DirectoryService>,
     events: EventsService,
 }
 
@@ -223,7 +241,8 @@ async fn serve_grpc(
     stop: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
     let membership = MembershipServer::new(services.membership).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    let directory = DirectoryServer::new(services.directory).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let directory =
+        DirectoryServer::from_arc(services.directory).max_decoding_message_size(MESSAGE_BYTES_MAX);
     Server::builder()
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
@@ -283,6 +302,24 @@ async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
             return;
         }
     }
+}
+
+/// Learns of nodes that register with other members.
+async fn follow_nodes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
+    let take = |entry: &KeyValue| match registry::read(entry) {
+        Ok(record) => cluster.learn(record),
+        Err(error) => tracing::error!(%error, "a node's record is passed over"),
+    };
+    followed::follow(&store, NODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
+}
+
+/// Learns what nodes are for.
+async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
+    let take = |entry: &KeyValue| match modes::read(entry) {
+        Ok((name, set)) => cluster.set_mode(name, set),
+        Err(error) => tracing::error!(%error, "a node's mode is passed over"),
+    };
+    followed::follow(&store, MODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
 }
 
 fn follow_tenants(tenants: Arc<Tenants>) -> JoinHandle<()> {

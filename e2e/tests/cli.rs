@@ -139,6 +139,7 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
     assert!(nodes.iter().all(|node| node["alive"] == true), "{status}");
     assert!(number(&status, "/directory_replicas") > 1000, "{status}");
     assert_explained(folder);
+    assert_modes_are_set(folder);
 
     let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);
     let said = String::from_utf8_lossy(&refused.stderr);
@@ -153,6 +154,22 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_who_comes_after() {
         assert!(!Path::new(folder).join(gone).exists(), "{gone} is of no use without its cluster");
     }
     assert!(Path::new(folder).join("node-1.log").is_file(), "logs outlive their cluster");
+}
+
+/// A node is cordoned and taken back, and a name that nobody has is refused with those that there are.
+fn assert_modes_are_set(folder: &str) {
+    let set = |command: &str| objects(&[command, "node-2", "--cluster", folder, "--json"]).remove(0);
+    let cordoned = set("cordon");
+    assert_eq!((&cordoned["mode"], &cordoned["before"]), (&"cordoned".into(), &"active".into()));
+    let status = objects(&["status", "--cluster", folder, "--json"]).remove(0);
+    let nodes = status["nodes"].as_array().expect("a list of nodes");
+    let modes: Vec<&Value> = nodes.iter().map(|node| &node["mode"]).collect();
+    assert_eq!(modes, ["active", "cordoned"], "{status}");
+    assert!(nodes.iter().all(|node| number(node, "/usage/nvme_used_bytes") > 0), "nodes report: {status}");
+    assert_eq!(set("uncordon")["before"], "cordoned");
+    let refused = run(&["cordon", "node-9", "--cluster", folder]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("there are node-1, node-2"), "{said}");
 }
 
 /// Processes that have a configuration in this folder among their arguments.

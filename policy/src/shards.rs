@@ -154,7 +154,7 @@ fn seed(name: &MemberName) -> u64 {
 }
 
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
-fn mix(mut value: u64) -> u64 {
+pub(crate) fn mix(mut value: u64) -> u64 {
     value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -3,6 +3,9 @@
 //! Every field of every message has a value other than its default somewhere, so that a field whose number or type
 //! changes changes an example.
 
+#[path = "protocol_document/placement.rs"]
+mod placement;
+
 use std::collections::BTreeSet;
 
 use prost::Message;
@@ -11,10 +14,11 @@ use reprise_proto::controlplane as cluster;
 use reprise_proto::local::{self, Request, Response, request, response};
 
 const DOCUMENT: &str = include_str!("../../docs/PROTOCOL.md");
-const PROTOS: [&str; 3] = [
+const PROTOS: [&str; 4] = [
     include_str!("../protos/local.proto"),
     include_str!("../protos/controlplane.proto"),
     include_str!("../protos/events.proto"),
+    include_str!("../protos/placement.proto"),
 ];
 
 /// The bytes of an example: `count` of the same.
@@ -170,18 +174,8 @@ fn membership_rows() -> Vec<String> {
         failure_domain: failure_domain.clone(),
         version: version.clone(),
         mode: cluster::NodeMode::Draining.into(),
-        usage: Some(cluster::NodeUsage {
-            capacity: Some(cluster::Bytes { dram: 1024, nvme: 2048 }),
-            used: Some(cluster::Bytes { dram: 1, nvme: 2 }),
-            queued_bytes: 3,
-        }),
-        drain: Some(cluster::DrainProgress {
-            drained: true,
-            walked_blocks: 4,
-            durable_blocks: 5,
-            moved_bytes: 6,
-            nowhere_blocks: 7,
-        }),
+        usage: Some(placement::usage()),
+        drain: Some(placement::drain()),
     };
     let register = cluster::RegisterRequest {
         name,
@@ -250,7 +244,7 @@ fn directory_rows() -> Vec<String> {
     };
     let found = cluster::LookupReply {
         offsets: vec![0, 2, 2],
-        replicas: Bytes::from_static(&[7, 0, 1, 0, 2, 1, 2, 0]),
+        replicas: Bytes::from_static(&[7, 0, 1, 0, 2, 1, 2, 3]),
         map_epoch: 12,
         elsewhere: vec![1],
         partial: 1,
@@ -294,7 +288,7 @@ fn directory_rows() -> Vec<String> {
         ),
         row(
             "`LookupReply`",
-            "node 7 in DRAM and node 258 on NVMe; nobody; map epoch 12; key 1 elsewhere; 1 partial",
+            "node 7 in DRAM, idle, and node 258 on NVMe, of load class 3; nobody; map epoch 12; key 1 elsewhere; 1 partial",
             &found,
         ),
         row("`DescribeReply`", "1, 2, 3, 4, 5; node 7: 8, 9; 10 slots, 6 partial", &described),
@@ -344,19 +338,22 @@ fn the_examples_of_the_session_are_its_bytes() {
 }
 
 #[test]
-fn the_examples_of_membership_directory_and_events_are_their_bytes() {
+fn the_examples_of_membership_directory_placement_and_events_are_their_bytes() {
     assert_rows(&membership_rows());
     assert_rows(&directory_rows());
+    assert_rows(&placement::rows());
     assert_rows(&event_rows());
 }
 
 #[test]
 fn every_message_with_fields_has_its_part_in_an_example() {
-    let rows = [session_rows(), membership_rows(), directory_rows(), event_rows()].concat().join("\n");
+    let rows = [session_rows(), membership_rows(), directory_rows(), placement::rows(), event_rows()]
+        .concat()
+        .join("\n");
     // Carried by others, or by every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
     let also_carried = ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "Position"];
-    let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).collect();
+    let carried: BTreeSet<&str> = carried.into_iter().chain(also_carried).chain(placement::CARRIED).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
         let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;
         (fields != "}").then_some(name)

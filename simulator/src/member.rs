@@ -125,7 +125,11 @@ impl Member {
         let mut found = Found::default();
         self.directory.lookup(keys, &self.members.live(), asking, &mut found);
         let of = |index| {
-            found.of(index).iter().map(|replica| Replica { node: replica.node, tier: replica.tier }).collect()
+            found
+                .of(index)
+                .iter()
+                .map(|replica| Replica { node: replica.node, tier: replica.tier, load: replica.load })
+                .collect()
         };
         (0..keys.len()).map(of).collect()
     }

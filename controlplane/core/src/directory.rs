@@ -20,7 +20,7 @@
 //! Cost: 24 bytes an entry plus slack (`directory/table.rs`), one entry for each key and node whatever its tiers;
 //! a change and a lookup are O(1) in the size of the directory.
 //!
-//! Deliberately absent: locks, time, the choice among replicas.
+//! Deliberately absent: locks, time, and what decides which replica arrives first (policy).
 
 mod announced;
 mod changes;
@@ -31,12 +31,13 @@ mod table;
 mod update;
 
 use reprise_policy::key::HASH_SLOTS;
+use reprise_policy::routing::{Domain, PeerTable};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 use crate::live::LiveNodes;
 use announced::{Announced, Awaited};
 pub use changes::{BadChanges, Changes, Operation};
-pub use found::{Found, Replica};
+pub use found::{Asker, CONSIDERED_MAX, Found, Replica};
 pub use ownership::Standing;
 pub use reading::{Cursor, HeldReplica};
 use table::{Entry, Table};
@@ -175,10 +176,17 @@ impl Directory {
         current
     }
 
-    /// Finds the replicas of keys on live nodes other than `asking`, at most [`REPLICAS_PER_KEY_MAX`] a key, into
-    /// `found`, which also says which keys are in slots of others and how many in partial ones. Hot: no allocation once
-    /// `found` has grown.
+    /// [`Directory::lookup_by`] of a node of which nothing is known, like of all others.
     pub fn lookup(&self, keys: &[BlockKey], live: &LiveNodes, asking: Option<NodeId>, found: &mut Found) {
+        self.lookup_by(Asker { node: asking, peers: &PeerTable::default() }, keys, live, found);
+    }
+
+    /// Finds the replicas of keys on live nodes other than the one that asks, those that arrive there soonest first, at most
+    /// [`REPLICAS_PER_KEY_MAX`] a key, into `found`, which also says which keys are in slots of others and how many in
+    /// partial ones. Hot: no allocation once `found` has grown.
+    pub fn lookup_by(&self, asker: Asker<'_>, keys: &[BlockKey], live: &LiveNodes, found: &mut Found) {
+        let Asker { node: asking, peers } = asker;
+        let order = (peers, asking.map_or(Domain::default(), |node| peers.of(node).domain));
         found.begin(self.nodes.iter().enumerate().map(|(number, node)| {
             let id = NodeId(u16::try_from(number).expect("node numbers have 16 bits"));
             if live.contains(id) && asking != Some(id) { node.generation } else { 0 }
@@ -190,7 +198,7 @@ impl Directory {
             for key in group {
                 let slot = key.hash_slot();
                 if self.owned.contains(slot) {
-                    found.collect(self.slot(key).of_key(key), self.awaited.completeness(slot));
+                    found.collect(key, self.slot(key).of_key(key), self.awaited.completeness(slot), order);
                 } else {
                     found.skip();
                 }

@@ -4,14 +4,15 @@
 //! * [`Directory`]: block key → replicas, in 4,096 hash slots. Soft state: it can be lost whole and is rebuilt from
 //!   the agents' inventories.
 //! * [`Budgets`]: how many bytes each tenant may hold on each node.
+//! * [`rebalance`]: which nodes give blocks to which.
 //! * [`LiveNodes`]: what the one tells the other. The two are apart so that a runtime can keep them behind locks of
 //!   their own: a heartbeat never waits for an update of the directory.
 //! * [`Log`]: the last changes of the directory, in order; [`Follower`]: what one reader of it is to be told next.
 //!
 //! Time arrives as [`Tick`](reprise_policy::Tick); nothing here reads a clock, blocks or logs.
 //!
-//! Deliberately absent: persistence (`reprise-controlplane-store`), gRPC (`reprise-controlplane`), choice among the
-//! replicas found (policy).
+//! Deliberately absent: persistence (`reprise-controlplane-store`), gRPC (`reprise-controlplane`), the order of
+//! replicas and the choice of places for more (policy).
 
 pub mod budgets;
 pub mod directory;
@@ -19,11 +20,12 @@ pub mod follower;
 pub mod live;
 pub mod log;
 pub mod members;
+pub mod rebalance;
 pub mod reports;
 
 pub use budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
 pub use directory::{
-    BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
+    Asker, BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
     Operation, Replica, Standing, Update, Updated, Voided,
 };
 pub use follower::{Follower, Reason, Source, Step, Told};

@@ -13,6 +13,9 @@
 //! * A node without a peer address serves nobody: it lives and may ask, but is never offered.
 //! * A beat or registration of an older epoch changes nothing.
 //! * `Absent` nodes are known by name and number (from the store) and must register.
+//! * A node registers with every member, each time under a higher epoch. What the store says of a registration with another
+//!   member ([`Members::learn`]) tells where the node is to be reached, and neither that it lives nor which registration
+//!   is this member's: that is for its own beats and registrations to say.
 //!
 //! Beats are O(1); [`Members::expire`] is O(1) until the earliest instant at which a state can change, O(nodes) then.
 
@@ -23,7 +26,7 @@ use std::time::Duration;
 use reprise_policy::{Epoch, NodeId, Tick};
 
 use crate::live::LiveNodes;
-use crate::reports::NodeReport;
+use crate::reports::{DrainProgress, NodeReport};
 
 /// When a silent node is dead, and when forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,11 +124,20 @@ pub struct Members {
 #[derive(Debug)]
 struct Member {
     record: NodeRecord,
+    /// The newest registration that this member has granted, or that the store had when it started.
+    fence: Epoch,
+    /// The newest one that `record.details` are of.
+    details_of: Epoch,
     state: MemberState,
     /// Last beat or registration; meaningless when absent.
     last_beat: Tick,
     /// What it last said of itself in this registration.
     report: Option<NodeReport>,
+    /// Bytes that were placed on it since.
+    placed: u64,
+    /// Revision of the mode that it was last told, and of the one that it had been told when it reported.
+    told: u64,
+    knew: u64,
 }
 
 impl Members {
@@ -136,19 +148,39 @@ impl Members {
 
     /// A node that the store knows: absent until it registers.
     pub fn restore(&mut self, record: NodeRecord) {
-        let member = Member { state: MemberState::Absent, last_beat: Tick(0), report: None, record };
-        self.members.insert(member.record.node, member);
+        let fence = record.epoch;
+        self.members.insert(record.node, Member::new(record, fence, (MemberState::Absent, Tick(0))));
+    }
+
+    /// The store has a record of a registration with some member. Returns whether that was news.
+    pub fn learn(&mut self, record: NodeRecord) -> bool {
+        let Some(known) = self.members.get_mut(&record.node) else {
+            self.members.insert(record.node, Member::new(record, Epoch(0), (MemberState::Absent, Tick(0))));
+            return true;
+        };
+        if known.details_of >= record.epoch {
+            return false;
+        }
+        known.details_of = record.epoch;
+        let news = known.record.details != record.details;
+        known.record.details = record.details;
+        if known.state == MemberState::Absent {
+            known.record.epoch = record.epoch;
+        } else if known.state == MemberState::Alive && news {
+            known.offer(&mut self.live);
+        }
+        news
     }
 
     /// A node registered; it is alive from now on.
     pub fn register(&mut self, now: Tick, record: NodeRecord) -> Result<(), StaleEpoch> {
         let (node, offered) = (record.node, record.epoch);
         if let Some(known) = self.members.get(&node)
-            && known.record.epoch >= offered
+            && known.fence >= offered
         {
-            return Err(StaleEpoch { node, offered, current: known.record.epoch });
+            return Err(StaleEpoch { node, offered, current: known.fence });
         }
-        let member = Member { record, state: MemberState::Alive, last_beat: now, report: None };
+        let member = Member::new(record, offered, (MemberState::Alive, now));
         member.offer(&mut self.live);
         self.members.insert(node, member);
         self.expect_change(now.after(self.settings.dead_after));
@@ -179,8 +211,33 @@ impl Members {
     pub fn report(&mut self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
         let member = self.members.get_mut(&node).filter(|member| member.record.epoch == epoch);
         let Some(member) = member.filter(|member| member.state != MemberState::Absent) else { return false };
-        member.report = Some(report);
+        (member.report, member.placed, member.knew) = (Some(report), 0, member.told);
         true
+    }
+
+    /// A node is told its mode, of a revision of the store.
+    pub fn tell_mode(&mut self, node: NodeId, revision: u64) {
+        if let Some(member) = self.members.get_mut(&node) {
+            member.told = revision;
+        }
+    }
+
+    /// How far a node has come with the drain of this revision; `None` before it has reported in the knowledge of it.
+    pub fn drain_of(&self, node: NodeId, revision: u64) -> Option<DrainProgress> {
+        let member = self.members.get(&node).filter(|member| member.knew == revision)?;
+        member.report.as_ref().map(|report| report.drain)
+    }
+
+    /// Bytes were placed on a node: it has less room until it reports.
+    pub fn place(&mut self, node: NodeId, bytes: u64) {
+        if let Some(member) = self.members.get_mut(&node) {
+            member.placed = member.placed.saturating_add(bytes);
+        }
+    }
+
+    /// Bytes that were placed on a node since it reported.
+    pub fn placed_on(&self, node: NodeId) -> u64 {
+        self.members.get(&node).map_or(0, |member| member.placed)
     }
 
     /// What a node last said of itself in its current registration.
@@ -244,6 +301,11 @@ impl Members {
 }
 
 impl Member {
+    fn new(record: NodeRecord, fence: Epoch, (state, last_beat): (MemberState, Tick)) -> Member {
+        let details_of = record.epoch;
+        Member { record, fence, details_of, state, last_beat, report: None, placed: 0, told: 0, knew: 0 }
+    }
+
     /// Sets whether the living node is offered to others.
     fn offer(&self, live: &mut Arc<LiveNodes>) {
         let live = Arc::make_mut(live);
@@ -256,151 +318,4 @@ impl Member {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const SETTINGS: MemberSettings =
-        MemberSettings { dead_after: Duration::from_micros(15), forget_after: Duration::from_micros(60) };
-
-    fn record(node: u16, epoch: u64) -> NodeRecord {
-        NodeRecord {
-            node: NodeId(node),
-            name: format!("n{node}"),
-            epoch: Epoch(epoch),
-            details: NodeDetails { peer_address: "host:1".to_owned(), ..NodeDetails::default() },
-        }
-    }
-
-    fn state(members: &Members, node: u16) -> MemberState {
-        members.get(NodeId(node)).expect("a member").1
-    }
-
-    #[test]
-    fn a_silent_node_dies_is_forgotten_and_must_register_again() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(100), record(1, 1)).expect("newer");
-        assert!(members.expire(Tick(114)).is_empty());
-        assert!(members.live().contains(NodeId(1)));
-        assert_eq!(members.expire(Tick(115)), [MemberEvent::Died(NodeId(1))]);
-        assert!(!members.live().contains(NodeId(1)));
-        assert_eq!(members.next_deadline(), Some(Tick(160)));
-        assert_eq!(members.expire(Tick(160)), [MemberEvent::Forgotten(NodeId(1), Epoch(1))]);
-        assert_eq!(members.beat(Tick(161), NodeId(1), Epoch(1)), Beat::Unknown);
-        assert_eq!(members.next_deadline(), None);
-        members.register(Tick(162), record(1, 2)).expect("newer");
-        assert_eq!(members.beat(Tick(163), NodeId(1), Epoch(2)), Beat::Known);
-    }
-
-    #[test]
-    fn a_dead_node_that_beats_again_is_offered_again() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        assert_eq!(members.expire(Tick(20)).len(), 1);
-        assert_eq!(members.beat(Tick(30), NodeId(1), Epoch(1)), Beat::Returned);
-        assert!(members.live().contains(NodeId(1)));
-        assert_eq!(
-            members.expire(Tick(45)),
-            [MemberEvent::Died(NodeId(1))],
-            "silence counts from the last beat"
-        );
-    }
-
-    #[test]
-    fn a_node_that_serves_nobody_lives_but_is_not_offered() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        let silent = NodeRecord { details: NodeDetails::default(), ..record(1, 2) };
-        members.register(Tick(1), silent).expect("newer");
-        assert_eq!((state(&members, 1), members.live().contains(NodeId(1))), (MemberState::Alive, false));
-        members.expire(Tick(20));
-        assert_eq!(members.beat(Tick(21), NodeId(1), Epoch(2)), Beat::Returned);
-        assert!(!members.live().contains(NodeId(1)));
-    }
-
-    #[test]
-    fn an_older_registration_neither_beats_nor_registers() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 5)).expect("newer");
-        assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Unknown);
-        assert_eq!(members.beat(Tick(1), NodeId(2), Epoch(5)), Beat::Unknown);
-        let refused = members.register(Tick(1), record(1, 5)).expect_err("not newer");
-        assert_eq!((refused.offered, refused.current), (Epoch(5), Epoch(5)));
-        members.register(Tick(1), record(1, 6)).expect("newer");
-    }
-
-    #[test]
-    fn a_restored_node_is_known_but_absent() {
-        let mut members = Members::new(SETTINGS);
-        members.restore(record(3, 7));
-        assert_eq!(state(&members, 3), MemberState::Absent);
-        assert_eq!(members.beat(Tick(1), NodeId(3), Epoch(7)), Beat::Unknown);
-        assert!(members.register(Tick(1), record(3, 7)).is_err(), "its epoch was used");
-        assert_eq!(members.live().count(), 0);
-    }
-
-    #[test]
-    fn a_report_is_of_one_registration() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        let report = NodeReport { queued_bytes: 7, ..NodeReport::default() };
-        assert!(!members.report(NodeId(1), Epoch(2), report));
-        assert!(members.report(NodeId(1), Epoch(1), report));
-        assert_eq!(members.report_of(NodeId(1)), Some(&report));
-        members.register(Tick(1), record(1, 2)).expect("newer");
-        assert_eq!(members.report_of(NodeId(1)), None);
-        members.expire(Tick(100));
-        assert!(!members.report(NodeId(1), Epoch(2), report), "it must register again");
-    }
-
-    #[test]
-    fn a_lookup_keeps_the_set_of_nodes_it_began_with() {
-        let mut members = Members::new(SETTINGS);
-        members.register(Tick(0), record(1, 1)).expect("newer");
-        let before = members.live();
-        members.expire(Tick(15));
-        assert!(before.contains(NodeId(1)) && !members.live().contains(NodeId(1)));
-    }
-
-    proptest! {
-        /// Against the definition: alive exactly when the last accepted sign of life is younger than `dead_after`.
-        #[test]
-        fn a_node_is_live_exactly_while_its_last_beat_is_young(
-            steps in prop::collection::vec((0u8..4, 1u16..4, 0u64..20), 1..200),
-        ) {
-            let mut members = Members::new(SETTINGS);
-            let mut last: BTreeMap<u16, (u64, u64)> = BTreeMap::new(); // node → epoch, last sign of life
-            let mut now = 0;
-            for (operation, node, wait) in steps {
-                now += wait;
-                for event in members.expire(Tick(now)) {
-                    if let MemberEvent::Forgotten(gone, epoch) = event {
-                        prop_assert!(now - last[&gone.0].1 >= 60);
-                        prop_assert_eq!(epoch, Epoch(last[&gone.0].0));
-                    }
-                }
-                let epoch = last.get(&node).map_or(0, |known| known.0);
-                if operation == 0 {
-                    prop_assert!(members.register(Tick(now), record(node, epoch + 1)).is_ok());
-                    last.insert(node, (epoch + 1, now));
-                } else {
-                    let beat = members.beat(Tick(now), NodeId(node), Epoch(epoch));
-                    let silence = last.get(&node).map(|known| now - known.1);
-                    prop_assert_eq!(beat, match silence {
-                        Some(0..15) => Beat::Known,
-                        Some(15..60) => Beat::Returned,
-                        _ => Beat::Unknown,
-                    });
-                    if beat != Beat::Unknown {
-                        last.insert(node, (epoch, now));
-                    }
-                }
-                for (node, (_, sign)) in &last {
-                    prop_assert_eq!(members.live().contains(NodeId(*node)), now - sign < 15);
-                }
-                prop_assert!(members.next_deadline().is_none_or(|next| next > Tick(now)));
-            }
-        }
-    }
-}
+mod tests;

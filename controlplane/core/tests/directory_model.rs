@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use reprise_controlplane_core::{
     Changes, Directory, Found, LiveNodes, Opening, Replica, Update, Updated, Voided,
 };
+use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 /// Slots that keys of this test are in.
@@ -193,7 +194,7 @@ impl Model {
             .filter(|(node, _)| live.contains(node) && **node != asking)
             .flat_map(|(node, known)| known.held.iter().map(|(key, tier)| (*node, *key, *tier)))
             .filter(|(_, held, _)| held == key)
-            .map(|(node, _, tier)| Replica { node: NodeId(node), tier })
+            .map(|(node, _, tier)| Replica { node: NodeId(node), tier, load: LoadClass::default() })
             .collect()
     }
 }

@@ -34,7 +34,8 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
             ended.filter(|report| place.owns(&report.tenant) && !budgets.contains_key(&report.tenant));
         orders.extend(ended.filter_map(no_budget));
     }
-    Ok(ReportReply { orders, ..service.cluster.directions(node) })
+    let r#move = service.decides_moves().then(|| service.cluster.move_of(node)).flatten();
+    Ok(ReportReply { orders, r#move, ..service.cluster.directions(node) })
 }
 
 fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport {

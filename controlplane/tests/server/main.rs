@@ -7,6 +7,8 @@ mod events;
 mod harness;
 mod kv_events;
 mod membership;
+mod placement;
 mod restart;
+mod several;
 mod tenants;
 mod watches;

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use reprise_policy::quota::Quota;
+use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, SlotSet, TenantId, Tick, Tier};
 
 use crate::effect::{
@@ -372,6 +373,8 @@ pub struct Replica {
     pub node: NodeId,
     /// Where it lies there.
     pub tier: Tier,
+    /// How busy that node is, as the directory last heard.
+    pub load: LoadClass,
 }
 
 /// A peer wants blocks.

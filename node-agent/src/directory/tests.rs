@@ -12,6 +12,7 @@ use std::sync::mpsc;
 
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::effect::Change;
+use reprise_policy::routing::LoadClass;
 use reprise_proto::controlplane::NodeInfo;
 
 use super::*;
@@ -174,7 +175,7 @@ fn a_lookup_brings_the_replicas_of_each_key_that_can_be_reached_without_asking_f
     agent.client.lookup(LookupId(1), (0..10_000).map(key).collect(), LOOKUP_TIMEOUT);
     let DirectoryEvent::Found { lookup: LookupId(1), found } = agent.next() else { panic!("an answer") };
     assert_eq!(found.len(), 10_000, "more than one call takes");
-    let replica = |node, tier| Replica { node: NodeId(node), tier };
+    let replica = |node, tier| Replica { node: NodeId(node), tier, load: LoadClass::default() };
     assert_eq!(found[5], [replica(2, Tier::Dram), replica(2, Tier::Nvme)]);
     assert_eq!(found[7], [replica(300, Tier::Nvme)], "nobody has named node 9");
     assert!(found[8].is_empty(), "node 4 serves nobody");

@@ -3,10 +3,11 @@
 use prost::bytes::Bytes;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{Answer, Batch, Opening};
+use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, NodeId, SlotSet, Tier};
 use reprise_proto::controlplane::{LookupReply, UpdateReply, UpdateRequest};
 
-/// Packed replica: u16 node, u8 tier, u8 zero.
+/// Packed replica: u16 node, u8 tier, u8 load class.
 const REPLICA_BYTES: usize = 4;
 
 /// A batch as the directory's request.
@@ -61,8 +62,9 @@ pub(super) fn unpack_found(reply: &LookupReply, keys: usize, found: &mut Vec<Vec
 }
 
 fn replica(packed: &[u8; REPLICA_BYTES]) -> Option<Replica> {
-    let [low, high, tier, _] = *packed;
-    Some(Replica { node: NodeId(u16::from_le_bytes([low, high])), tier: Tier::from_wire(tier)? })
+    let [low, high, tier, load] = *packed;
+    let load = LoadClass(load).min(LoadClass::MAX);
+    Some(Replica { node: NodeId(u16::from_le_bytes([low, high])), tier: Tier::from_wire(tier)?, load })
 }
 
 #[cfg(test)]
@@ -73,18 +75,18 @@ mod tests {
     fn replicas_are_split_by_their_offsets() {
         let reply = LookupReply {
             offsets: vec![0, 2, 2, 3],
-            replicas: vec![1, 0, 1, 0, 2, 1, 2, 0, 3, 0, 2, 0].into(),
+            replicas: vec![1, 0, 1, 0, 2, 1, 2, 9, 3, 0, 2, 99].into(),
             ..LookupReply::default()
         };
         let mut found = Vec::new();
         assert_eq!(unpack_found(&reply, 3, &mut found), Some(()));
-        let replica = |node, tier| Replica { node: NodeId(node), tier };
+        let replica = |node, tier, load| Replica { node: NodeId(node), tier, load: LoadClass(load) };
         assert_eq!(
             found,
             vec![
-                vec![replica(1, Tier::Dram), replica(258, Tier::Nvme)],
+                vec![replica(1, Tier::Dram, 0), replica(258, Tier::Nvme, 9)],
                 vec![],
-                vec![replica(3, Tier::Nvme)]
+                vec![replica(3, Tier::Nvme, 15)]
             ]
         );
     }

@@ -1,10 +1,24 @@
 //! Answers of a lookup.
 
-use reprise_policy::{NodeId, Tier};
+use reprise_policy::routing::{Arrival, Domain, LoadClass, PeerTable};
+use reprise_policy::{BlockKey, NodeId, Tier};
 
 use super::REPLICAS_PER_KEY_MAX;
 use super::announced::Completeness;
 use super::table::Entry;
+
+/// Replicas of one key that are looked at, at the most: of a block that more nodes hold any of these will do, and a look-up
+/// of such keys costs no more than of others.
+pub const CONSIDERED_MAX: usize = 64;
+
+/// Who asks, and what is known of those that may answer.
+#[derive(Clone, Copy, Debug)]
+pub struct Asker<'a> {
+    /// Its own replicas are left out; none: nobody's are.
+    pub node: Option<NodeId>,
+    /// Load and failure domain of nodes, as they decide which replica arrives first.
+    pub peers: &'a PeerTable,
+}
 
 /// A replica as a lookup answers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -13,6 +27,8 @@ pub struct Replica {
     pub node: NodeId,
     /// Where it lies there.
     pub tier: Tier,
+    /// How busy the node is.
+    pub load: LoadClass,
 }
 
 /// Answers of a lookup; reused between lookups it does not allocate.
@@ -32,7 +48,7 @@ impl Found {
         self.offsets.len().saturating_sub(1)
     }
 
-    /// Replicas of the key at `index` of the lookup.
+    /// Replicas of the key at `index` of the lookup, the soonest first.
     pub fn of(&self, index: usize) -> &[Replica] {
         &self.replicas[self.offsets[index] as usize..self.offsets[index + 1] as usize]
     }
@@ -74,12 +90,14 @@ impl Found {
         self.offsets.push(self.replicas.len() as u32);
     }
 
-    /// Adds the answer for the next key.
+    /// Adds the answer for the next key. A key with one replica pays for no order.
     #[inline]
     pub(super) fn collect<'a>(
         &mut self,
+        key: &BlockKey,
         entries: impl Iterator<Item = &'a Entry>,
         completeness: Completeness,
+        (peers, asking): (&PeerTable, Domain),
     ) {
         self.partial += u32::from(completeness == Completeness::Partial);
         let first = self.replicas.len();
@@ -87,11 +105,21 @@ impl Found {
             if entry.generation != self.visible[usize::from(entry.node.0)] {
                 continue;
             }
+            if self.replicas.len() - first >= CONSIDERED_MAX {
+                break;
+            }
+            let load = peers.of(entry.node).load;
             for tier in [Tier::Dram, Tier::Nvme] {
-                if entry.tiers.contains(tier) && self.replicas.len() - first < REPLICAS_PER_KEY_MAX {
-                    self.replicas.push(Replica { node: entry.node, tier });
+                if entry.tiers.contains(tier) {
+                    self.replicas.push(Replica { node: entry.node, tier, load });
                 }
             }
+        }
+        if self.replicas.len() - first > 1 {
+            self.replicas[first..].sort_unstable_by_key(|replica| {
+                Arrival::of(key, (replica.node, replica.tier), peers.of(replica.node), asking)
+            });
+            self.replicas.truncate(first + REPLICAS_PER_KEY_MAX);
         }
         // 8,192 keys × 16 replicas are far from 32 bits.
         self.offsets.push(self.replicas.len() as u32);

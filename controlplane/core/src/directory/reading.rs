@@ -5,6 +5,7 @@
 //! once, and a key that comes or goes meanwhile is read as it is when the cursor passes its place.
 
 use reprise_policy::key::HASH_SLOTS;
+use reprise_policy::placement::Holding;
 use reprise_policy::{BlockKey, NodeId, Tier};
 
 use super::Directory;
@@ -35,6 +36,18 @@ impl Cursor {
 }
 
 impl Directory {
+    /// All replicas of a key in current inventories, whether their nodes live or not; `None` when its slot is not owned.
+    pub fn holdings(&self, key: &BlockKey) -> Option<impl Iterator<Item = Holding>> {
+        let current =
+            |entry: &&super::Entry| entry.generation == self.nodes[usize::from(entry.node.0)].generation;
+        self.owned.contains(key.hash_slot()).then(|| {
+            self.slot(key).of_key(key).filter(current).flat_map(|entry| {
+                let tiers = [Tier::Dram, Tier::Nvme].into_iter().filter(|tier| entry.tiers.contains(*tier));
+                tiers.map(|tier| Holding { node: entry.node, tier })
+            })
+        })
+    }
+
     /// Adds the replicas of current inventories, in slots that are owned, from the cursor on to `read`, looking at `entries_max` entries and those that
     /// share the last one's hash, and moves the cursor. Nodes need not live to be read.
     pub fn read(&self, cursor: &mut Cursor, entries_max: usize, read: &mut Vec<HeldReplica>) {

@@ -177,12 +177,13 @@ pub(super) fn peer_source(tier: Tier) -> Source {
 #[cfg(test)]
 mod tests {
     use reprise_policy::NodeId;
+    use reprise_policy::routing::LoadClass;
 
     use super::*;
 
     #[test]
     fn a_replica_in_dram_counts_before_one_on_nvme() {
-        let replica = |tier| Replica { node: NodeId(1), tier };
+        let replica = |tier| Replica { node: NodeId(1), tier, load: LoadClass::default() };
         assert_eq!(best_source(&[]), None);
         assert_eq!(best_source(&[replica(Tier::Nvme), replica(Tier::Dram)]), Some(Source::PeerDram));
         assert_eq!(best_source(&[replica(Tier::Nvme)]), Some(Source::PeerNvme));

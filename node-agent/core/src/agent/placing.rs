@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::routing::{self, Candidate};
+use reprise_policy::routing::{self, Candidate, LoadHint};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
 use super::AgentCore;
@@ -141,8 +141,7 @@ impl AgentCore {
                 self.join_fill(id, block, frame);
                 continue;
             }
-            let Some(key) = self.load_key(id, block) else { return };
-            let Some((node, others)) = self.choose_peer(&key, replicas) else {
+            let Some((node, others)) = self.choose_peer(replicas) else {
                 self.lose_block(id, block, otherwise);
                 continue;
             };
@@ -172,10 +171,6 @@ impl AgentCore {
         for (node, blocks) in groups {
             self.emit_fetch(node, layout, blocks, deadline);
         }
-    }
-
-    fn load_key(&self, id: SlabId, block: u32) -> Option<BlockKey> {
-        self.loads.get(id).map(|load| load.keys[block as usize])
     }
 
     fn look_here(&self, id: SlabId, block: u32) -> Here {
@@ -255,17 +250,18 @@ impl AgentCore {
         }
     }
 
-    /// The peer to fetch a block from, and the replicas that remain if it fails.
-    fn choose_peer(&self, key: &BlockKey, mut replicas: Vec<Replica>) -> Option<(NodeId, Vec<Replica>)> {
+    /// The peer to fetch a block from, and the replicas that remain if it fails. A peer's load is what all want of it, as
+    /// the directory last heard, and what this node wants of it now.
+    fn choose_peer(&self, mut replicas: Vec<Replica>) -> Option<(NodeId, Vec<Replica>)> {
         let candidate = |replica: &Replica| Candidate {
             node: replica.node,
             tier: replica.tier,
-            load: self.peers.queued(replica.node),
+            load: LoadHint(replica.load.hint().0.saturating_add(self.peers.queued(replica.node).0)),
         };
         let candidates: Vec<Candidate> = replicas.iter().map(candidate).collect();
         let suspect = |node| self.peers.is_suspect(node, self.now);
-        let Candidate { node, .. } = routing::soonest(key, &candidates, suspect)
-            .or_else(|| routing::soonest(key, &candidates, |_| false))?;
+        let Candidate { node, .. } =
+            routing::soonest(&candidates, suspect).or_else(|| routing::soonest(&candidates, |_| false))?;
         replicas.retain(|replica| replica.node != node);
         Some((node, replicas))
     }

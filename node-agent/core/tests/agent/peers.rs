@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use reprise_agent_core::effect::{ServeId, ServeObjects};
 use reprise_agent_core::event::Replica;
+use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, Layout, NodeId, Tier};
 
 use crate::memory::{Memory, Tag, overlap};
@@ -19,12 +20,15 @@ impl Peers {
     /// What the directory says: nearly always the truth.
     pub(crate) fn find(&self, key: &BlockKey, rng: &mut Rng, lies_permille: u64) -> Vec<Replica> {
         let mut found = Vec::new();
+        let load = LoadClass::default();
         for (node, blocks) in &self.held {
             match blocks.get(key) {
                 Some((_, tier)) if !rng.chance(lies_permille) => {
-                    found.push(Replica { node: *node, tier: *tier });
+                    found.push(Replica { node: *node, tier: *tier, load });
                 }
-                None if rng.chance(lies_permille) => found.push(Replica { node: *node, tier: Tier::Dram }),
+                None if rng.chance(lies_permille) => {
+                    found.push(Replica { node: *node, tier: Tier::Dram, load });
+                }
                 _ => {}
             }
         }

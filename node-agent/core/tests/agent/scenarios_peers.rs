@@ -5,6 +5,7 @@ use std::time::Duration;
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
+use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::Asked;
@@ -251,7 +252,7 @@ fn answers_for_loads_that_have_ended_are_passed_over() {
     let Job::Lookup { lookup, .. } = world.jobs.remove(0) else { panic!("a question") };
     world.pass(Duration::from_millis(1));
     assert_eq!(lost(&blocks(&world, session)[0]), Some(LossReason::Deadline));
-    let found = vec![vec![Replica { node: ONE, tier: Tier::Dram }]];
+    let found = vec![vec![Replica { node: ONE, tier: Tier::Dram, load: LoadClass::default() }]];
     world.apply(Event::Found { lookup, found });
     assert!(world.jobs.is_empty());
 }

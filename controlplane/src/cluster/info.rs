@@ -1,0 +1,54 @@
+//! A node as the list of nodes and its watchers name it.
+
+use reprise_controlplane_core::{DrainProgress, MemberState, Members, NodeRecord, NodeReport};
+use reprise_policy::NodeMode;
+use reprise_proto::controlplane::{self as wire, NodeInfo, NodeUsage};
+
+use super::Cluster;
+use super::choosing::wire_mode;
+use crate::placement::bytes;
+
+impl Cluster {
+    pub(super) fn infos(&self, members: &Members) -> Vec<NodeInfo> {
+        members.iter().map(|(record, state)| self.info(members, record, state)).collect()
+    }
+
+    pub(super) fn info(&self, members: &Members, record: &NodeRecord, state: MemberState) -> NodeInfo {
+        let details = record.details.clone();
+        let set = self.mode_of(&record.name);
+        let drain = members.drain_of(record.node, set.revision.0);
+        NodeInfo {
+            node: u32::from(record.node.0),
+            name: record.name.clone(),
+            peer_address: details.peer_address,
+            admin_address: details.admin_address,
+            epoch: record.epoch.0,
+            alive: state == MemberState::Alive,
+            dram_bytes: details.dram_bytes,
+            nvme_bytes: details.nvme_bytes,
+            failure_domain: details.failure_domain,
+            version: details.version,
+            mode: wire_mode(set.mode).into(),
+            usage: members.report_of(record.node).map(usage),
+            drain: drain.filter(|_| set.mode == NodeMode::Draining).map(progress),
+        }
+    }
+}
+
+fn usage(report: &NodeReport) -> NodeUsage {
+    NodeUsage {
+        capacity: Some(bytes(report.capacity)),
+        used: Some(bytes(report.used)),
+        queued_bytes: report.queued_bytes,
+    }
+}
+
+fn progress(drain: DrainProgress) -> wire::DrainProgress {
+    wire::DrainProgress {
+        drained: drain.drained,
+        walked_blocks: drain.walked_blocks,
+        durable_blocks: drain.durable_blocks,
+        moved_bytes: drain.moved_bytes,
+        nowhere_blocks: drain.nowhere_blocks,
+    }
+}

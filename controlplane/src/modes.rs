@@ -1,0 +1,136 @@
+//! What nodes are for, in the store: `modes/<node name>`, JSON, written by `SetNode` of any member.
+//!
+//! A record is put and never deleted: its revision orders it against what nodes have heard, also after all members were
+//! away. So a node that is taken back has a record that says *active*; one that was never set has none.
+
+use reprise_controlplane_store::{Condition, KeyValue, Outcome, Revision, Store, Transaction, Write};
+use reprise_policy::NodeMode;
+use serde::{Deserialize, Serialize};
+
+use crate::identity::Identity;
+use crate::registry::RegistryError;
+
+/// Before each key.
+pub(crate) const MODES_PREFIX: &str = "modes/";
+/// Attempts against others that set the same node's mode. Each failure means that another has succeeded.
+const ATTEMPTS_MAX: usize = 64;
+
+/// A node's mode and the revision of the store that set it; of two the one with the higher revision holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SetMode {
+    /// The mode.
+    pub mode: NodeMode,
+    /// 0: never set.
+    pub revision: Revision,
+}
+
+/// The stored form of a mode.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    mode: StoredMode,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum StoredMode {
+    Active,
+    Cordoned,
+    Draining,
+}
+
+/// Sets a node's mode; returns what it was and what it is now, durably. Nothing is written when it is the same.
+///
+/// # Errors
+/// The store's, or another store than that of the identity.
+pub async fn set(
+    store: &dyn Store,
+    identity: &Identity,
+    name: &str,
+    mode: NodeMode,
+) -> Result<(NodeMode, SetMode), RegistryError> {
+    let key = format!("{MODES_PREFIX}{name}").into_bytes();
+    for _ in 0..ATTEMPTS_MAX {
+        let entry = store.get(&key).await?;
+        let before = entry.as_ref().map(read).transpose()?.map(|(_, set)| set).unwrap_or_default();
+        if before.mode == mode {
+            return Ok((mode, before));
+        }
+        let unchanged = match &entry {
+            None => Condition::Absent { key: key.clone() },
+            Some(entry) => Condition::Modified { key: key.clone(), revision: entry.modified },
+        };
+        let conditions = vec![unchanged, identity.unchanged()];
+        let writes = vec![Write::Put { key: key.clone(), value: written(mode), lease: None }];
+        if let Outcome::Committed(revision) = store.transact(Transaction { conditions, writes }).await? {
+            return Ok((before.mode, SetMode { mode, revision }));
+        }
+        if !identity.is_of(store).await? {
+            return Err(RegistryError::OtherStore);
+        }
+    }
+    Err(RegistryError::Busy)
+}
+
+/// A record of the store: whose, and what it says.
+///
+/// # Errors
+/// It is none of ours.
+pub fn read(entry: &KeyValue) -> Result<(&str, SetMode), RegistryError> {
+    let bad = |reason: &str| RegistryError::Record {
+        key: String::from_utf8_lossy(&entry.key).into_owned(),
+        reason: reason.to_owned(),
+    };
+    let name = std::str::from_utf8(&entry.key).ok().and_then(|key| key.strip_prefix(MODES_PREFIX));
+    let name = name.ok_or_else(|| bad("its key is no node name"))?;
+    let stored: Stored = serde_json::from_slice(&entry.value).map_err(|error| bad(&error.to_string()))?;
+    let mode = match stored.mode {
+        StoredMode::Active => NodeMode::Active,
+        StoredMode::Cordoned => NodeMode::Cordoned,
+        StoredMode::Draining => NodeMode::Draining,
+    };
+    Ok((name, SetMode { mode, revision: entry.modified }))
+}
+
+fn written(mode: NodeMode) -> Vec<u8> {
+    let mode = match mode {
+        NodeMode::Active => StoredMode::Active,
+        NodeMode::Cordoned => StoredMode::Cordoned,
+        NodeMode::Draining => StoredMode::Draining,
+    };
+    serde_json::to_vec(&Stored { mode }).expect("a record of a word is always JSON")
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_controlplane_store::MemoryStore;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_mode_is_kept_with_the_revision_that_set_it_and_said_again_it_writes_nothing() {
+        let store = MemoryStore::new();
+        let identity = Identity::of(&store).await.expect("made");
+        let set = async |mode| set(&store, &identity, "a", mode).await.expect("set");
+        assert_eq!(set(NodeMode::Active).await, (NodeMode::Active, SetMode::default()), "as ever");
+        let (before, cordoned) = set(NodeMode::Cordoned).await;
+        assert_eq!((before, cordoned.mode), (NodeMode::Active, NodeMode::Cordoned));
+        assert_eq!(set(NodeMode::Cordoned).await, (NodeMode::Cordoned, cordoned));
+        let (before, active) = set(NodeMode::Active).await;
+        assert_eq!((before, active.mode), (NodeMode::Cordoned, NodeMode::Active));
+        assert!(active.revision > cordoned.revision && cordoned.revision > Revision(0));
+        let entry = store.get(b"modes/a").await.expect("read").expect("it stays");
+        assert_eq!(read(&entry).expect("ours"), ("a", active));
+    }
+
+    #[tokio::test]
+    async fn another_store_takes_no_mode_and_a_record_of_others_is_an_error_with_its_key() {
+        let (store, other) = (MemoryStore::new(), MemoryStore::new());
+        let identity = Identity::of(&store).await.expect("made");
+        let refused = set(&other, &identity, "a", NodeMode::Draining).await.expect_err("another store");
+        assert!(matches!(refused, RegistryError::OtherStore), "{refused}");
+        let write = Write::Put { key: b"modes/a".to_vec(), value: b"{\"mode\":\"x\"}".to_vec(), lease: None };
+        store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+        let refused = set(&store, &identity, "a", NodeMode::Draining).await.expect_err("unreadable");
+        assert!(refused.to_string().contains("modes/a"), "{refused}");
+    }
+}

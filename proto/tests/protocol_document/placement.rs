@@ -1,0 +1,155 @@
+//! Examples of the Placement service's messages.
+
+use prost::bytes::Bytes;
+use reprise_proto::controlplane as cluster;
+
+use super::{row, run};
+
+/// Messages that others carry.
+pub(super) const CARRIED: [&str; 10] = [
+    "Bytes",
+    "NodeUsage",
+    "DrainProgress",
+    "TenantReport",
+    "TenantOrder",
+    "Move",
+    "RoutedNode",
+    "Tenant",
+    "TenantState",
+    "TenantShare",
+];
+
+fn both(dram: u64, nvme: u64) -> Option<cluster::Bytes> {
+    Some(cluster::Bytes { dram, nvme })
+}
+
+pub(super) fn usage() -> cluster::NodeUsage {
+    cluster::NodeUsage { capacity: both(1024, 2048), used: both(1, 2), queued_bytes: 3 }
+}
+
+pub(super) fn drain() -> cluster::DrainProgress {
+    cluster::DrainProgress {
+        drained: true,
+        walked_blocks: 4,
+        durable_blocks: 5,
+        moved_bytes: 6,
+        nowhere_blocks: 7,
+    }
+}
+
+fn report_rows() -> Vec<String> {
+    let tenant = cluster::TenantReport {
+        tenant: "t".to_owned(),
+        version: 9,
+        limit: both(3, 4),
+        used: both(1, 2),
+        limited: both(5, 6),
+        elsewhere: true,
+    };
+    let report = cluster::ReportRequest {
+        node: 7,
+        epoch: 3,
+        usage: Some(usage()),
+        drain: Some(drain()),
+        tenants: vec![tenant],
+    };
+    let order =
+        cluster::TenantOrder { tenant: "t".to_owned(), version: 9, reserved: both(1, 2), limit: both(3, 4) };
+    let reply = cluster::ReportReply {
+        fenced: true,
+        mode: cluster::NodeMode::Draining.into(),
+        mode_revision: 12,
+        orders: vec![order],
+        r#move: Some(cluster::Move { to: 258, bytes: 4096 }),
+    };
+    vec![
+        row(
+            "`ReportRequest`",
+            "node 7, epoch 3; of 1 KiB and 2 KiB uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7; tenant \"t\": version 9, \
+             limit 3, 4, used 1, 2, limited 5, 6, elsewhere",
+            &report,
+        ),
+        row(
+            "`ReportReply`",
+            "fenced; draining by revision 12; \"t\": version 9, reserved 1, 2, limit 3, 4; 4,096 bytes to node 258",
+            &reply,
+        ),
+    ]
+}
+
+fn question_rows() -> Vec<String> {
+    let place = cluster::PlaceRequest {
+        holder: 7,
+        epoch: 3,
+        keys: run(0x11, 32),
+        slot_bytes: 8192,
+        reason: cluster::PlaceReason::Move.into(),
+        to: 258,
+    };
+    let placed = cluster::PlaceReply {
+        fenced: true,
+        targets: Bytes::from_static(&[2, 1, 0xff, 0xff]),
+        map_epoch: 12,
+        elsewhere: vec![1],
+    };
+    let node = cluster::RoutedNode { node: 7, name: "n".to_owned(), run: 2, dram_run: 1, queued_bytes: 300 };
+    let routed = cluster::RouteReply { nodes: vec![node], cluster_run: 3, unanswered: 4, partial: 5 };
+    vec![
+        row("`PlaceRequest`", "holder 7, epoch 3; 16 × 11, 16 × 11 of 8 KiB each; moves to node 258", &place),
+        row("`PlaceReply`", "fenced; node 258; nowhere; map epoch 12; key 1 elsewhere", &placed),
+        row(
+            "`RouteRequest`",
+            "16 × 11; 5 nodes",
+            &cluster::RouteRequest { keys: run(0x11, 16), nodes_max: 5 },
+        ),
+        row(
+            "`RouteReply`",
+            "node 7, \"n\": 2 keys, 1 in DRAM, 300 bytes queued; 3 in the cluster, 4 unanswered, 5 partial",
+            &routed,
+        ),
+    ]
+}
+
+fn setting_rows() -> Vec<String> {
+    let tenant = || Some(cluster::Tenant { name: "t".to_owned(), reserved: both(1, 2), limit: both(3, 4) });
+    let state = cluster::TenantState {
+        tenant: tenant(),
+        ledger_here: true,
+        used: both(5, 6),
+        charged: both(7, 8),
+        shares: vec![cluster::TenantShare { node: 7, granted: both(9, 10), used: both(11, 12) }],
+    };
+    let listed = cluster::ListTenantsReply {
+        tenants: vec![state],
+        capacity: both(1024, 2048),
+        overcommitted: both(13, 14),
+    };
+    vec![
+        row(
+            "`SetNodeRequest`",
+            "\"n\", cordoned",
+            &cluster::SetNodeRequest { name: "n".to_owned(), mode: cluster::NodeMode::Cordoned.into() },
+        ),
+        row(
+            "`SetNodeReply`",
+            "was draining",
+            &cluster::SetNodeReply { before: cluster::NodeMode::Draining.into() },
+        ),
+        row(
+            "`SetTenantRequest`",
+            "\"t\", reserved 1, 2, limit 3, 4",
+            &cluster::SetTenantRequest { tenant: tenant() },
+        ),
+        row("`RemoveTenantRequest`", "\"t\"", &cluster::RemoveTenantRequest { name: "t".to_owned() }),
+        row(
+            "`ListTenantsReply`",
+            "that tenant, ledger here, used 5, 6, charged 7, 8, node 7 granted 9, 10, uses 11, 12; of 1 KiB and 2 KiB, 13 and \
+             14 too much",
+            &listed,
+        ),
+    ]
+}
+
+pub(super) fn rows() -> Vec<String> {
+    [report_rows(), question_rows(), setting_rows()].concat()
+}
