@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, NodeId, Tick};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use super::AgentCore;
 use super::hot::Heat;
@@ -35,7 +35,7 @@ use super::slab::{Slab, SlabId};
 use super::tenants::nvme_bytes;
 use super::timers::Timer;
 use crate::effect::{Effect, Offer, OfferId, PlaceId, PlaceReason};
-use crate::event::{NodeMode, Placement};
+use crate::event::Placement;
 use drain::Drain;
 pub use drain::DrainProgress;
 use moves::{Dropped, Moving};

@@ -5,8 +5,8 @@ use std::time::Duration;
 use reprise_agent_core::agent::limits::{FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX};
 use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
-use reprise_agent_core::event::{Event, Grant, Move, NodeMode, Placement, Priority, Scope};
-use reprise_policy::{BlockKey, NodeId, Quota, SessionId, TenantId, Tier};
+use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
 use crate::world::{Setup, World, key, keys, large_layout, small_layout};
