@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use reprise_policy::quota::Quota;
 use reprise_policy::routing::LoadClass;
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, NodeId, SessionId, SlotSet, TenantId, Tick, Tier};
+use reprise_policy::{
+    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, Tick, Tier,
+};
 
 use crate::effect::{
     CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PeerOfferId, PlaceId, ServeId,
@@ -121,7 +123,7 @@ pub enum Event {
     },
     /// A peer offers blocks: answer with [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).
     PeerOffer(PeerOffer),
-    /// The control plane has said how far this node is used. Of two modes that with the higher revision holds.
+    /// The control plane has said what this node is for. Of two modes that with the higher revision holds.
     Mode {
         /// The mode.
         mode: NodeMode,
@@ -155,19 +157,6 @@ pub struct Grant {
     pub dram: Quota,
     /// Of all devices together, header pages included.
     pub nvme: Quota,
-}
-
-/// How far a node is used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u8)]
-pub enum NodeMode {
-    /// For everything.
-    #[default]
-    Active = 0,
-    /// Chosen for nothing new. Its engines save there as ever.
-    Cordoned = 1,
-    /// Cordoned, and gives away what only it has.
-    Draining = 2,
 }
 
 /// Where a further durable replica of a block goes.

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use reprise_agent_core::agent::{DrainProgress, TenantUsage};
-use reprise_agent_core::event::NodeMode;
-use reprise_policy::{ByteSize, Interval, quota};
+use reprise_policy::{ByteSize, Interval, NodeMode, quota};
 use serde::Serialize;
 
 use super::AdminContext;

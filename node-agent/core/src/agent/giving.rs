@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, NodeId, Tick};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use super::AgentCore;
 use super::hot::Heat;
@@ -35,7 +35,7 @@ use super::slab::{Slab, SlabId};
 use super::tenants::nvme_bytes;
 use super::timers::Timer;
 use crate::effect::{Effect, Offer, OfferId, PlaceId, PlaceReason};
-use crate::event::{NodeMode, Placement};
+use crate::event::Placement;
 use drain::Drain;
 pub use drain::DrainProgress;
 use moves::{Dropped, Moving};
@@ -90,8 +90,9 @@ pub(super) enum Stage {
     Due(Tick),
     /// The control plane's answer.
     Asking(SlabId),
-    /// Answers of so many peers; asked about again then.
-    Offering { open: u32, again: Tick },
+    /// Answers of so many peers. Asked about again then, at the earliest wish of those that have answered: who has no room
+    /// does not hold up what the others take.
+    Offering { open: u32, again: Option<Tick> },
 }
 
 /// A question to the control plane.
@@ -337,8 +338,10 @@ impl AgentCore {
         }
         let open = offers.into_iter().map(|(node, keys)| self.offer(ask.batch, node, keys)).sum();
         if let Some(batch) = self.giving.batches.get_mut(ask.batch) {
-            let again = self.now.after(PLACE_AGAIN);
-            batch.stage = if open == 0 { Stage::Due(again) } else { Stage::Offering { open, again } };
+            batch.stage = match open {
+                0 => Stage::Due(self.now.after(PLACE_AGAIN)),
+                open => Stage::Offering { open, again: None },
+            };
             if enough > 0 || answered == 0 {
                 batch.fruitless = 0;
             }
@@ -413,9 +416,12 @@ impl AgentCore {
             }
         }
         if let Stage::Offering { open, again } = batch.stage {
-            let again = again.max(self.now.after(retry_after.min(OFFER_RETRY_MAX)));
-            let open = open - 1;
-            batch.stage = if open == 0 { Stage::Due(again) } else { Stage::Offering { open, again } };
+            let wish = self.now.after(retry_after.clamp(PLACE_AGAIN, OFFER_RETRY_MAX));
+            let again = again.map_or(wish, |again| again.min(wish));
+            batch.stage = match open - 1 {
+                0 => Stage::Due(again),
+                open => Stage::Offering { open, again: Some(again) },
+            };
         }
         self.end_round_of_hot(offer.batch);
     }

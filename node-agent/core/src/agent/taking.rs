@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, NodeId, Tick};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use super::AgentCore;
 use super::fills::{Fill, Keep, Origin};
@@ -30,7 +30,7 @@ use super::tenants::nvme_bytes;
 use super::tickets::TicketList;
 use super::writeback::Cause;
 use crate::effect::{Effect, LossReason, PeerBlock};
-use crate::event::{NodeMode, PeerOffer};
+use crate::event::PeerOffer;
 
 /// What is being taken; see the module.
 #[derive(Debug, Default)]

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use reprise_agent_core::agent::{Settings, TenantQuotas};
-use reprise_agent_core::event::{Event, Grant, Move, NodeMode, Priority, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, Quota, SessionId, SlotSet, TenantId, Tier};
+use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::rng::{Rng, for_seeds, seed_wanted};

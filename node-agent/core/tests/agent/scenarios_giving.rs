@@ -5,8 +5,8 @@ use std::time::Duration;
 use reprise_agent_core::agent::limits::{FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX};
 use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
-use reprise_agent_core::event::{Event, Grant, Move, NodeMode, Placement, Priority, Scope};
-use reprise_policy::{BlockKey, NodeId, Quota, SessionId, TenantId, Tier};
+use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
 use crate::world::{Setup, World, key, keys, large_layout, small_layout};
@@ -187,6 +187,19 @@ fn what_was_taken_is_asked_about_until_it_is_durable_elsewhere() {
     assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))], "a second walk makes sure");
     answer(&mut world, &[Placement::Enough; 2]);
     assert!(progress(&world).drained);
+}
+
+#[test]
+fn a_peer_without_room_does_not_hold_up_what_others_take() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE), Placement::To(TWO)]);
+    let (first, second) = (offered(&mut world), offered(&mut world));
+    take(&mut world, &first, &[], Duration::from_secs(9));
+    take(&mut world, &second, &[0], Duration::ZERO);
+    world.pass(Duration::from_millis(1100));
+    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))]);
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::{Settings, TenantQuotas};
 use reprise_agent_core::effect::{CommitStatus, LoadedBlock, Reply, Source};
-use reprise_agent_core::event::{Event, FillError, Grant, NodeMode, Priority, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, Quota, SessionId, TenantId, Tier};
+use reprise_agent_core::event::{Event, FillError, Grant, Priority, Request, Scope};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::scenarios_giving::save_durably;

@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Tick};
+use reprise_policy::{BlockKey, NodeMode, Tick};
 
 use super::super::AgentCore;
 use super::super::limits::{
@@ -19,7 +19,6 @@ use super::super::limits::{
 use super::super::shapes::ShapeId;
 use super::Giving;
 use crate::effect::PlaceReason;
-use crate::event::NodeMode;
 
 /// How far the draining of a node is, as it says of itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
