@@ -20,11 +20,17 @@
 //! follows them), what a member's services do around the cores (`member.rs`), the transport (`peers.rs`). Pure as the
 //! cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
 
+mod answers;
+mod asking;
 mod audit;
+mod client;
+mod clock;
 mod disk;
 mod engine;
 mod faults;
 mod jobs;
+mod joining;
+mod keeper;
 mod link;
 mod member;
 mod memory;
@@ -32,10 +38,12 @@ mod messages;
 mod network;
 mod node;
 mod peers;
+mod places;
 mod plane;
 mod queue;
 mod rng;
 mod setup;
+mod store;
 mod trace;
 mod turns;
 mod world;

@@ -10,11 +10,12 @@ use reprise_policy::Tick;
 
 use crate::rng::Rng;
 
-/// A machine: nodes by their index, and the one with the control plane.
+/// A machine: nodes and members by their index, and the one with the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Host {
     Node(usize),
-    Member,
+    Member(usize),
+    Store,
 }
 
 /// A connection.

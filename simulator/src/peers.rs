@@ -4,8 +4,9 @@
 //! Deliberately absent: credits; a fetch is as large as the core makes it.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
-use reprise_agent_core::effect::{ArenaSlot, FetchId, FillId, PeerFetch, ServeId, ServeObjects};
+use reprise_agent_core::effect::{ArenaSlot, FetchId, FillId, PeerBlock, PeerFetch, ServeId, ServeObjects};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerRequest};
 use reprise_policy::{BlockKey, Layout, Tier};
 
@@ -85,8 +86,10 @@ impl World {
 
     pub(crate) fn fetch(&mut self, node: usize, fetch: PeerFetch) {
         let PeerFetch { fetch: id, node: from, layout, blocks, deadline } = fetch;
-        let host = self.host_of(from);
-        assert!(host != node, "an agent does not ask itself");
+        let Some(host) = self.client(node).host_of(from) else {
+            // Nobody has named it, or it is named no more.
+            return self.fetch_nowhere(node, &blocks);
+        };
         blocks.iter().for_each(|block| self.assert_unused(node, block.slot));
         let known = self.process(node).peer_lines.get(&host).copied();
         let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Node(host)));
@@ -108,11 +111,17 @@ impl World {
         self.later(node, deadline, Local::FetchDeadline(id));
     }
 
+    fn fetch_nowhere(&mut self, node: usize, blocks: &[PeerBlock]) {
+        for block in blocks {
+            let update = FillUpdate::Failed(FillError::PeerLost);
+            self.later(node, Duration::ZERO, Local::Event(Event::Fill { fill: block.fill, update }));
+        }
+    }
+
     /// What has not come by now does not come.
     pub(crate) fn fetch_deadline(&mut self, node: usize, id: FetchId) {
         let Some(fetch) = self.process(node).fetches.remove(&id) else { return };
-        let far = self.network.line(fetch.line).map(|line| line.ends[1]);
-        if far.is_none_or(|end| !self.lives(end)) {
+        if !self.far_lives(fetch.line) {
             self.process(node).peer_lines.retain(|_, line| *line != fetch.line);
         }
         self.send(fetch.line, 1, Message::Peer(PeerMessage::Cancel { fetch: id }));
@@ -280,7 +289,7 @@ impl World {
             self.send_later(node, serve, number);
         } else {
             // The serve may end with it, but not while the core speaks.
-            self.later(node, std::time::Duration::ZERO, Local::Send { serve, block: number });
+            self.later(node, Duration::ZERO, Local::Send { serve, block: number });
         }
     }
 

@@ -24,6 +24,19 @@ pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const SETTLED_AFTER: Duration = Duration::from_secs(5);
 /// As an agent's time for a lookup.
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
+/// As an agent's connections find out that nobody is there: a ping and the time for its answer.
+pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
+/// As an agent keeps the link to a member that has left the map.
+pub(crate) const LINK_KEPT: Duration = Duration::from_secs(10);
+/// As an agent bears with a home that is not sure of its place.
+pub(crate) const UNSURE_MAX: Duration = Duration::from_secs(3);
+/// As `member.time_to_live`.
+pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
+/// As a member's time for a call to the store, and its pause after one has failed.
+pub(crate) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const STORE_RETRY_AFTER: Duration = Duration::from_millis(250);
+/// As a member waits after its start for nodes that the store knows.
+pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Time in which everything comes to its end when faults have stopped: two calls that run into their timeout, the longest
 /// delays between attempts, and the longest load.
 pub(crate) const SETTLE: Duration = Duration::from_secs(14);
@@ -56,12 +69,36 @@ pub enum Variant {
     ReadsUnchecked,
     /// An agent does not tell the directory what it evicts.
     EvictionsUnannounced,
+    /// A member goes on answering when its lease has expired.
+    AnswersAfterLease,
+    /// A member counts the time of its lease from the store's answer on, not from its question.
+    LeaseFromAnswer,
+    /// A member whose watch was compacted away does not read the list of members again.
+    CompactionLosesChanges,
+    /// A member says that it knows everything about slots that it has just been given.
+    NewOwnerWhole,
+    /// A new registration does not begin a new sequence of announcements, nor a new inventory.
+    OutboxOutlivesRegistration,
+    /// A lookup waits for its answer however long that takes.
+    LookupsWithoutEnd,
+    /// The queue of announcements grows without a bound.
+    QueueWithoutBound,
+    /// Requests for what is on the node wait for a control plane, and are misses without one.
+    LocalNeedsControlPlane,
+    /// What peers send is not compared with its checksums.
+    PeersUnchecked,
+    /// Sessions of all tenants are one tenant's.
+    TenantsTogether,
+    /// Grants count in the order in which they come.
+    GrantsInOrderOfArrival,
 }
 
 /// See the module.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) nodes: usize,
+    /// Members of the control plane.
+    pub(crate) members: usize,
     /// Engines of one node.
     pub(crate) engines: usize,
     pub(crate) regions: u16,
@@ -95,6 +132,7 @@ impl Setup {
         };
         Setup {
             nodes: 2 + rng.below(4),
+            members: 1 + rng.below(4),
             engines: 1 + rng.below(2),
             regions: 2 + rng.below(4) as u16,
             region_bytes: 4 * slot,

@@ -8,6 +8,7 @@ use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
 
 use crate::engine::{Asked, Engine};
 use crate::memory::{Tag, checksums};
+use crate::network::Host;
 use crate::setup::{KEYS, key, large_layout, small_layout};
 use crate::world::{Action, Local, World};
 
@@ -23,11 +24,11 @@ impl World {
         let pace = self.setup.pace.as_micros() as u64;
         let delay = self.rng.micros(pace / 4..pace * 7 / 4);
         self.after(delay, Action::Engine { node, seat });
-        let place = &self.nodes[node];
-        let Some(process) = &place.process else { return };
+        let awake = self.is_awake(Host::Node(node));
+        let Some(process) = &self.nodes[node].process else { return };
         match process.seats[seat] {
             Some(session) => self.act(node, session),
-            None if !place.paused => self.open_session(node, seat),
+            None if awake => self.open_session(node, seat),
             None => {}
         }
         self.look_at(node);
@@ -83,7 +84,7 @@ impl World {
     /// Sends a request; the socket keeps the order.
     fn ask(&mut self, node: usize, session: SessionId, asked: Asked, body: Request) {
         let at = self.now.after(self.rng.micros(1..100));
-        let life = self.nodes[node].life;
+        let life = self.place(Host::Node(node)).life;
         let engine = self.process(node).sessions.get_mut(&session).expect("an open session");
         let request = engine.ask(asked);
         engine.last_sent = at.max(engine.last_sent);
@@ -170,7 +171,7 @@ impl World {
 
     /// Gives back what was held for too long.
     fn give_back_old(&mut self, node: usize, session: SessionId) {
-        let now = self.now;
+        let now = self.time(Host::Node(node));
         let engine = self.engine(node, session);
         let old = engine.reserved.iter().take_while(|(.., since)| now.since(*since) > HELD_MAX).count();
         let loads =

@@ -1,0 +1,643 @@
+//! A member and the store: how it starts, follows the members, holds its lease, notices another store, and registers nodes.
+//!
+//! ```text
+//!   start ── identity ──► records ──► serving:  follow members │ hold a lease and an entry │ watch the identity
+//!     └── the store does not answer: the process ends, and the next one begins
+//! ```
+//!
+//! The order of questions is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs` (register),
+//! `shards.rs` (follow, hold), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
+//! Left out: concurrent reads of two keys are one question; node numbers never run out.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use reprise_controlplane_core::{NodeDetails, NodeRecord};
+use reprise_policy::{Epoch, NodeId, Tick};
+
+use crate::faults::Repair;
+use crate::member::{HeldLease, LeaseStep, Member, View};
+use crate::messages::{CallId, Message, Question, Reply, Told};
+use crate::network::{Host, LineId};
+use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
+use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Refused, Revision, Value, Write};
+use crate::world::{Action, World, take_where};
+
+/// As `registry.rs`: attempts against registrations that came first.
+const ATTEMPTS_MAX: u32 = 64;
+/// Lives of a lease that a former process of this name may still have.
+const FORMER_LIVES: u32 = 2;
+
+/// Calls to the store, and the connection to it.
+#[derive(Debug, Default)]
+pub(crate) struct Talk {
+    line: Option<LineId>,
+    calls: BTreeMap<CallId, Asked>,
+    /// Watches that stand.
+    watches: BTreeMap<CallId, Asked>,
+    begun: u64,
+}
+
+/// How far a member is.
+#[derive(Debug, Default)]
+pub(crate) struct Joining {
+    /// It has read what it needs, and serves.
+    pub(crate) serving: bool,
+    identity: Option<Identity>,
+    /// Revision of the store when its identity was last looked at.
+    seen: Revision,
+    /// Counts the attempts to join: what belongs to an older one is passed over.
+    attempt: u64,
+    /// Its name is taken: it waits until that is free, or its time is over.
+    waits: bool,
+    /// What the watch has told so far.
+    listed: BTreeMap<usize, Revision>,
+}
+
+/// Which store it is.
+#[derive(Clone, Copy, Debug)]
+struct Identity {
+    number: u32,
+    revision: Revision,
+}
+
+/// A question without an answer.
+#[derive(Debug)]
+struct Asked {
+    of: Purpose,
+    line: LineId,
+    /// By the member's clock.
+    at: Tick,
+}
+
+/// A node that wants to register.
+#[derive(Clone, Copy, Debug)]
+struct Applicant {
+    name: usize,
+    line: LineId,
+    call: CallId,
+    attempts: u32,
+}
+
+#[derive(Clone, Debug)]
+enum Purpose {
+    Identity,
+    IdentityOf(u32),
+    CreateIdentity,
+    Records,
+    FollowRange,
+    FollowWatch,
+    Grant,
+    Put(LeaseId),
+    KeepAlive(LeaseId),
+    Revoke,
+    IdentityRange,
+    IdentityWatch(Revision),
+    Registered(Applicant),
+    Register(Applicant, Box<NodeRecord>),
+    IsOfStore(Applicant),
+}
+
+/// Something within a member's process.
+#[derive(Debug)]
+pub(crate) enum MemberStep {
+    /// A question to the store has had its time.
+    Timeout(CallId),
+    /// Time to look at the lease.
+    Lease(LeaseId),
+    /// Time to try to register.
+    Join { attempt: u64 },
+    /// Time to follow the members again.
+    Follow,
+    /// Time to look at the store's identity again.
+    Identity,
+    /// Nodes that have not come are waited for no longer.
+    GiveUpAbsent,
+    /// Silent nodes are looked for.
+    Expire,
+    /// Followers are told of nodes.
+    TellNodes,
+}
+
+impl MemberStep {
+    /// For the digest of the trace.
+    pub(crate) fn code(&self) -> u64 {
+        match self {
+            MemberStep::Timeout(call) => 1 + (call.0 << 8),
+            MemberStep::Lease(lease) => 2 + (lease.0 << 8),
+            MemberStep::Join { attempt } => 3 + (attempt << 8),
+            MemberStep::Follow => 4,
+            MemberStep::Identity => 5,
+            MemberStep::GiveUpAbsent => 6,
+            MemberStep::Expire => 7,
+            MemberStep::TellNodes => 8,
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn serves(&self, member: usize) -> bool {
+        self.members[member].as_ref().is_some_and(|member| member.joining.serving)
+    }
+
+    pub(crate) fn member(&mut self, member: usize) -> &mut Member {
+        self.members[member].as_mut().expect("only a running member is asked")
+    }
+
+    pub(crate) fn start_member(&mut self, member: usize) {
+        self.begin_process(Host::Member(member));
+        self.members[member] = Some(Member::new(member, self.setup.variant));
+        self.ask_store(member, Purpose::Identity, Question::Get(vec![Key::Identity]));
+    }
+
+    /// The process ends: its memory is gone.
+    pub(crate) fn kill_member(&mut self, member: usize) {
+        self.break_lines(Host::Member(member));
+        self.end_process(Host::Member(member));
+        self.members[member] = None;
+    }
+
+    /// A member cannot go on; its next process begins after a while.
+    fn end_member(&mut self, member: usize) {
+        self.trace.note(|| format!("member {member} ends"));
+        self.kill_member(member);
+        let delay = self.rng.millis(300..900);
+        self.after(delay, Action::Repair(Repair::StartMember(member)));
+    }
+
+    pub(crate) fn member_later(&mut self, member: usize, delay: Duration, what: MemberStep) {
+        let host = Host::Member(member);
+        let (at, life) = (self.in_time(host, delay), self.place(host).life);
+        self.queue.push(at, Action::Member { member, life, what });
+    }
+
+    pub(crate) fn member_step(&mut self, member: usize, life: u64, what: MemberStep) {
+        let place = self.place(Host::Member(member));
+        if !place.runs || place.life != life {
+            return;
+        }
+        match what {
+            MemberStep::Timeout(call) => {
+                let Some(asked) = self.member(member).talk.calls.remove(&call) else { return };
+                if !self.far_lives(asked.line) {
+                    self.drop_store_line(member, asked.line);
+                }
+                self.store_failed(member, asked.of);
+            }
+            MemberStep::Lease(id) => self.look_at_lease(member, id),
+            MemberStep::Join { attempt } if attempt == self.member(member).joining.attempt => self.join(member),
+            MemberStep::Join { .. } => {}
+            MemberStep::Follow => {
+                self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+            }
+            MemberStep::Identity => self.look_at_identity(member),
+            MemberStep::GiveUpAbsent => {
+                self.member(member).give_up_absent();
+                self.audit_directory(member);
+            }
+            MemberStep::Expire => self.expire(member),
+            MemberStep::TellNodes => self.tell_nodes(member),
+        }
+    }
+
+    // ---- questions ---------------------------------------------------------------------------------------------
+
+    fn ask_store(&mut self, member: usize, of: Purpose, question: Question) {
+        let host = Host::Member(member);
+        let known = self.member(member).talk.line;
+        let line = known.unwrap_or_else(|| self.open_line(host, Host::Store));
+        let at = self.time(host);
+        let talk = &mut self.member(member).talk;
+        talk.line = Some(line);
+        let call = CallId(talk.begun);
+        talk.begun += 1;
+        let time = match &of {
+            // No later than the lease itself.
+            Purpose::KeepAlive(_) => TIME_TO_LIVE,
+            _ => STORE_TIMEOUT,
+        };
+        talk.calls.insert(call, Asked { of, line, at });
+        self.send(line, 1, Message::Ask { call, question });
+        self.member_later(member, time, MemberStep::Timeout(call));
+    }
+
+    fn drop_store_line(&mut self, member: usize, line: LineId) {
+        let talk = &mut self.member(member).talk;
+        talk.line = talk.line.filter(|known| *known != line);
+    }
+
+    pub(crate) fn member_line_lost(&mut self, member: usize, line: LineId) {
+        self.drop_store_line(member, line);
+        let host = self.member(member);
+        host.followers.retain(|(of, _)| *of != line);
+        let mut lost = take_where(&mut host.talk.calls, |asked| asked.line == line);
+        lost.extend(take_where(&mut host.talk.watches, |asked| asked.line == line));
+        let life = self.place(Host::Member(member)).life;
+        for (_, asked) in lost {
+            // The first of them may have ended the process.
+            if self.runs(Host::Member(member)) && self.place(Host::Member(member)).life == life {
+                self.store_failed(member, asked.of);
+            }
+        }
+    }
+
+    fn store_failed(&mut self, member: usize, of: Purpose) {
+        match of {
+            Purpose::Identity | Purpose::IdentityOf(_) | Purpose::CreateIdentity | Purpose::Records => {
+                self.end_member(member);
+            }
+            Purpose::FollowRange | Purpose::FollowWatch => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Follow);
+            }
+            Purpose::IdentityRange | Purpose::IdentityWatch(_) => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
+            }
+            Purpose::Grant => self.join_later(member, STORE_RETRY_AFTER),
+            Purpose::Put(lease) => {
+                self.give_back(member, lease);
+                self.join_later(member, STORE_RETRY_AFTER);
+            }
+            Purpose::KeepAlive(id) => {
+                let now = self.time(Host::Member(member));
+                if let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) {
+                    lease.failed(now);
+                    self.look_at_lease(member, id);
+                }
+            }
+            Purpose::Revoke => {}
+            Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
+                self.refuse(of);
+            }
+        }
+    }
+
+    fn refuse(&mut self, of: Applicant) {
+        self.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
+    }
+
+    /// The store has answered, or a watch says something.
+    pub(crate) fn on_told(&mut self, member: usize, call: CallId, told: Told) {
+        let talk = &mut self.member(member).talk;
+        if let Told::Changes { revision, changes } = told {
+            if let Some(asked) = talk.watches.get(&call) {
+                let of = asked.of.clone();
+                self.on_changes(member, &of, revision, &changes);
+            }
+            return;
+        }
+        if let Told::Watching = told {
+            // It stands: from now on it has no time to run out of.
+            let Some(asked) = talk.calls.remove(&call) else { return };
+            let of = asked.of.clone();
+            talk.watches.insert(call, asked);
+            if let Purpose::IdentityWatch(revision) = of {
+                self.member(member).joining.seen = revision;
+            }
+            return;
+        }
+        let Some(Asked { of, at, .. }) = talk.calls.remove(&call) else { return };
+        self.on_store_answer(member, of, at, told);
+    }
+
+    fn on_store_answer(&mut self, member: usize, of: Purpose, asked: Tick, told: Told) {
+        match (of, told) {
+            (Purpose::Identity, Told::Entries(entries)) => match number_of(&entries[0]) {
+                Some(number) => {
+                    let key = Key::IdentityOf(number);
+                    self.ask_store(member, Purpose::IdentityOf(number), Question::Get(vec![key]));
+                }
+                None => self.create_identity(member),
+            },
+            (Purpose::CreateIdentity, Told::Transacted(_)) => {
+                self.ask_store(member, Purpose::Identity, Question::Get(vec![Key::Identity]));
+            }
+            (Purpose::IdentityOf(number), Told::Entries(entries)) => match &entries[0] {
+                Some(entry) => {
+                    let identity = Identity { number, revision: entry.modified };
+                    let joining = &mut self.member(member).joining;
+                    (joining.identity, joining.seen) = (Some(identity), entry.modified);
+                    self.ask_store(member, Purpose::Records, Question::Range(Prefix::Nodes));
+                }
+                None => self.end_member(member),
+            },
+            (Purpose::Records, Told::Range { entries, .. }) => self.begin_serving(member, &entries),
+            (Purpose::FollowRange, Told::Range { revision, entries }) => {
+                let listed = entries.iter().filter_map(|(key, entry)| Some((name_of(*key)?, entry.created)));
+                self.member(member).joining.listed = listed.collect();
+                self.publish(member, revision);
+                let watch = Question::Watch { prefix: Prefix::Members, from: revision + 1 };
+                self.ask_store(member, Purpose::FollowWatch, watch);
+            }
+            // What has happened is not known any more: the range is read again, at once.
+            (Purpose::FollowWatch, Told::Compacted) => self.follow_again(member),
+            (Purpose::Grant, Told::Granted(id)) => self.granted_lease(member, id, asked),
+            (Purpose::Put(id), Told::Transacted(result)) => self.put(member, id, result),
+            (Purpose::KeepAlive(id), Told::Kept { lives }) => self.kept_alive(member, id, asked, lives),
+            (Purpose::Revoke, Told::Revoked) => {}
+            (Purpose::IdentityRange, Told::Range { revision, entries }) => {
+                self.identity_read(member, revision, &entries);
+            }
+            (Purpose::IdentityWatch(revision), Told::Compacted) => {
+                self.member(member).joining.seen = revision;
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
+            }
+            (Purpose::Registered(of), Told::Entries(entries)) => self.register_in_store(member, of, &entries),
+            (Purpose::Register(of, record), Told::Transacted(result)) => match result {
+                Ok(_) => self.registered(member, *record, (of.line, of.call)),
+                Err(_) => {
+                    let number = self.identity(member).number;
+                    let key = vec![Key::IdentityOf(number)];
+                    self.ask_store(member, Purpose::IsOfStore(of), Question::Get(key));
+                }
+            },
+            (Purpose::IsOfStore(of), Told::Entries(entries)) => {
+                let revision = entries[0].as_ref().map(|entry| entry.modified);
+                if revision != Some(self.identity(member).revision) {
+                    self.refuse(of);
+                    return self.end_member(member);
+                }
+                let of = Applicant { attempts: of.attempts + 1, ..of };
+                if of.attempts == ATTEMPTS_MAX {
+                    return self.refuse(of);
+                }
+                self.read_record(member, of);
+            }
+            (of, told) => unreachable!("{told:?} is no answer to {of:?}"),
+        }
+    }
+
+    // ---- start -------------------------------------------------------------------------------------------------
+
+    fn create_identity(&mut self, member: usize) {
+        let number = (self.rng.next() >> 33) as u32;
+        let write = |key, value| Write { key, value, lease: None };
+        let writes = vec![
+            write(Key::Identity, Value::Number(number)),
+            write(Key::IdentityOf(number), Value::Nothing),
+        ];
+        let conditions = vec![Condition::Absent(Key::Identity)];
+        self.ask_store(member, Purpose::CreateIdentity, Question::Transact { conditions, writes });
+    }
+
+    /// The number of the store that a member knows.
+    pub(crate) fn identity_number(&self, member: usize) -> u32 {
+        let member = self.members[member].as_ref().expect("it runs");
+        member.joining.identity.expect("read before anything else").number
+    }
+
+    fn identity(&mut self, member: usize) -> Identity {
+        self.member(member).joining.identity.expect("read before anything else")
+    }
+
+    /// It has read what it needs.
+    fn begin_serving(&mut self, member: usize, records: &[(Key, Entry)]) {
+        let record = |(_, entry): &(Key, Entry)| match &entry.value {
+            Value::Node(record) => NodeRecord::clone(record),
+            other => unreachable!("{other:?} is no record of a node"),
+        };
+        let running = self.member(member);
+        running.restore(records.iter().map(record).collect());
+        running.joining.serving = true;
+        self.member_later(member, BEAT_EVERY, MemberStep::Expire);
+        self.member_later(member, EXPECTED_FOR, MemberStep::GiveUpAbsent);
+        self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+        self.join(member);
+        self.look_at_identity(member);
+    }
+
+    // ---- the store is another ----------------------------------------------------------------------------------
+
+    fn look_at_identity(&mut self, member: usize) {
+        let prefix = Prefix::IdentityOf(self.identity(member).number);
+        self.ask_store(member, Purpose::IdentityRange, Question::Range(prefix));
+    }
+
+    fn identity_read(&mut self, member: usize, revision: Revision, entries: &[(Key, Entry)]) {
+        let identity = self.identity(member);
+        let same = entries.first().is_some_and(|(_, entry)| entry.modified == identity.revision);
+        if !same || revision < self.member(member).joining.seen {
+            self.count("stores found replaced");
+            return self.end_member(member);
+        }
+        let prefix = Prefix::IdentityOf(identity.number);
+        let watch = Question::Watch { prefix, from: revision + 1 };
+        self.ask_store(member, Purpose::IdentityWatch(revision), watch);
+    }
+
+    // ---- following the members ---------------------------------------------------------------------------------
+
+    fn follow_again(&mut self, member: usize) {
+        if self.setup.variant == Variant::CompactionLosesChanges {
+            let from = self.keeper.store.revision() + 1;
+            let watch = Question::Watch { prefix: Prefix::Members, from };
+            return self.ask_store(member, Purpose::FollowWatch, watch);
+        }
+        self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+    }
+
+    fn on_changes(&mut self, member: usize, of: &Purpose, revision: Revision, changes: &[Change]) {
+        match of {
+            Purpose::FollowWatch => {
+                let listed = &mut self.member(member).joining.listed;
+                for change in changes {
+                    let Some(name) = name_of(change.key) else { continue };
+                    match &change.entry {
+                        Some(entry) => listed.insert(name, entry.created),
+                        None => listed.remove(&name),
+                    };
+                }
+                self.publish(member, revision);
+            }
+            // Anything that happens to it is its end.
+            Purpose::IdentityWatch(_) => self.end_member(member),
+            of => unreachable!("{of:?} is no watch"),
+        }
+    }
+
+    /// Makes a list of members known, if it is another than the last.
+    fn publish(&mut self, member: usize, revision: Revision) {
+        let listed = self.member(member).joining.listed.clone();
+        if self.member(member).view.members == listed {
+            return;
+        }
+        let map = self.map_of(Epoch(revision), listed.keys().copied());
+        self.audit_list(revision, &listed);
+        let view = View { members: listed, map };
+        let now = self.time(Host::Member(member));
+        let running = self.member(member);
+        running.view = view;
+        let free = !running.view.members.contains_key(&running.name);
+        if free && running.joining.waits {
+            self.join(member);
+        }
+        self.trace.note(|| format!("member {member} follows revision {revision} at {now:?}"));
+        self.place_changed(member);
+    }
+
+    // ---- lease and entry ---------------------------------------------------------------------------------------
+
+    fn join_later(&mut self, member: usize, delay: Duration) {
+        let joining = &mut self.member(member).joining;
+        joining.attempt += 1;
+        let attempt = joining.attempt;
+        self.member_later(member, delay, MemberStep::Join { attempt });
+    }
+
+    fn join(&mut self, member: usize) {
+        let joining = &mut self.member(member).joining;
+        (joining.attempt, joining.waits) = (joining.attempt + 1, false);
+        self.ask_store(member, Purpose::Grant, Question::Grant(TIME_TO_LIVE));
+    }
+
+    fn granted_lease(&mut self, member: usize, id: LeaseId, asked: Tick) {
+        let answered = self.time(Host::Member(member));
+        let counted_from = match self.setup.variant {
+            Variant::LeaseFromAnswer => answered,
+            _ => asked,
+        };
+        let name = self.member(member).name;
+        self.member(member).lease = Some(HeldLease::granted(id, TIME_TO_LIVE, counted_from));
+        let write = Write { key: Key::Member(name), value: Value::Nothing, lease: Some(id) };
+        let (conditions, writes) = (vec![Condition::Absent(Key::Member(name))], vec![write]);
+        self.ask_store(member, Purpose::Put(id), Question::Transact { conditions, writes });
+        self.look_at_lease(member, id);
+    }
+
+    fn put(&mut self, member: usize, id: LeaseId, result: Result<Revision, Refused>) {
+        match result {
+            Ok(revision) => {
+                self.count("members registered");
+                let running = self.member(member);
+                if running.lease.is_some_and(|lease| lease.id == id) {
+                    running.registration = Some(revision);
+                    self.place_changed(member);
+                } else {
+                    // Lost meanwhile.
+                    self.join(member);
+                }
+            }
+            Err(Refused::Conflict) => {
+                self.give_back(member, id);
+                self.count("member names taken");
+                let running = self.member(member);
+                let free = !running.view.members.contains_key(&running.name);
+                running.joining.waits = !free;
+                self.join_later(member, if free { Duration::ZERO } else { TIME_TO_LIVE * FORMER_LIVES });
+            }
+            Err(Refused::LeaseGone) => self.store_failed(member, Purpose::Put(id)),
+        }
+    }
+
+    /// A lease that is dropped is revoked.
+    fn give_back(&mut self, member: usize, id: LeaseId) {
+        let running = self.member(member);
+        running.lease = running.lease.filter(|lease| lease.id != id);
+        self.ask_store(member, Purpose::Revoke, Question::Revoke(id));
+    }
+
+    fn look_at_lease(&mut self, member: usize, id: LeaseId) {
+        let now = self.time(Host::Member(member));
+        let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
+        match lease.step(now) {
+            LeaseStep::Wait(until) => self.member_later(member, until.since(now), MemberStep::Lease(id)),
+            LeaseStep::KeepAlive => {
+                lease.asking = true;
+                let until = lease.until;
+                self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
+                self.member_later(member, until.since(now), MemberStep::Lease(id));
+            }
+            LeaseStep::GiveUp => {
+                self.count("leases unconfirmed");
+                self.lose_lease(member);
+            }
+        }
+    }
+
+    fn kept_alive(&mut self, member: usize, id: LeaseId, asked: Tick, lives: bool) {
+        let now = self.time(Host::Member(member));
+        let from = if self.setup.variant == Variant::LeaseFromAnswer { now } else { asked };
+        let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
+        if !lives {
+            self.count("leases gone");
+            return self.lose_lease(member);
+        }
+        // An answer that comes when the time is over comes too late.
+        if now < lease.until {
+            lease.confirmed(from);
+        }
+        self.look_at_lease(member, id);
+    }
+
+    fn lose_lease(&mut self, member: usize) {
+        if self.setup.variant == Variant::AnswersAfterLease {
+            return;
+        }
+        let running = self.member(member);
+        running.lease = None;
+        // Before the entry was put, whoever puts it goes on from there.
+        if running.registration.take().is_some() {
+            self.place_changed(member);
+            self.join(member);
+        }
+    }
+
+    // ---- nodes -------------------------------------------------------------------------------------------------
+
+    pub(crate) fn register_node(&mut self, member: usize, name: usize, of: (LineId, CallId)) {
+        let of = Applicant { name, line: of.0, call: of.1, attempts: 0 };
+        self.read_record(member, of);
+    }
+
+    fn read_record(&mut self, member: usize, of: Applicant) {
+        let keys = vec![Key::Node(of.name), Key::NextNode];
+        self.ask_store(member, Purpose::Registered(of), Question::Get(keys));
+    }
+
+    fn register_in_store(&mut self, member: usize, of: Applicant, entries: &[Option<Entry>]) {
+        let identity = self.identity(member);
+        let (key, mut writes) = (Key::Node(of.name), Vec::new());
+        let mut conditions = vec![Condition::Modified(Key::IdentityOf(identity.number), identity.revision)];
+        let record = match &entries[0] {
+            Some(Entry { value: Value::Node(known), modified, .. }) => {
+                conditions.push(Condition::Modified(key, *modified));
+                NodeRecord { epoch: Epoch(known.epoch.0 + 1), ..NodeRecord::clone(known) }
+            }
+            Some(other) => unreachable!("{other:?} is no record of a node"),
+            None => {
+                let counter = entries[1].as_ref().map(|entry| entry.modified);
+                let unchanged =
+                    counter.map_or(Condition::Absent(Key::NextNode), |at| Condition::Modified(Key::NextNode, at));
+                conditions.extend([Condition::Absent(key), unchanged]);
+                let number = number_of(&entries[1]).unwrap_or(1);
+                let next = Value::Number(number + 1);
+                writes.push(Write { key: Key::NextNode, value: next, lease: None });
+                first_record(of.name, number, identity.number)
+            }
+        };
+        let value = Value::Node(Box::new(record.clone()));
+        writes.push(Write { key, value, lease: None });
+        let purpose = Purpose::Register(of, Box::new(record));
+        self.ask_store(member, purpose, Question::Transact { conditions, writes });
+    }
+}
+
+/// The record of a node that was never registered. Epochs begin at a number of the store's identity.
+fn first_record(name: usize, number: u32, identity: u32) -> NodeRecord {
+    let details = NodeDetails { peer_address: format!("n{name}:1"), ..NodeDetails::default() };
+    let node = NodeId(u16::try_from(number).expect("few nodes"));
+    NodeRecord { node, name: format!("n{name}"), epoch: Epoch((u64::from(identity) << 32) + 1), details }
+}
+
+fn number_of(entry: &Option<Entry>) -> Option<u32> {
+    match entry.as_ref()?.value {
+        Value::Number(number) => Some(number),
+        _ => None,
+    }
+}
+
+fn name_of(key: Key) -> Option<usize> {
+    match key {
+        Key::Member(name) => Some(name),
+        _ => None,
+    }
+}
