@@ -162,8 +162,10 @@ impl World {
         assert_eq!(routes.links.len(), members, "node {node} does not know all members");
         for link in &routes.links {
             let link = &client.links[link];
-            let registered = link.granted.is_some_and(|granted| granted.node == number);
-            assert!(registered && link.up, "node {node} is registered with member {}", link.member);
+            let (granted, up, of) = (link.granted, link.up, link.member);
+            let registered = granted.is_some_and(|granted| granted.node == number);
+            assert!(registered, "node {node}, number {number}, is registered with member {of}: {granted:?}");
+            assert!(up, "node {node} is heard by member {of}");
         }
         assert_eq!(client.host_of(number), Some(node), "node {node} does not know where it is");
     }

@@ -86,8 +86,8 @@ impl World {
             Repair::FastStore => self.keeper.slow = false,
             Repair::KeepHistory => self.keeper.compacting = false,
             Repair::Heal(a, b) => {
-                for (line, to, message) in self.network.heal(a, b) {
-                    self.send(line, to, message);
+                for (line, to, number, message) in self.network.heal(a, b) {
+                    self.send_again((line, to), number, message);
                 }
             }
             Repair::Disk(node, device) => {
@@ -99,7 +99,7 @@ impl World {
 
     /// No more faults: everything is made whole.
     pub(crate) fn end_faults(&mut self) {
-        self.calm = true;
+        (self.calm, self.network.calm) = (true, true);
         let hosts = self.places.hosts();
         for (at, a) in hosts.iter().enumerate() {
             self.repair(Repair::Resume(*a, Stopped::GoesOn));

@@ -104,7 +104,7 @@ pub(crate) enum MemberStep {
     /// A question to the store has had its time.
     Timeout(CallId),
     /// Time to look at the lease.
-    Lease(LeaseId),
+    Lease { id: LeaseId, look: u64 },
     /// Time to try to register.
     Join { attempt: u64 },
     /// Time to follow the members again.
@@ -124,7 +124,7 @@ impl MemberStep {
     pub(crate) fn code(&self) -> u64 {
         match self {
             MemberStep::Timeout(call) => 1 + (call.0 << 8),
-            MemberStep::Lease(lease) => 2 + (lease.0 << 8),
+            MemberStep::Lease { id, look } => 2 + (id.0 << 8) + (look << 32),
             MemberStep::Join { attempt } => 3 + (attempt << 8),
             MemberStep::Follow => 4,
             MemberStep::Identity => 5,
@@ -184,7 +184,12 @@ impl World {
                 }
                 self.store_failed(member, asked.of);
             }
-            MemberStep::Lease(id) => self.look_at_lease(member, id),
+            MemberStep::Lease { id, look } => {
+                let lease = self.member(member).lease.as_ref();
+                if lease.is_some_and(|lease| lease.id == id && lease.looks == look) {
+                    self.look_at_lease(member, id);
+                }
+            }
             MemberStep::Join { attempt } if attempt == self.member(member).joining.attempt => self.join(member),
             MemberStep::Join { .. } => {}
             MemberStep::Follow => {
@@ -539,12 +544,15 @@ impl World {
         let now = self.time(Host::Member(member));
         let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
         match lease.step(now) {
-            LeaseStep::Wait(until) => self.member_later(member, until.since(now), MemberStep::Lease(id)),
+            LeaseStep::Wait(until) => {
+                lease.looks += 1;
+                let look = lease.looks;
+                self.member_later(member, until.since(now), MemberStep::Lease { id, look });
+            }
             LeaseStep::KeepAlive => {
                 lease.asking = true;
-                let until = lease.until;
                 self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
-                self.member_later(member, until.since(now), MemberStep::Lease(id));
+                self.look_at_lease(member, id);
             }
             LeaseStep::GiveUp => {
                 self.count("leases unconfirmed");

@@ -44,6 +44,7 @@ mod queue;
 mod rng;
 mod setup;
 mod store;
+mod tenants;
 mod trace;
 mod turns;
 mod world;

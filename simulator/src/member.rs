@@ -81,6 +81,8 @@ pub(crate) struct HeldLease {
     pub(crate) asked: Tick,
     /// A keep-alive is under way.
     pub(crate) asking: bool,
+    /// Counts the looks at it that were scheduled: only the last one is taken.
+    pub(crate) looks: u64,
 }
 
 /// What is to be done about a lease.
@@ -95,7 +97,7 @@ impl HeldLease {
     /// Granted in answer to a question of this instant.
     pub(crate) fn granted(id: LeaseId, time_to_live: Duration, asked: Tick) -> HeldLease {
         let next = asked.after(time_to_live / KEEP_ALIVES);
-        HeldLease { id, time_to_live, next, until: asked.after(time_to_live), asked, asking: false }
+        HeldLease { id, time_to_live, next, until: asked.after(time_to_live), asked, asking: false, looks: 0 }
     }
 
     pub(crate) fn step(&self, now: Tick) -> LeaseStep {
@@ -111,7 +113,7 @@ impl HeldLease {
     }
 
     pub(crate) fn confirmed(&mut self, asked: Tick) {
-        *self = HeldLease::granted(self.id, self.time_to_live, asked);
+        *self = HeldLease { looks: self.looks, ..HeldLease::granted(self.id, self.time_to_live, asked) };
     }
 
     pub(crate) fn failed(&mut self, now: Tick) {

@@ -10,7 +10,7 @@ use reprise_agent_core::agent::AgentCore;
 use reprise_agent_core::effect::{
     ArenaSlot, Change, DeviceId, Effect, FetchId, RegionId, ReplicaChange, Reply, Report, ServeId,
 };
-use reprise_agent_core::event::{Event, Request, RequestId};
+use reprise_agent_core::event::{Event, Request, RequestId, Scope};
 use reprise_agent_core::pool::DeviceOpKind;
 use reprise_policy::{BlockKey, SessionId, SlotSet, Tick, Tier};
 
@@ -21,7 +21,8 @@ use crate::client::Client;
 use crate::memory::{Memory, overlap};
 use crate::network::{Host, LineId};
 use crate::peers::{Fetch, Serve};
-use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant};
+use crate::tenants::Tenants;
+use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
 use crate::world::{Action, Local, World};
 
 /// Counters of the core that say what runs have reached.
@@ -90,6 +91,9 @@ pub(crate) struct Process {
     pub(crate) serves_lost: BTreeSet<ServeId>,
     /// Connections that this agent has opened to others, by their index.
     pub(crate) peer_lines: BTreeMap<usize, LineId>,
+    pub(crate) tenants: Tenants,
+    /// The largest inventory so far.
+    pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
     tick_at: Option<Tick>,
 }
@@ -148,6 +152,8 @@ impl World {
             serves_begun: 0,
             serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
+            tenants: Tenants::default(),
+            inventory_max: 0,
             tick_at: None,
         });
         effects.into_iter().for_each(|effect| self.execute(node, effect));
@@ -201,6 +207,8 @@ impl World {
             );
         }
         self.look_at(node);
+        self.audit_tenants(node);
+        self.audit_queues(node);
         self.schedule_tick(node);
         self.pump_all(node);
     }
@@ -222,19 +230,53 @@ impl World {
         self.apply(node, Event::Tick);
     }
 
-    pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), body: Request) {
+    pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), mut body: Request) {
         let (session, request) = of;
         let now = self.time(Host::Node(node));
         let wait = match &body {
             Request::Load(load) if load.deadline.is_zero() => self.setup.settings.load_deadline_default,
             Request::Load(load) => load.deadline,
-            Request::Match { .. } => LOOKUP_TIMEOUT + reprise_agent_core::agent::limits::LOOKUP_GRACE,
+            Request::Match { scope: Scope::Cluster, .. } => {
+                LOOKUP_TIMEOUT + reprise_agent_core::agent::limits::LOOKUP_GRACE
+            }
             _ => Duration::ZERO,
         };
+        let held = self.held_of(node, session, &body);
         if let Some(engine) = self.process(node).sessions.get_mut(&session) {
-            engine.received(request, now.after(wait).after(CLOCK_GRAIN));
+            engine.received(request, now.after(wait).after(CLOCK_GRAIN), held);
+        }
+        let alone = !self.client(node).is_connected();
+        if let Request::Match { keys, scope: Scope::Local } = &mut body
+            && alone
+        {
+            self.count("local matches alone");
+            if self.setup.variant == Variant::LocalNeedsControlPlane {
+                keys.clear();
+            }
         }
         self.apply(node, Event::Request { session, request, body, received: now });
+    }
+
+    /// Places of keys that a request must find: what a match of this node sees, what a load of this node has in DRAM.
+    fn held_of(&mut self, node: usize, session: SessionId, body: &Request) -> Vec<usize> {
+        let process = self.process(node);
+        let Some(tenant) = process.sessions.get(&session).map(|engine| engine.tenant) else {
+            return Vec::new();
+        };
+        let has = |key: &BlockKey, tier: Tier| process.inventory.contains(&(*key, tier));
+        let places = |keys: &[BlockKey], held: &dyn Fn(&BlockKey) -> bool| {
+            let of_tenant = keys.iter().enumerate().filter(|(_, key)| tenant_of(key) == tenant && held(key));
+            of_tenant.map(|(place, _)| place).collect()
+        };
+        match body {
+            Request::Match { keys, scope: Scope::Local } => {
+                places(keys, &|key| has(key, Tier::Dram) || has(key, Tier::Nvme))
+            }
+            Request::Load(load) if load.scope == Scope::Local => {
+                places(&load.keys, &|key| has(key, Tier::Dram))
+            }
+            _ => Vec::new(),
+        }
     }
 
     fn execute(&mut self, node: usize, effect: Effect) {

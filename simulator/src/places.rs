@@ -134,12 +134,28 @@ impl World {
         let Some(stopped) = place.paused.take() else { return };
         place.clock.wake(stopped, now, how);
         place.resumed = place.clock.at(now);
-        if how == Stopped::Stands {
-            place.stood = Some(place.resumed);
+        match how {
+            Stopped::GoesOn => {}
+            Stopped::Stands => place.stood = Some(place.resumed),
+            Stopped::Jumps(ahead) => self.hasten(host, ahead),
         }
+        let place = self.place_mut(host);
         for action in std::mem::take(&mut place.deferred) {
             self.queue.push(now, action);
         }
+    }
+
+    /// A process's clock has jumped: its timers are due sooner.
+    fn hasten(&mut self, host: Host, micros: u64) {
+        let now = self.now;
+        self.queue.advance(|at, action| {
+            let of_host = match action {
+                Action::Local { node, .. } => host == Host::Node(*node),
+                Action::Member { member, .. } => host == Host::Member(*member),
+                _ => false,
+            };
+            if of_host { Tick(at.0.saturating_sub(micros)).max(now) } else { at }
+        });
     }
 
     /// Keeps what is for a stopped process until it goes on.
@@ -183,17 +199,31 @@ impl World {
 
     /// Sends a message over a connection, to its end with this index.
     pub(crate) fn send(&mut self, line: LineId, to: usize, message: Message) {
-        if let Some(at) = self.network.arrival(line, to, self.now, &mut self.rng) {
-            self.queue.push(at, Action::Deliver { line, to, message });
+        if let Some(number) = self.network.number(line, to) {
+            self.send_again((line, to), number, message);
         }
     }
 
-    pub(crate) fn deliver(&mut self, line: LineId, to: usize, message: Message) {
+    /// Sends what was sent before, and held at a cut.
+    pub(crate) fn send_again(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
+        if let Some(at) = self.network.arrival(line, to, self.now, &mut self.rng) {
+            self.queue.push(at, Action::Deliver { line, to, number, message });
+        }
+    }
+
+    pub(crate) fn arrive(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
+        let Some(ends) = self.network.line(line).map(|line| line.ends) else { return };
+        if self.network.is_cut(ends[0].host, ends[1].host) {
+            return self.network.hold(line, to, number, message);
+        }
+        for message in self.network.in_order(line, to, number, message) {
+            self.deliver(line, to, message);
+        }
+    }
+
+    fn deliver(&mut self, line: LineId, to: usize, message: Message) {
         let Some(ends) = self.network.line(line).map(|line| line.ends) else { return };
         let (receiver, sender) = (ends[to], ends[1 - to]);
-        if self.network.is_cut(receiver.host, sender.host) {
-            return self.network.hold(line, to, message);
-        }
         if !self.lives(sender) {
             return;
         }

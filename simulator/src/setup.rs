@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
-use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tick};
+use reprise_agent_core::agent::{Settings, TenantQuotas};
+use reprise_policy::quota::Quota;
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId, Tick};
 
 use crate::rng::{Rng, mix};
 
@@ -41,8 +42,10 @@ pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// delays between attempts, and the longest load.
 pub(crate) const SETTLE: Duration = Duration::from_secs(14);
 
-/// Keys of each layout.
+/// Keys of each layout of a tenant.
 pub(crate) const KEYS: u64 = 64;
+/// Tenants at the most.
+pub(crate) const TENANTS_MAX: u16 = 3;
 
 /// Spreads numbers over the bits that hash tables look at, and its inverse, so that traces can name keys by number.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -99,6 +102,8 @@ pub(crate) struct Setup {
     pub(crate) nodes: usize,
     /// Members of the control plane.
     pub(crate) members: usize,
+    /// Numbers of tenants are below this.
+    pub(crate) tenants: u16,
     /// Engines of one node.
     pub(crate) engines: usize,
     pub(crate) regions: u16,
@@ -121,6 +126,8 @@ impl Setup {
     /// A world whose size and speed depend on the seed.
     pub(crate) fn draw(rng: &mut Rng, variant: Variant) -> Setup {
         let slot = large_layout().slot_bytes();
+        let tenants = 1 + rng.below(usize::from(TENANTS_MAX)) as u16;
+        let quotas = (0..tenants).filter_map(|tenant| quotas(rng, TenantId(tenant), 4 * slot)).collect();
         let settings = Settings {
             writeback_bytes: slot * (1 + rng.below(6) as u64),
             lookup_timeout: LOOKUP_TIMEOUT,
@@ -128,13 +135,15 @@ impl Setup {
             arena_session_permille: rng.one_of(&[500, 1000]),
             arena_serves_permille: rng.one_of(&[250, 1000]),
             pool_free_permille: rng.one_of(&[30, 300, 600]),
+            tenants: quotas,
             ..Settings::default()
         };
         Setup {
+            tenants,
             nodes: 2 + rng.below(4),
             members: 1 + rng.below(4),
             engines: 1 + rng.below(2),
-            regions: 2 + rng.below(4) as u16,
+            regions: 1 + tenants + rng.below(4) as u16,
             region_bytes: 4 * slot,
             disks: 1 + rng.below(2),
             disk_bytes: 8 << 20,
@@ -146,6 +155,19 @@ impl Setup {
             variant,
         }
     }
+}
+
+/// Quotas of a tenant, if it has any: a region reserved or none, and a limit or none.
+fn quotas(rng: &mut Rng, tenant: TenantId, region_bytes: u64) -> Option<TenantQuotas> {
+    if rng.chance(400) {
+        return None;
+    }
+    let mut quota = |unit: u64| {
+        let reserved = if rng.chance(300) { unit } else { 0 };
+        let limit = if rng.chance(300) { u64::MAX } else { unit * (1 + rng.below(8) as u64) };
+        Quota::new(reserved, limit).expect("a limit is at least a unit")
+    };
+    Some(TenantQuotas { tenant, dram: quota(region_bytes), nvme: quota(region_bytes * 2) })
 }
 
 /// 60 KiB a block, 64 KiB with its header on a device: 32 to a 2 MiB segment.
@@ -165,9 +187,10 @@ fn layout(layers: u16, parts: Parts, head_dim: u16) -> Layout {
         .expect("a valid layout")
 }
 
-/// The keys of a layout: large blocks have the first half of the numbers.
-pub(crate) fn key(layout: &Layout, number: u64) -> BlockKey {
-    let number = number % KEYS + if *layout == small_layout() { KEYS } else { 0 };
+/// The keys of a tenant's layout: large blocks have the first half of its numbers.
+pub(crate) fn key(tenant: TenantId, layout: &Layout, number: u64) -> BlockKey {
+    let of_layout = if *layout == small_layout() { KEYS } else { 0 };
+    let number = u64::from(tenant.0) * KEYS * 2 + of_layout + number % KEYS;
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&mix(number + 1).to_le_bytes());
     bytes[8..].copy_from_slice(&number.wrapping_mul(SPREAD).to_le_bytes());
@@ -176,7 +199,12 @@ pub(crate) fn key(layout: &Layout, number: u64) -> BlockKey {
 
 /// The layout that blocks of a key have.
 pub(crate) fn layout_of(key: &BlockKey) -> Layout {
-    if number_of(key) < KEYS { large_layout() } else { small_layout() }
+    if number_of(key) % (KEYS * 2) < KEYS { large_layout() } else { small_layout() }
+}
+
+/// Whose blocks have a key.
+pub(crate) fn tenant_of(key: &BlockKey) -> TenantId {
+    TenantId((number_of(key) / (KEYS * 2)) as u16)
 }
 
 /// Number of a key.
@@ -186,6 +214,6 @@ pub(crate) fn number_of(key: &BlockKey) -> u64 {
 
 /// All keys that there can be.
 pub(crate) fn all_keys() -> Vec<BlockKey> {
-    let of = |layout: Layout| (0..KEYS).map(move |number| key(&layout, number));
-    of(large_layout()).chain(of(small_layout())).collect()
+    let of = |tenant, layout: Layout| (0..KEYS).map(move |number| key(TenantId(tenant), &layout, number));
+    (0..TENANTS_MAX).flat_map(|tenant| of(tenant, large_layout()).chain(of(tenant, small_layout()))).collect()
 }

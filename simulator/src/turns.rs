@@ -9,7 +9,7 @@ use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
 use crate::engine::{Asked, Engine};
 use crate::memory::{Tag, checksums};
 use crate::network::Host;
-use crate::setup::{KEYS, key, large_layout, small_layout};
+use crate::setup::{KEYS, Variant, key, large_layout, small_layout};
 use crate::world::{Action, Local, World};
 
 /// An engine gives back what it has not filled, or read, after this: long before the agent takes it back.
@@ -36,12 +36,17 @@ impl World {
 
     fn open_session(&mut self, node: usize, seat: usize) {
         let layout = if self.rng.chance(300) { small_layout() } else { large_layout() };
+        let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
         let process = self.process(node);
         process.sessions_begun += 1;
         let session = SessionId(process.sessions_begun);
-        process.sessions.insert(session, Engine::new(layout));
+        process.sessions.insert(session, Engine::new(tenant, layout));
         process.seats[seat] = Some(session);
-        let (tenant, namespace) = (TenantId::DEFAULT, NamespaceDigest([0; 32]));
+        let namespace = NamespaceDigest([tenant.0 as u8; 32]);
+        let tenant = match self.setup.variant {
+            Variant::TenantsTogether => TenantId::DEFAULT,
+            _ => tenant,
+        };
         self.apply(node, Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
     }
 
@@ -56,7 +61,9 @@ impl World {
 
     fn act(&mut self, node: usize, session: SessionId) {
         self.give_back_old(node, session);
-        let keys = self.some_keys(self.engine(node, session).layout);
+        let engine = self.engine(node, session);
+        let (tenant, layout) = (engine.tenant, engine.layout);
+        let keys = self.some_keys(tenant, layout);
         match self.rng.below(100) {
             0..22 => {
                 let count = 1 + self.rng.below(4) as u32;
@@ -64,7 +71,8 @@ impl World {
             }
             22..45 => self.commit(node, session, &keys),
             45..50 => self.abort(node, session, 2),
-            50..60 => {
+            50..52 => self.pry(node, session, layout),
+            52..60 => {
                 let scope = self.scope();
                 let body = Request::Match { keys: keys.clone(), scope };
                 self.ask(node, session, Asked::Match(keys, scope), body);
@@ -93,14 +101,28 @@ impl World {
     }
 
     /// A run of a chain, now and then one of them twice.
-    fn some_keys(&mut self, layout: Layout) -> Vec<BlockKey> {
-        let start = self.rng.below(KEYS as usize) as u64;
+    fn some_keys(&mut self, tenant: TenantId, layout: Layout) -> Vec<BlockKey> {
+        let start = self.rng.below(KEYS as usize / usize::from(self.setup.tenants)) as u64;
         let count = 1 + self.rng.below(6) as u64;
-        let mut keys: Vec<BlockKey> = (start..start + count).map(|number| key(&layout, number)).collect();
+        let mut keys: Vec<BlockKey> = (start..start + count).map(|number| key(tenant, &layout, number)).collect();
         if self.rng.chance(50) {
             keys.push(keys[0]);
         }
         keys
+    }
+
+    /// Asks for blocks of another tenant, if there is one. A key is a secret of its tenant: whoever asks peers for one has
+    /// it; but what is on the node is not even to be seen.
+    fn pry(&mut self, node: usize, session: SessionId, layout: Layout) {
+        let other = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
+        let keys = self.some_keys(other, layout);
+        if self.rng.chance(500) {
+            let body = Request::Match { keys: keys.clone(), scope: Scope::Local };
+            return self.ask(node, session, Asked::Match(keys, Scope::Local), body);
+        }
+        let load =
+            LoadRequest { keys: keys.clone(), deadline: Duration::ZERO, read_bytes: 0, scope: Scope::Local };
+        self.ask(node, session, Asked::Load(keys), Request::Load(load));
     }
 
     fn scope(&mut self) -> Scope {

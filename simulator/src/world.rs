@@ -35,7 +35,7 @@ const STEPS_MAX: u64 = 3_000_000;
 #[derive(Debug)]
 pub(crate) enum Action {
     /// A message arrives at an end of a connection.
-    Deliver { line: LineId, to: usize, message: Message },
+    Deliver { line: LineId, to: usize, number: u64, message: Message },
     /// A process learns that a connection of its is gone.
     LineLost { line: LineId, end: End },
     /// Something within a process of a node.
@@ -46,6 +46,8 @@ pub(crate) enum Action {
     Store { life: u64, what: KeeperStep },
     /// An engine does something.
     Engine { node: usize, seat: usize },
+    /// The control plane grants a tenant something.
+    Grant,
     /// Something breaks.
     Fault,
     /// The power of a node fails.
@@ -110,6 +112,7 @@ pub(crate) struct World {
     /// Everything that was ever committed under a key, anywhere.
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
     pub(crate) tags: Tag,
+    pub(crate) grants: u64,
     pub(crate) calm: bool,
     /// How often what happened, by name.
     pub(crate) seen: BTreeMap<&'static str, u64>,
@@ -135,6 +138,7 @@ impl World {
             answers: Answers::default(),
             truth: BTreeMap::new(),
             tags: 0,
+            grants: 0,
             calm: false,
             seen: BTreeMap::new(),
             setup,
@@ -153,6 +157,7 @@ impl World {
             }
         }
         self.after(self.setup.fault_every, Action::Fault);
+        self.after(self.setup.fault_every, Action::Grant);
     }
 
     /// Has something happen later.
@@ -193,7 +198,7 @@ impl World {
         let Some(action) = self.defer(action) else { return };
         self.trace.step(self.now, code(&action), || format!("{action:?}"));
         match action {
-            Action::Deliver { line, to, message } => self.deliver(line, to, message),
+            Action::Deliver { line, to, number, message } => self.arrive((line, to), number, message),
             Action::LineLost { line, end } => self.line_lost(line, end),
             Action::Local { node, life, what } => {
                 if self.place(Host::Node(node)).life == life && self.nodes[node].process.is_some() {
@@ -203,6 +208,7 @@ impl World {
             Action::Member { member, life, what } => self.member_step(member, life, what),
             Action::Store { life, what } => self.keeper_step(life, what),
             Action::Engine { node, seat } => self.engine_turn(node, seat),
+            Action::Grant => self.send_grant(),
             Action::Fault => self.fault(),
             Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
@@ -215,6 +221,10 @@ impl World {
             Local::Job(job) => self.advance_job(node, job),
             Local::Request { session, request, body } => self.request_arrives(node, (session, request), body),
             Local::Closed { session } => self.apply(node, Event::SessionClosed { session }),
+            Local::Event(Event::Budget(grant)) => {
+                let grant = self.grant_arrives(node, grant);
+                self.apply(node, Event::Budget(grant));
+            }
             Local::Event(event) => self.apply(node, event),
             Local::Beat { link, epoch } => self.beat(node, link, epoch),
             Local::Register(link) => self.register(node, link),
@@ -243,7 +253,7 @@ pub(crate) fn take_where<K: Copy + Ord, V>(
 /// An action in numbers, for the digest.
 fn code(action: &Action) -> [u64; 3] {
     match action {
-        Action::Deliver { line, to, message } => [1 + (*to as u64) * 256, line.0, message.code()],
+        Action::Deliver { line, to, message, .. } => [1 + (*to as u64) * 256, line.0, message.code()],
         Action::LineLost { line, end } => [2, line.0, end.life],
         Action::Local { node, life, what } => {
             let (kind, detail) = match what {
@@ -269,6 +279,7 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Member { member, life, what } => [4 + ((*member as u64) << 32), *life, what.code()],
         Action::Store { life, what } => [5, *life, what.code()],
         Action::Engine { node, seat } => [6, *node as u64, *seat as u64],
+        Action::Grant => [10, 0, 0],
         Action::Fault => [7, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],
