@@ -12,7 +12,7 @@ use crate::setup::{DEAD_AFTER, TIME_TO_LIVE};
 use crate::store::Revision;
 use crate::world::World;
 
-/// So many changes of a directory are audited together.
+/// So many changes of a directory are audited together, or as many as there are nodes.
 const AUDIT_EVERY: u32 = 32;
 
 /// What was said before.
@@ -27,9 +27,10 @@ pub(crate) struct Answers {
 impl World {
     /// The directory has changed. To look at all of it takes as long as a hundred changes.
     pub(crate) fn audit_directory(&mut self, member: usize) {
+        let every = AUDIT_EVERY.max(self.nodes.len() as u32);
         let member = self.member(member);
         member.unaudited += 1;
-        if member.unaudited < AUDIT_EVERY {
+        if member.unaudited < every {
             return;
         }
         member.unaudited = 0;

@@ -30,8 +30,8 @@ pub(crate) struct Client {
     calls: BTreeMap<CallId, Call>,
     calls_begun: u64,
     home: Home,
-    /// As home has last named them.
-    nodes: BTreeMap<NodeId, usize>,
+    /// As home has last named them, by number.
+    nodes: Option<Arc<[NodeInfo]>>,
     pub(crate) lookups: BTreeMap<LookupId, Asking>,
 }
 
@@ -96,7 +96,8 @@ impl Routes {
 impl Client {
     /// Where a node is; `None` for one that home has not named.
     pub(crate) fn host_of(&self, node: NodeId) -> Option<usize> {
-        self.nodes.get(&node).copied()
+        let nodes = self.nodes.as_ref()?;
+        nodes.binary_search_by_key(&node, |info| info.node).ok().map(|at| nodes[at].host)
     }
 
     /// Agents begin with different homes.
@@ -275,10 +276,7 @@ impl World {
     fn home_says(&mut self, node: usize, reply: Reply) {
         match reply {
             Reply::Members(list) => self.home_lists(node, &list),
-            Reply::Nodes(nodes) => {
-                let named = nodes.iter().map(|NodeInfo { node, host }| (*node, *host));
-                self.client(node).nodes = named.collect();
-            }
+            Reply::Nodes(nodes) => self.client(node).nodes = Some(nodes),
             other => unreachable!("{other:?} is not what a home says"),
         }
     }

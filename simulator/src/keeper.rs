@@ -14,6 +14,8 @@ use crate::world::{Action, World};
 /// What a write takes on the store's disk, and everything else, in microseconds at the most.
 const WRITE_US_MAX: u64 = 20_000;
 const READ_US_MAX: u64 = 2_000;
+/// What a write keeps its disk from others: etcd commits some 10⁴ a second.
+const WRITE_BUSY: Duration = Duration::from_micros(100);
 /// A store whose disk is slow takes so long.
 pub(crate) const SLOW: Duration = Duration::from_millis(1500);
 
@@ -24,6 +26,8 @@ pub(crate) struct Keeper {
     watchers: Vec<Watcher>,
     /// The next look at leases is then.
     expire_at: Option<Tick>,
+    /// Its disk is busy until then: it writes one thing after the other.
+    busy_until: Tick,
     /// Everything takes longer.
     pub(crate) slow: bool,
     /// Whatever happens is forgotten at once.
@@ -102,7 +106,12 @@ impl World {
     }
 
     fn answer(&mut self, of: (LineId, CallId), took_us_max: u64, told: Told) {
-        let took = self.rng.micros(50..took_us_max);
+        let mut took = self.rng.micros(50..took_us_max);
+        if took_us_max == WRITE_US_MAX {
+            let busy_until = self.keeper.busy_until.max(self.now).after(WRITE_BUSY);
+            self.keeper.busy_until = busy_until;
+            took += busy_until.since(self.now);
+        }
         let delay = if self.keeper.slow { took + SLOW } else { took };
         let life = self.place(Host::Store).life;
         let what = KeeperStep::Answer { line: of.0, call: of.1, told };

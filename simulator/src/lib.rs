@@ -42,6 +42,7 @@ mod places;
 mod plane;
 mod queue;
 mod rng;
+mod scale;
 mod setup;
 mod store;
 mod tenants;
@@ -53,6 +54,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+pub use scale::{Cluster, Measured, scale};
 pub use setup::Variant;
 pub use trace::Recording;
 

@@ -193,15 +193,14 @@ impl World {
     fn layers_come(&mut self, node: usize, of: (FetchId, u32), first: u32, tags: &[Tag]) {
         let (fetch, number) = of;
         let Some(layout) = self.process(node).fetches.get(&fetch).map(|fetch| fetch.layout) else { return };
+        let checks = self.setup.variant != Variant::PeersUnchecked;
         let Some(block) = self.fetch_block(node, fetch, number) else { return };
         assert_eq!(block.layers, first, "layers come in order");
         let end = first + tags.len() as u32;
         let (tier, checksums) = block.header.clone().expect("objects follow the header");
         let (fill, slot, key) = (block.fill, block.slot, block.key);
-        let content = match self.setup.variant {
-            Variant::PeersUnchecked => tags.first().copied(),
-            _ => verified(tags, first, &layout, &checksums),
-        };
+        let checked = verified(tags, first, &layout, &checksums);
+        let content = if checks { checked } else { tags.first().copied() };
         (block.layers, block.over) = (end, content.is_none() || end == layout.layers());
         self.process(node).memory.write(slot, layout.layers(), first..end, tags);
         let update = match content {

@@ -123,6 +123,27 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
+    /// Many agents, each with a small arena and a small disk; nothing happens by itself.
+    pub(crate) fn large(nodes: usize, members: usize) -> Setup {
+        let slot = large_layout().slot_bytes();
+        Setup {
+            nodes,
+            members,
+            tenants: 1,
+            engines: 1,
+            regions: 2,
+            region_bytes: 4 * slot,
+            disks: 1,
+            disk_bytes: 4 << 20,
+            pace: Duration::from_millis(10),
+            fault_every: Duration::from_secs(1),
+            faults_until: Tick(0),
+            changes_queued_max: 1 << 20,
+            settings: Settings { lookup_timeout: LOOKUP_TIMEOUT, ..Settings::default() },
+            variant: Variant::Production,
+        }
+    }
+
     /// A world whose size and speed depend on the seed.
     pub(crate) fn draw(rng: &mut Rng, variant: Variant) -> Setup {
         let slot = large_layout().slot_bytes();

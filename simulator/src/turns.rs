@@ -34,7 +34,7 @@ impl World {
         self.look_at(node);
     }
 
-    fn open_session(&mut self, node: usize, seat: usize) {
+    pub(crate) fn open_session(&mut self, node: usize, seat: usize) {
         let layout = if self.rng.chance(300) { small_layout() } else { large_layout() };
         let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
         let process = self.process(node);
@@ -85,12 +85,12 @@ impl World {
         }
     }
 
-    fn engine(&self, node: usize, session: SessionId) -> &Engine {
+    pub(crate) fn engine(&self, node: usize, session: SessionId) -> &Engine {
         &self.nodes[node].process.as_ref().expect("it runs").sessions[&session]
     }
 
     /// Sends a request; the socket keeps the order.
-    fn ask(&mut self, node: usize, session: SessionId, asked: Asked, body: Request) {
+    pub(crate) fn ask(&mut self, node: usize, session: SessionId, asked: Asked, body: Request) {
         let at = self.now.after(self.rng.micros(1..100));
         let life = self.place(Host::Node(node)).life;
         let engine = self.process(node).sessions.get_mut(&session).expect("an open session");
@@ -101,7 +101,7 @@ impl World {
     }
 
     /// A run of a chain, now and then one of them twice.
-    fn some_keys(&mut self, tenant: TenantId, layout: Layout) -> Vec<BlockKey> {
+    pub(crate) fn some_keys(&mut self, tenant: TenantId, layout: Layout) -> Vec<BlockKey> {
         let start = self.rng.below(KEYS as usize / usize::from(self.setup.tenants)) as u64;
         let count = 1 + self.rng.below(6) as u64;
         let mut keys: Vec<BlockKey> = (start..start + count).map(|number| key(tenant, &layout, number)).collect();
@@ -130,7 +130,7 @@ impl World {
     }
 
     /// Fills reserved slots with new contents and commits them under these keys, as far as slots are there.
-    fn commit(&mut self, node: usize, session: SessionId, keys: &[BlockKey]) {
+    pub(crate) fn commit(&mut self, node: usize, session: SessionId, keys: &[BlockKey]) {
         let priority = self.rng.one_of(&[Priority::Low, Priority::Normal, Priority::High]);
         let first: Tag = self.tags + 1;
         let process = self.nodes[node].process.as_mut().expect("it runs");

@@ -30,6 +30,7 @@ use crate::trace::{Recording, Trace};
 
 /// Steps of one run at the most: more would mean that something goes round in circles.
 const STEPS_MAX: u64 = 3_000_000;
+const STEPS_PER_NODE_MAX: u64 = 100_000;
 
 /// Something that happens at an instant.
 #[derive(Debug)]
@@ -119,12 +120,28 @@ pub(crate) struct World {
 }
 
 impl World {
+    /// A world that a seed decides in every respect.
     pub(crate) fn new(seed: u64, variant: Variant, recording: Recording) -> World {
         let mut rng = Rng::new(seed);
         let setup = Setup::draw(&mut rng, variant);
+        let mut world = World::of(setup, rng, recording);
+        world.begin();
+        world.begin_trouble();
+        world
+    }
+
+    /// A world of this make in which nothing happens by itself.
+    pub(crate) fn with(setup: Setup, seed: u64, recording: Recording) -> World {
+        let mut world = World::of(setup, Rng::new(seed), recording);
+        (world.calm, world.network.calm) = (true, true);
+        world.begin();
+        world
+    }
+
+    fn of(setup: Setup, mut rng: Rng, recording: Recording) -> World {
         let clock = Clock::draw(Tick(0), &mut rng);
         let nodes = (0..setup.nodes).map(|node| Node::new(node, &setup)).collect();
-        let mut world = World {
+        World {
             now: Tick(0),
             rng,
             queue: Queue::new(),
@@ -142,16 +159,18 @@ impl World {
             calm: false,
             seen: BTreeMap::new(),
             setup,
-        };
-        world.begin();
-        world
+        }
     }
 
     fn begin(&mut self) {
         self.start_store();
         (0..self.members.len()).for_each(|member| self.start_member(member));
+        (0..self.nodes.len()).for_each(|node| self.start_agent(node));
+    }
+
+    /// Engines come to work, and things begin to break.
+    fn begin_trouble(&mut self) {
         for node in 0..self.nodes.len() {
-            self.start_agent(node);
             for seat in 0..self.setup.engines {
                 self.after(std::time::Duration::from_millis(1), Action::Engine { node, seat });
             }
@@ -177,7 +196,8 @@ impl World {
         while let Some((at, action)) = self.queue.pop(until) {
             self.now = self.now.max(at);
             self.step(action);
-            assert!(self.trace.steps() < STEPS_MAX, "nothing comes to its end");
+            let steps_max = STEPS_MAX.max(STEPS_PER_NODE_MAX * self.nodes.len() as u64);
+            assert!(self.trace.steps() < steps_max, "nothing comes to its end");
         }
         self.now = until;
     }
