@@ -36,6 +36,8 @@ pub struct Cluster {
     directory: RwLock<Directory>,
     /// Of the directory's slots; apart, so that heartbeats take no lock for it.
     slots_version: AtomicU64,
+    /// Of the map by which those were given to this member.
+    slots_epoch: AtomicU64,
     node_news: broadcast::Sender<News<NodeChange>>,
     watchers: AtomicUsize,
     watchers_max: usize,
@@ -69,6 +71,7 @@ impl Cluster {
             members: Mutex::new(Members::new(settings)),
             directory: RwLock::new(Directory::new()),
             slots_version: AtomicU64::new(0),
+            slots_epoch: AtomicU64::new(0),
             node_news: broadcast::Sender::new(NODE_NEWS_MAX),
             watchers: AtomicUsize::new(0),
             watchers_max,
@@ -116,9 +119,10 @@ impl Cluster {
         absent.into_iter().for_each(|node| directory.give_up(node));
     }
 
-    /// From now on the directory has exactly these slots.
-    pub fn own(&self, slots: &SlotSet) {
+    /// From now on the directory has exactly these slots, by the map of an epoch.
+    pub fn own(&self, slots: &SlotSet, epoch: Epoch) {
         let mut directory = self.directory_mut();
+        self.slots_epoch.store(epoch.0, Ordering::Release);
         if directory.owned() == slots {
             return;
         }
@@ -137,6 +141,11 @@ impl Cluster {
     /// Higher whenever the directory has other slots.
     pub fn slots_version(&self) -> u64 {
         self.slots_version.load(Ordering::Relaxed)
+    }
+
+    /// Epoch of the map by which the directory has its slots.
+    pub fn slots_epoch(&self) -> Epoch {
+        Epoch(self.slots_epoch.load(Ordering::Acquire))
     }
 
     /// What a registered node has to announce; `None`: it must register again.

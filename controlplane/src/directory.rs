@@ -22,7 +22,7 @@ use tonic::{Request, Response, Status};
 use crate::cluster::Cluster;
 use crate::membership::node_number;
 use crate::metrics::{Call, UpdateResult};
-use crate::shards::Shards;
+use crate::shards::{MemberView, Shards};
 use crate::turns::Turns;
 
 /// Keys worked on under one taking of the directory's lock: 0.1 ms of lookups, 0.4 ms of changes.
@@ -89,6 +89,11 @@ impl DirectoryService {
             self.cluster.metrics.changes.inc_by(self.cluster.events.changed(node, taken));
         }
         updated
+    }
+
+    /// The map by which this member answers: its place in it is certain, and the directory's slots are those of it.
+    fn certain_map(&self) -> Option<Arc<MemberView>> {
+        self.shards.certain_map().filter(|view| view.map.epoch() == self.cluster.slots_epoch())
     }
 
     /// Of a member whose place in the map is not certain nobody gets an answer.
@@ -181,16 +186,15 @@ impl Directory for DirectoryService {
                 keys.len()
             ))
         })?;
-        // Looked at before the answer is made and after: it may have run out, or been another, meanwhile.
-        let reply = match self.shards.certain_map() {
+        // Looked at before the answer is made and after: it may have run out, or been another, meanwhile. The directory's slots
+        // follow the map a moment later: until then they may be another's.
+        let reply = match self.certain_map() {
             None => self.find_nothing(keys.len()),
             Some(before) => {
                 let live = self.cluster.live();
                 let reply = self.find(&keys, &live, asking).await;
-                match self.shards.certain_map() {
-                    Some(view) if self.shards.incarnation(&view) == self.shards.incarnation(&before) => {
-                        LookupReply { map_epoch: view.map.epoch().0, ..reply }
-                    }
+                match self.certain_map() {
+                    Some(view) if Arc::ptr_eq(&view, &before) => LookupReply { map_epoch: view.map.epoch().0, ..reply },
                     _ => self.find_nothing(keys.len()),
                 }
             }

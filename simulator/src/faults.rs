@@ -72,7 +72,7 @@ impl World {
             Repair::StartAgent(node) if self.nodes[node].process.is_none() => {
                 self.start_agent(node);
                 // What an agent has just believed of its disks must be on them.
-                if !self.calm && self.rng.below(8) == 0 {
+                if !self.calm && self.rng.below(3) == 0 {
                     let delay = self.rng.millis(1..100);
                     self.after(delay, Action::Outage(node));
                 }
@@ -84,7 +84,7 @@ impl World {
             Repair::StartStore => {}
             Repair::Resume(host, how) => self.go_on(host, how),
             Repair::FastStore => self.keeper.slow = false,
-            Repair::KeepHistory => self.keeper.compacting = false,
+            Repair::KeepHistory => (self.keeper.compacting, self.keeper.slow) = (false, false),
             Repair::Heal(a, b) => {
                 for (line, to, number, message) in self.network.heal(a, b) {
                     self.send_again((line, to), number, message);
@@ -219,6 +219,11 @@ impl World {
             65..90 => {
                 self.keeper.compacting = true;
                 self.count("compactions");
+                // Whoever reads the members anew has much time to miss something in.
+                if self.rng.chance(500) {
+                    self.keeper.slow = true;
+                    self.break_lines(Host::Store);
+                }
                 self.after(delay, Action::Repair(Repair::KeepHistory));
             }
             90.. => {
@@ -271,9 +276,9 @@ impl World {
     }
 
     fn damage_memory(&mut self, node: usize) {
-        let which = self.rng.next();
+        let which = [(); 3].map(|()| self.rng.next());
         if let Some(process) = &mut self.nodes[node].process {
-            process.memory.damage(which);
+            which.into_iter().for_each(|which| process.memory.damage(which));
             self.count("damaged memory");
             self.look_at(node);
         }

@@ -117,6 +117,8 @@ pub(crate) enum MemberStep {
     Expire,
     /// Followers are told of nodes.
     TellNodes,
+    /// The directory's slots become those of its place.
+    Own,
 }
 
 impl MemberStep {
@@ -131,6 +133,7 @@ impl MemberStep {
             MemberStep::GiveUpAbsent => 6,
             MemberStep::Expire => 7,
             MemberStep::TellNodes => 8,
+            MemberStep::Own => 9,
         }
     }
 }
@@ -172,17 +175,18 @@ impl World {
     }
 
     pub(crate) fn member_step(&mut self, member: usize, life: u64, what: MemberStep) {
-        let place = self.place(Host::Member(member));
-        if !place.runs || place.life != life {
+        if !self.is_life(member, life) {
             return;
         }
         match what {
             MemberStep::Timeout(call) => {
                 let Some(asked) = self.member(member).talk.calls.remove(&call) else { return };
-                if !self.far_lives(asked.line) {
-                    self.drop_store_line(member, asked.line);
-                }
+                let line = asked.line;
                 self.store_failed(member, asked.of);
+                // Keep-alives have found by now that nobody is there; watches end with the connection.
+                if self.is_life(member, life) && !self.far_lives(line) {
+                    self.member_line_lost(member, line);
+                }
             }
             MemberStep::Lease { id, look } => {
                 let lease = self.member(member).lease.as_ref();
@@ -202,6 +206,7 @@ impl World {
             }
             MemberStep::Expire => self.expire(member),
             MemberStep::TellNodes => self.tell_nodes(member),
+            MemberStep::Own => self.own(member),
         }
     }
 
@@ -226,21 +231,22 @@ impl World {
         self.member_later(member, time, MemberStep::Timeout(call));
     }
 
-    fn drop_store_line(&mut self, member: usize, line: LineId) {
-        let talk = &mut self.member(member).talk;
-        talk.line = talk.line.filter(|known| *known != line);
+    /// Whether this process of a member still runs.
+    fn is_life(&self, member: usize, life: u64) -> bool {
+        let place = self.place(Host::Member(member));
+        place.runs && place.life == life
     }
 
     pub(crate) fn member_line_lost(&mut self, member: usize, line: LineId) {
-        self.drop_store_line(member, line);
         let host = self.member(member);
+        host.talk.line = host.talk.line.filter(|known| *known != line);
         host.followers.retain(|(of, _)| *of != line);
         let mut lost = take_where(&mut host.talk.calls, |asked| asked.line == line);
         lost.extend(take_where(&mut host.talk.watches, |asked| asked.line == line));
         let life = self.place(Host::Member(member)).life;
         for (_, asked) in lost {
             // The first of them may have ended the process.
-            if self.runs(Host::Member(member)) && self.place(Host::Member(member)).life == life {
+            if self.is_life(member, life) {
                 self.store_failed(member, asked.of);
             }
         }
@@ -263,10 +269,16 @@ impl World {
                 self.join_later(member, STORE_RETRY_AFTER);
             }
             Purpose::KeepAlive(id) => {
+                let goes_on = self.setup.variant == Variant::AnswersAfterLease;
                 let now = self.time(Host::Member(member));
                 if let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) {
                     lease.failed(now);
-                    self.look_at_lease(member, id);
+                    if now < lease.until || !goes_on {
+                        return self.look_at_lease(member, id);
+                    }
+                    lease.looks += 1;
+                    let look = lease.looks;
+                    self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, look });
                 }
             }
             Purpose::Revoke => {}
@@ -541,6 +553,7 @@ impl World {
     }
 
     fn look_at_lease(&mut self, member: usize, id: LeaseId) {
+        let goes_on = self.setup.variant == Variant::AnswersAfterLease;
         let now = self.time(Host::Member(member));
         let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
         match lease.step(now) {
@@ -553,6 +566,11 @@ impl World {
                 lease.asking = true;
                 self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
                 self.look_at_lease(member, id);
+            }
+            LeaseStep::GiveUp if goes_on => {
+                if !std::mem::replace(&mut lease.asking, true) {
+                    self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
+                }
             }
             LeaseStep::GiveUp => {
                 self.count("leases unconfirmed");
@@ -577,9 +595,6 @@ impl World {
     }
 
     fn lose_lease(&mut self, member: usize) {
-        if self.setup.variant == Variant::AnswersAfterLease {
-            return;
-        }
         let running = self.member(member);
         running.lease = None;
         // Before the entry was put, whoever puts it goes on from there.

@@ -38,6 +38,8 @@ pub(crate) struct Member {
     pub(crate) directory: Directory,
     /// The members as last seen.
     pub(crate) view: View,
+    /// Epoch of the map by which the directory has its slots.
+    slots_epoch: Epoch,
     /// Incarnation of this member's entry in the store.
     pub(crate) registration: Option<Revision>,
     pub(crate) lease: Option<HeldLease>,
@@ -144,6 +146,7 @@ impl Member {
             members: Members::new(settings),
             directory: Directory::new(),
             view: View::nobody(),
+            slots_epoch: Epoch(0),
             registration: None,
             lease: None,
             joining: Joining::default(),
@@ -190,6 +193,7 @@ impl Member {
     /// Its place has changed, or what it knows of others.
     pub(crate) fn own_kept(&mut self, now: Tick) {
         let kept = self.kept(now);
+        self.slots_epoch = self.view.map.epoch();
         self.directory.own(&kept);
         self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));
     }
@@ -306,7 +310,8 @@ impl Member {
     /// Answers for its own slots, when its place is certain.
     pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], asking: Option<NodeId>) -> Answered {
         let map_epoch = self.view.map.epoch();
-        if self.certain_map(now).is_none() {
+        let follows = self.slots_epoch == map_epoch || self.variant == Variant::AnswersBetweenMaps;
+        if self.certain_map(now).is_none() || !follows {
             let elsewhere = (0..keys.len() as u32).collect();
             return Answered { found: vec![Vec::new(); keys.len()], elsewhere, partial: 0, map_epoch };
         }

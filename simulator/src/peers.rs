@@ -205,10 +205,8 @@ impl World {
         self.process(node).memory.write(slot, layout.layers(), first..end, tags);
         let update = match content {
             Some(tag) => {
-                assert!(
-                    self.truth[&key].contains(&tag),
-                    "{key}: a peer sent {tag}, which was never committed"
-                );
+                let committed = self.truth[&key].contains(&tag) && tags.iter().all(|other| *other == tag);
+                assert!(committed, "{key}: a peer sent {tags:?}, which was never committed");
                 FillUpdate::Layers { layers: end, checksums: (first == 0).then_some(checksums), tier }
             }
             None => FillUpdate::Failed(FillError::Corrupt),

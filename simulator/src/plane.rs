@@ -15,6 +15,8 @@ use crate::network::{Host, LineId};
 use crate::setup::BEAT_EVERY;
 use crate::world::World;
 
+/// A task of a member wakes within this, in microseconds.
+const OWN_US_MAX: u64 = 500;
 /// Followers are told of nodes so long after a change.
 const TELL_NODES_AFTER: Duration = Duration::from_millis(5);
 
@@ -80,12 +82,17 @@ impl World {
 
     /// Its place among the members has changed, or what it knows of them.
     pub(crate) fn place_changed(&mut self, member: usize) {
-        let now = self.time(Host::Member(member));
-        let running = self.member(member);
-        running.own_kept(now);
-        let followers = running.followers.clone();
+        let followers = self.member(member).followers.clone();
         let list = self.members_now(member);
         followers.into_iter().for_each(|follower| self.reply_to(follower, list.clone()));
+        let delay = self.rng.micros(1..OWN_US_MAX);
+        self.member_later(member, delay, MemberStep::Own);
+    }
+
+    /// The task that keeps the directory's slots those of its place has woken.
+    pub(crate) fn own(&mut self, member: usize) {
+        let now = self.time(Host::Member(member));
+        self.member(member).own_kept(now);
         self.audit_directory(member);
     }
 

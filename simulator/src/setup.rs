@@ -74,6 +74,8 @@ pub enum Variant {
     EvictionsUnannounced,
     /// A member goes on answering when its lease has expired.
     AnswersAfterLease,
+    /// A member answers by a new map with the slots of the one before.
+    AnswersBetweenMaps,
     /// A member counts the time of its lease from the store's answer on, not from its question.
     LeaseFromAnswer,
     /// A member whose watch was compacted away does not read the list of members again.
