@@ -194,7 +194,9 @@ impl Directory for DirectoryService {
                 let live = self.cluster.live();
                 let reply = self.find(&keys, &live, asking).await;
                 match self.certain_map() {
-                    Some(view) if Arc::ptr_eq(&view, &before) => LookupReply { map_epoch: view.map.epoch().0, ..reply },
+                    Some(view) if Arc::ptr_eq(&view, &before) => {
+                        LookupReply { map_epoch: view.map.epoch().0, ..reply }
+                    }
                     _ => self.find_nothing(keys.len()),
                 }
             }
@@ -304,6 +306,43 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     use super::*;
+    use crate::events::Events;
+    use crate::metrics::Metrics;
+    use reprise_controlplane_core::MemberSettings;
+    use reprise_controlplane_store::{MemoryStore, TimeToLive};
+    use reprise_policy::shards::MemberName;
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn a_member_answers_for_nothing_until_its_directory_has_the_slots_of_its_map() {
+        let second = Duration::from_secs(1);
+        let settings = MemberSettings { dead_after: second, forget_after: second };
+        let (metrics, _) = Metrics::new();
+        let cluster = Arc::new(Cluster::new(settings, 1, Events::new(1 << 16), metrics));
+        let name = MemberName::new("a").expect("a name");
+        let life = TimeToLive::new(second * 60).expect("within the limits");
+        let store = Arc::new(MemoryStore::new());
+        let shards = Arc::new(Shards::new(store, name, "a:1".to_owned(), life));
+        let stop = tokio::sync::watch::Sender::new(false);
+        let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
+        tokio::spawn(async move { holding.hold(stopped).await });
+        tokio::spawn(async move { following.follow().await });
+        let mut news = shards.watch();
+        while shards.certain_map().is_none() {
+            news.changed().await.expect("the sender lives");
+        }
+        let service = DirectoryService::new(cluster.clone(), shards.clone(), Turns::new(2, 8));
+        let ask = async || {
+            let request = LookupRequest { keys: vec![7; BlockKey::SIZE].into(), asking_node: 0 };
+            service.lookup(Request::new(request)).await.expect("valid").into_inner().elsewhere
+        };
+        assert_eq!(ask().await, [0], "the slots are not there yet");
+        let epoch = shards.view().expect("it follows").map.epoch();
+        cluster.own(&shards.kept(&cluster.owned()), epoch);
+        assert!(ask().await.is_empty());
+        cluster.own(&SlotSet::ALL, Epoch(epoch.0 - 1));
+        assert_eq!(ask().await, [0], "they are those of another map");
+    }
 
     #[test]
     fn a_call_of_one_part_makes_no_detour_and_a_longer_one_lets_others_run_in_between() {

@@ -52,11 +52,8 @@ impl World {
         asking: Option<NodeId>,
         answered: &Answered,
     ) {
-        let own: Vec<&BlockKey> = (0..)
-            .zip(keys)
-            .filter(|(at, _)| !answered.elsewhere.contains(at))
-            .map(|(_, key)| key)
-            .collect();
+        let own: Vec<&BlockKey> =
+            (0..).zip(keys).filter(|(at, _)| !answered.elsewhere.contains(at)).map(|(_, key)| key).collect();
         if own.is_empty() {
             return;
         }
@@ -79,7 +76,8 @@ impl World {
         let running = self.members[member].as_ref().expect("it answers");
         let lease = running.lease.expect("who answers has a lease");
         assert!(now < lease.until, "member {member} answers after its lease has expired by its own clock");
-        let ended = self.keeper.store.ended.get(&lease.id).filter(|_| stood.is_none_or(|at| at <= lease.asked));
+        let ended =
+            self.keeper.store.ended.get(&lease.id).filter(|_| stood.is_none_or(|at| at <= lease.asked));
         if let Some(ended) = ended {
             let late = self.now.since(*ended);
             let bound = drift_max(TIME_TO_LIVE.as_micros() as u64);

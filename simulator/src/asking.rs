@@ -95,7 +95,7 @@ impl World {
         let keys = places.iter().map(|place| asking.keys[*place as usize]).collect();
         let (time, asking) = (asking.deadline.since(now), granted.map(|granted| granted.node));
         let of = Purpose::Lookup { lookup, link, places };
-        self.call(node, line, of, Request::Lookup { keys, asking }, time);
+        self.call(node, (line, of), Request::Lookup { keys, asking }, time);
     }
 
     pub(crate) fn part_found(
@@ -149,7 +149,7 @@ impl World {
         }
         self.count("maps learned");
         let line = self.link_line(node, link);
-        self.call(node, line, Purpose::Learn { lookup }, Request::Members, time);
+        self.call(node, (line, Purpose::Learn { lookup }), Request::Members, time);
     }
 
     /// The newer map is there.

@@ -131,7 +131,13 @@ impl World {
     // ---- calls -------------------------------------------------------------------------------------------------
 
     /// Calls over a connection, for a time by the agent's clock.
-    pub(crate) fn call(&mut self, node: usize, line: LineId, of: Purpose, request: Request, time: Duration) {
+    pub(crate) fn call(
+        &mut self,
+        node: usize,
+        (line, of): (LineId, Purpose),
+        request: Request,
+        time: Duration,
+    ) {
         let client = self.client(node);
         let call = CallId(client.calls_begun);
         client.calls_begun += 1;
@@ -224,7 +230,7 @@ impl World {
         let attempt = home.attempt;
         let line = self.open_line(Host::Node(node), Host::Member(member));
         self.client(node).home.line = Some(line);
-        self.call(node, line, Purpose::Follow, Request::Watch, CALL_TIMEOUT);
+        self.call(node, (line, Purpose::Follow), Request::Watch, CALL_TIMEOUT);
         self.later(node, KEEP_ALIVE_EVERY, Local::LookAtHome { attempt });
     }
 

@@ -169,7 +169,8 @@ impl Engine {
 
     /// An answer; one that comes after its time is excused until an instant at which the agent could not yet run.
     pub(crate) fn on_reply(&mut self, request: RequestId, reply: &Reply, now: Tick, excused: Tick) {
-        let Question { asked, held, answer_by } = self.asked.remove(&request).expect("one answer per request");
+        let Question { asked, held, answer_by } =
+            self.asked.remove(&request).expect("one answer per request");
         let answer_by = answer_by.expect("answers follow requests").max(excused);
         assert!(now <= answer_by, "{asked:?} was answered at {now:?}, due by {answer_by:?}");
         match (asked, reply) {
@@ -195,7 +196,11 @@ impl Engine {
                 let own = |source: &Source| matches!(source, Source::OwnDram | Source::OwnNvme);
                 assert!(scope == Scope::Cluster || sources.iter().all(own), "a local match is local");
                 let run = held.iter().enumerate().take_while(|(at, place)| at == *place).count();
-                assert!(sources.len() >= run, "{run} blocks are on the node and {} are matched", sources.len());
+                assert!(
+                    sources.len() >= run,
+                    "{run} blocks are on the node and {} are matched",
+                    sources.len()
+                );
                 let mut seen = keys.iter().zip(sources);
                 let foreign = seen.find(|(key, source)| own(source) && tenant_of(key) != self.tenant);
                 assert!(foreign.is_none(), "{:?} sees {foreign:?} of another tenant", self.tenant);
@@ -204,7 +209,11 @@ impl Engine {
                 assert_eq!(keys.len(), blocks.len());
                 self.granted(regions);
                 let lost = held.iter().find(|place| matches!(blocks[**place], LoadedBlock::Lost(_)));
-                assert!(lost.is_none(), "a block in DRAM is lost: {:?}", lost.map(|place| blocks[*place].clone()));
+                assert!(
+                    lost.is_none(),
+                    "a block in DRAM is lost: {:?}",
+                    lost.map(|place| blocks[*place].clone())
+                );
                 let mut seen = keys.iter().zip(blocks);
                 let foreign = seen.find(|(key, block)| {
                     tenant_of(key) != self.tenant && matches!(block, LoadedBlock::Ok { .. })

@@ -9,24 +9,23 @@
 //! `shards.rs` (follow, hold), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
 //! Left out: concurrent reads of two keys are one question; node numbers never run out.
 
+mod membership;
+mod registry;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use reprise_controlplane_core::{NodeDetails, NodeRecord};
-use reprise_policy::{Epoch, NodeId, Tick};
+use reprise_controlplane_core::NodeRecord;
+use reprise_policy::Tick;
 
 use crate::faults::Repair;
-use crate::member::{HeldLease, LeaseStep, Member, View};
-use crate::messages::{CallId, Message, Question, Reply, Told};
+use crate::member::Member;
+use crate::messages::{CallId, Message, Question, Told};
 use crate::network::{Host, LineId};
 use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
-use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Refused, Revision, Value, Write};
+use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
 use crate::world::{Action, World, take_where};
-
-/// As `registry.rs`: attempts against registrations that came first.
-const ATTEMPTS_MAX: u32 = 64;
-/// Lives of a lease that a former process of this name may still have.
-const FORMER_LIVES: u32 = 2;
+use registry::Applicant;
 
 /// Calls to the store, and the connection to it.
 #[derive(Debug, Default)]
@@ -70,15 +69,6 @@ struct Asked {
     at: Tick,
 }
 
-/// A node that wants to register.
-#[derive(Clone, Copy, Debug)]
-struct Applicant {
-    name: usize,
-    line: LineId,
-    call: CallId,
-    attempts: u32,
-}
-
 #[derive(Clone, Debug)]
 enum Purpose {
     Identity,
@@ -99,7 +89,7 @@ enum Purpose {
 }
 
 /// Something within a member's process.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum MemberStep {
     /// A question to the store has had its time.
     Timeout(CallId),
@@ -182,7 +172,7 @@ impl World {
             MemberStep::Timeout(call) => {
                 let Some(asked) = self.member(member).talk.calls.remove(&call) else { return };
                 let line = asked.line;
-                self.store_failed(member, asked.of);
+                self.store_failed(member, &asked.of);
                 // Keep-alives have found by now that nobody is there; watches end with the connection.
                 if self.is_life(member, life) && !self.far_lives(line) {
                     self.member_line_lost(member, line);
@@ -194,7 +184,9 @@ impl World {
                     self.look_at_lease(member, id);
                 }
             }
-            MemberStep::Join { attempt } if attempt == self.member(member).joining.attempt => self.join(member),
+            MemberStep::Join { attempt } if attempt == self.member(member).joining.attempt => {
+                self.join(member);
+            }
             MemberStep::Join { .. } => {}
             MemberStep::Follow => {
                 self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
@@ -247,13 +239,13 @@ impl World {
         for (_, asked) in lost {
             // The first of them may have ended the process.
             if self.is_life(member, life) {
-                self.store_failed(member, asked.of);
+                self.store_failed(member, &asked.of);
             }
         }
     }
 
-    fn store_failed(&mut self, member: usize, of: Purpose) {
-        match of {
+    fn store_failed(&mut self, member: usize, of: &Purpose) {
+        match *of {
             Purpose::Identity | Purpose::IdentityOf(_) | Purpose::CreateIdentity | Purpose::Records => {
                 self.end_member(member);
             }
@@ -286,10 +278,6 @@ impl World {
                 self.refuse(of);
             }
         }
-    }
-
-    fn refuse(&mut self, of: Applicant) {
-        self.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
     }
 
     /// The store has answered, or a watch says something.
@@ -339,11 +327,7 @@ impl World {
             },
             (Purpose::Records, Told::Range { entries, .. }) => self.begin_serving(member, &entries),
             (Purpose::FollowRange, Told::Range { revision, entries }) => {
-                let listed = entries.iter().filter_map(|(key, entry)| Some((name_of(*key)?, entry.created)));
-                self.member(member).joining.listed = listed.collect();
-                self.publish(member, revision);
-                let watch = Question::Watch { prefix: Prefix::Members, from: revision + 1 };
-                self.ask_store(member, Purpose::FollowWatch, watch);
+                self.members_listed(member, revision, &entries);
             }
             // What has happened is not known any more: the range is read again, at once.
             (Purpose::FollowWatch, Told::Compacted) => self.follow_again(member),
@@ -360,25 +344,10 @@ impl World {
             }
             (Purpose::Registered(of), Told::Entries(entries)) => self.register_in_store(member, of, &entries),
             (Purpose::Register(of, record), Told::Transacted(result)) => match result {
-                Ok(_) => self.registered(member, *record, (of.line, of.call)),
-                Err(_) => {
-                    let number = self.identity(member).number;
-                    let key = vec![Key::IdentityOf(number)];
-                    self.ask_store(member, Purpose::IsOfStore(of), Question::Get(key));
-                }
+                Ok(_) => self.registered(member, *record, of.from()),
+                Err(_) => self.look_whether_same(member, of),
             },
-            (Purpose::IsOfStore(of), Told::Entries(entries)) => {
-                let revision = entries[0].as_ref().map(|entry| entry.modified);
-                if revision != Some(self.identity(member).revision) {
-                    self.refuse(of);
-                    return self.end_member(member);
-                }
-                let of = Applicant { attempts: of.attempts + 1, ..of };
-                if of.attempts == ATTEMPTS_MAX {
-                    return self.refuse(of);
-                }
-                self.read_record(member, of);
-            }
+            (Purpose::IsOfStore(of), Told::Entries(entries)) => self.register_again(member, of, &entries[0]),
             (of, told) => unreachable!("{told:?} is no answer to {of:?}"),
         }
     }
@@ -388,10 +357,8 @@ impl World {
     fn create_identity(&mut self, member: usize) {
         let number = (self.rng.next() >> 33) as u32;
         let write = |key, value| Write { key, value, lease: None };
-        let writes = vec![
-            write(Key::Identity, Value::Number(number)),
-            write(Key::IdentityOf(number), Value::Nothing),
-        ];
+        let writes =
+            vec![write(Key::Identity, Value::Number(number)), write(Key::IdentityOf(number), Value::Nothing)];
         let conditions = vec![Condition::Absent(Key::Identity)];
         self.ask_store(member, Purpose::CreateIdentity, Question::Transact { conditions, writes });
     }
@@ -440,227 +407,11 @@ impl World {
         let watch = Question::Watch { prefix, from: revision + 1 };
         self.ask_store(member, Purpose::IdentityWatch(revision), watch);
     }
-
-    // ---- following the members ---------------------------------------------------------------------------------
-
-    fn follow_again(&mut self, member: usize) {
-        if self.setup.variant == Variant::CompactionLosesChanges {
-            let from = self.keeper.store.revision() + 1;
-            let watch = Question::Watch { prefix: Prefix::Members, from };
-            return self.ask_store(member, Purpose::FollowWatch, watch);
-        }
-        self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
-    }
-
-    fn on_changes(&mut self, member: usize, of: &Purpose, revision: Revision, changes: &[Change]) {
-        match of {
-            Purpose::FollowWatch => {
-                let listed = &mut self.member(member).joining.listed;
-                for change in changes {
-                    let Some(name) = name_of(change.key) else { continue };
-                    match &change.entry {
-                        Some(entry) => listed.insert(name, entry.created),
-                        None => listed.remove(&name),
-                    };
-                }
-                self.publish(member, revision);
-            }
-            // Anything that happens to it is its end.
-            Purpose::IdentityWatch(_) => self.end_member(member),
-            of => unreachable!("{of:?} is no watch"),
-        }
-    }
-
-    /// Makes a list of members known, if it is another than the last.
-    fn publish(&mut self, member: usize, revision: Revision) {
-        let listed = self.member(member).joining.listed.clone();
-        if self.member(member).view.members == listed {
-            return;
-        }
-        let map = self.map_of(Epoch(revision), listed.keys().copied());
-        self.audit_list(revision, &listed);
-        let view = View { members: listed, map };
-        let now = self.time(Host::Member(member));
-        let running = self.member(member);
-        running.view = view;
-        let free = !running.view.members.contains_key(&running.name);
-        if free && running.joining.waits {
-            self.join(member);
-        }
-        self.trace.note(|| format!("member {member} follows revision {revision} at {now:?}"));
-        self.place_changed(member);
-    }
-
-    // ---- lease and entry ---------------------------------------------------------------------------------------
-
-    fn join_later(&mut self, member: usize, delay: Duration) {
-        let joining = &mut self.member(member).joining;
-        joining.attempt += 1;
-        let attempt = joining.attempt;
-        self.member_later(member, delay, MemberStep::Join { attempt });
-    }
-
-    fn join(&mut self, member: usize) {
-        let joining = &mut self.member(member).joining;
-        (joining.attempt, joining.waits) = (joining.attempt + 1, false);
-        self.ask_store(member, Purpose::Grant, Question::Grant(TIME_TO_LIVE));
-    }
-
-    fn granted_lease(&mut self, member: usize, id: LeaseId, asked: Tick) {
-        let answered = self.time(Host::Member(member));
-        let counted_from = match self.setup.variant {
-            Variant::LeaseFromAnswer => answered,
-            _ => asked,
-        };
-        let name = self.member(member).name;
-        self.member(member).lease = Some(HeldLease::granted(id, TIME_TO_LIVE, counted_from));
-        let write = Write { key: Key::Member(name), value: Value::Nothing, lease: Some(id) };
-        let (conditions, writes) = (vec![Condition::Absent(Key::Member(name))], vec![write]);
-        self.ask_store(member, Purpose::Put(id), Question::Transact { conditions, writes });
-        self.look_at_lease(member, id);
-    }
-
-    fn put(&mut self, member: usize, id: LeaseId, result: Result<Revision, Refused>) {
-        match result {
-            Ok(revision) => {
-                self.count("members registered");
-                let running = self.member(member);
-                if running.lease.is_some_and(|lease| lease.id == id) {
-                    running.registration = Some(revision);
-                    self.place_changed(member);
-                } else {
-                    // Lost meanwhile.
-                    self.join(member);
-                }
-            }
-            Err(Refused::Conflict) => {
-                self.give_back(member, id);
-                self.count("member names taken");
-                let running = self.member(member);
-                let free = !running.view.members.contains_key(&running.name);
-                running.joining.waits = !free;
-                self.join_later(member, if free { Duration::ZERO } else { TIME_TO_LIVE * FORMER_LIVES });
-            }
-            Err(Refused::LeaseGone) => self.store_failed(member, Purpose::Put(id)),
-        }
-    }
-
-    /// A lease that is dropped is revoked.
-    fn give_back(&mut self, member: usize, id: LeaseId) {
-        let running = self.member(member);
-        running.lease = running.lease.filter(|lease| lease.id != id);
-        self.ask_store(member, Purpose::Revoke, Question::Revoke(id));
-    }
-
-    fn look_at_lease(&mut self, member: usize, id: LeaseId) {
-        let goes_on = self.setup.variant == Variant::AnswersAfterLease;
-        let now = self.time(Host::Member(member));
-        let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
-        match lease.step(now) {
-            LeaseStep::Wait(until) => {
-                lease.looks += 1;
-                let look = lease.looks;
-                self.member_later(member, until.since(now), MemberStep::Lease { id, look });
-            }
-            LeaseStep::KeepAlive => {
-                lease.asking = true;
-                self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
-                self.look_at_lease(member, id);
-            }
-            LeaseStep::GiveUp if goes_on => {
-                if !std::mem::replace(&mut lease.asking, true) {
-                    self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
-                }
-            }
-            LeaseStep::GiveUp => {
-                self.count("leases unconfirmed");
-                self.lose_lease(member);
-            }
-        }
-    }
-
-    fn kept_alive(&mut self, member: usize, id: LeaseId, asked: Tick, lives: bool) {
-        let now = self.time(Host::Member(member));
-        let from = if self.setup.variant == Variant::LeaseFromAnswer { now } else { asked };
-        let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
-        if !lives {
-            self.count("leases gone");
-            return self.lose_lease(member);
-        }
-        // An answer that comes when the time is over comes too late.
-        if now < lease.until {
-            lease.confirmed(from);
-        }
-        self.look_at_lease(member, id);
-    }
-
-    fn lose_lease(&mut self, member: usize) {
-        let running = self.member(member);
-        running.lease = None;
-        // Before the entry was put, whoever puts it goes on from there.
-        if running.registration.take().is_some() {
-            self.place_changed(member);
-            self.join(member);
-        }
-    }
-
-    // ---- nodes -------------------------------------------------------------------------------------------------
-
-    pub(crate) fn register_node(&mut self, member: usize, name: usize, of: (LineId, CallId)) {
-        let of = Applicant { name, line: of.0, call: of.1, attempts: 0 };
-        self.read_record(member, of);
-    }
-
-    fn read_record(&mut self, member: usize, of: Applicant) {
-        let keys = vec![Key::Node(of.name), Key::NextNode];
-        self.ask_store(member, Purpose::Registered(of), Question::Get(keys));
-    }
-
-    fn register_in_store(&mut self, member: usize, of: Applicant, entries: &[Option<Entry>]) {
-        let identity = self.identity(member);
-        let (key, mut writes) = (Key::Node(of.name), Vec::new());
-        let mut conditions = vec![Condition::Modified(Key::IdentityOf(identity.number), identity.revision)];
-        let record = match &entries[0] {
-            Some(Entry { value: Value::Node(known), modified, .. }) => {
-                conditions.push(Condition::Modified(key, *modified));
-                NodeRecord { epoch: Epoch(known.epoch.0 + 1), ..NodeRecord::clone(known) }
-            }
-            Some(other) => unreachable!("{other:?} is no record of a node"),
-            None => {
-                let counter = entries[1].as_ref().map(|entry| entry.modified);
-                let unchanged =
-                    counter.map_or(Condition::Absent(Key::NextNode), |at| Condition::Modified(Key::NextNode, at));
-                conditions.extend([Condition::Absent(key), unchanged]);
-                let number = number_of(&entries[1]).unwrap_or(1);
-                let next = Value::Number(number + 1);
-                writes.push(Write { key: Key::NextNode, value: next, lease: None });
-                first_record(of.name, number, identity.number)
-            }
-        };
-        let value = Value::Node(Box::new(record.clone()));
-        writes.push(Write { key, value, lease: None });
-        let purpose = Purpose::Register(of, Box::new(record));
-        self.ask_store(member, purpose, Question::Transact { conditions, writes });
-    }
-}
-
-/// The record of a node that was never registered. Epochs begin at a number of the store's identity.
-fn first_record(name: usize, number: u32, identity: u32) -> NodeRecord {
-    let details = NodeDetails { peer_address: format!("n{name}:1"), ..NodeDetails::default() };
-    let node = NodeId(u16::try_from(number).expect("few nodes"));
-    NodeRecord { node, name: format!("n{name}"), epoch: Epoch((u64::from(identity) << 32) + 1), details }
 }
 
 fn number_of(entry: &Option<Entry>) -> Option<u32> {
     match entry.as_ref()?.value {
         Value::Number(number) => Some(number),
-        _ => None,
-    }
-}
-
-fn name_of(key: Key) -> Option<usize> {
-    match key {
-        Key::Member(name) => Some(name),
         _ => None,
     }
 }

@@ -107,7 +107,7 @@ impl World {
 
     fn call_member(&mut self, node: usize, id: LinkId, of: LinkCall, request: Request) {
         let line = self.link_line(node, id);
-        self.call(node, line, Purpose::Link(id, of), request, CALL_TIMEOUT);
+        self.call(node, (line, Purpose::Link(id, of)), request, CALL_TIMEOUT);
     }
 
     pub(crate) fn link_call_failed(&mut self, node: usize, id: LinkId, of: &LinkCall) {
@@ -219,7 +219,8 @@ impl World {
         if let Some(link) = self.link(node, id) {
             link.beat_line = Some(line);
         }
-        self.call(node, line, Purpose::Link(id, LinkCall::Beat { epoch }), request, BEAT_ANSWER);
+        let of = Purpose::Link(id, LinkCall::Beat { epoch });
+        self.call(node, (line, of), request, BEAT_ANSWER);
     }
 
     fn beaten(&mut self, node: usize, id: LinkId, epoch: Epoch, known: bool) {

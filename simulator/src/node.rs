@@ -14,15 +14,15 @@ use reprise_agent_core::event::{Event, Request, RequestId, Scope};
 use reprise_agent_core::pool::DeviceOpKind;
 use reprise_policy::{BlockKey, SessionId, SlotSet, Tick, Tier};
 
+use crate::client::Client;
 use crate::disk::{Disk, Written};
 use crate::engine::Engine;
 use crate::jobs::Job;
-use crate::client::Client;
 use crate::memory::{Memory, overlap};
 use crate::network::{Host, LineId};
 use crate::peers::{Fetch, Serve};
-use crate::tenants::Tenants;
 use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
+use crate::tenants::Tenants;
 use crate::world::{Action, Local, World};
 
 /// Counters of the core that say what runs have reached.
@@ -102,11 +102,7 @@ impl Node {
     pub(crate) fn new(index: usize, setup: &Setup) -> Node {
         let disk =
             |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
-        Node {
-            process: None,
-            disks: (0..setup.disks).map(disk).collect(),
-            promised: BTreeSet::new(),
-        }
+        Node { process: None, disks: (0..setup.disks).map(disk).collect(), promised: BTreeSet::new() }
     }
 }
 

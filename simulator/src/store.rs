@@ -141,7 +141,9 @@ impl Store {
     ) -> Result<Revision, Refused> {
         let holds = |condition: &Condition| match *condition {
             Condition::Absent(key) => !self.entries.contains_key(&key),
-            Condition::Modified(key, revision) => self.get(key).is_some_and(|entry| entry.modified == revision),
+            Condition::Modified(key, revision) => {
+                self.get(key).is_some_and(|entry| entry.modified == revision)
+            }
         };
         let lives = |write: &Write| write.lease.is_none_or(|lease| self.leases.contains_key(&lease));
         if !conditions.iter().all(holds) {
@@ -257,7 +259,7 @@ mod tests {
     #[test]
     fn what_is_compacted_cannot_be_watched_and_what_is_wiped_begins_anew() {
         let mut store = Store::default();
-        put(&mut store, Key::Node(1), None);
+        assert_eq!(put(&mut store, Key::Node(1), None), Ok(1));
         store.compact();
         assert_eq!(store.changes(Prefix::Nodes, 1).expect_err("gone"), Compacted);
         assert!(store.changes(Prefix::Nodes, 2).expect("to come").is_empty());

@@ -93,7 +93,10 @@ impl World {
         let bound = limit.saturating_mul(2).saturating_add(2 * process.inventory_max).saturating_add(8);
         for link in process.client.links.values() {
             let queued = link.outbox.queued();
-            assert!(queued <= bound, "node {node}: {queued} changes wait for a member, of {bound} at the most");
+            assert!(
+                queued <= bound,
+                "node {node}: {queued} changes wait for a member, of {bound} at the most"
+            );
         }
         let lookups = process.client.lookups.len();
         assert!(lookups <= LOOKUPS_MAX, "node {node}: {lookups} lookups at once");

@@ -104,7 +104,8 @@ impl World {
     pub(crate) fn some_keys(&mut self, tenant: TenantId, layout: Layout) -> Vec<BlockKey> {
         let start = self.rng.below(KEYS as usize / usize::from(self.setup.tenants)) as u64;
         let count = 1 + self.rng.below(6) as u64;
-        let mut keys: Vec<BlockKey> = (start..start + count).map(|number| key(tenant, &layout, number)).collect();
+        let mut keys: Vec<BlockKey> =
+            (start..start + count).map(|number| key(tenant, &layout, number)).collect();
         if self.rng.chance(50) {
             keys.push(keys[0]);
         }

@@ -11,7 +11,10 @@ fn a_hundred_agents_that_register_at_once_make_every_directory_whole_within_seco
     assert!(measured.first_start < Duration::from_secs(2), "{measured:?}");
     // Half a second until members are back, two for the lease of those that were, and the delays between attempts.
     assert!(measured.rebuild < Duration::from_secs(6), "{measured:?}");
-    assert_eq!(measured.registrations, 600, "each agent registers once with each member, in each of its lives");
+    assert_eq!(
+        measured.registrations, 600,
+        "each agent registers once with each member, in each of its lives"
+    );
     assert!(measured.replicas >= 200, "every agent holds some blocks: {measured:?}");
     assert_eq!(scale(cluster), Ok(measured), "equal clusters give equal runs");
 }
