@@ -25,7 +25,7 @@ use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
 
 /// Places of the directory's tables that one sweep looks at.
-const SWEEP_PLACES: usize = 1 << 9;
+const SWEEP_PLACES: usize = 1 << 12;
 /// As `held.rs`: keep-alives in one time to live, and tries after one that failed.
 const KEEP_ALIVES: u32 = 3;
 const RETRIES: u32 = 12;
