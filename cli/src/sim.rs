@@ -1,15 +1,16 @@
-//! `reprise sim chaos`: many seeds of the simulated cluster, one a thread at a time, over all cores.
+//! `reprise sim`: the simulated cluster.
 //!
-//! A seed's run depends on nothing but the seed; threads only decide which runs when. Results are told in the order of
-//! seeds.
+//! `chaos` plays many seeds under faults, one a thread at a time, over all cores. A seed's run depends on nothing but the
+//! seed; threads only decide which runs when. Results are told in the order of seeds. `scale` plays one large cluster that
+//! loses all members' memory, and says how long its directories take, in simulated time, until they are whole again.
 
 use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use reprise_simulator::{Recording, Run, Variant, run};
+use reprise_simulator::{Cluster, Recording, Run, Variant, run, scale};
 use serde::Serialize;
 
 use crate::output::{Audience, Table};
@@ -28,6 +29,37 @@ pub(crate) struct SimArgs {
 enum What {
     /// Agents and control plane under faults drawn from a seed; every invariant checked at every step.
     Chaos(ChaosArgs),
+    /// Many agents that register at once, at first and when all members have lost their memory.
+    Scale(ScaleArgs),
+}
+
+#[derive(Clone, Debug, clap::Args)]
+struct ScaleArgs {
+    /// Agents.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..))]
+    nodes: u16,
+    /// Members of the control plane.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64))]
+    members: u16,
+    /// Decides every delay.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+/// What `scale` has measured, in milliseconds of simulated time.
+#[derive(Debug, Serialize)]
+struct Scaled {
+    nodes: u16,
+    members: u16,
+    seed: u64,
+    first_start_ms: u64,
+    rebuild_ms: u64,
+    registrations: u64,
+    inventories: u64,
+    replicas: u64,
+    steps: u64,
+    digest: String,
+    seconds: f64,
 }
 
 #[derive(Clone, Debug, clap::Args)]
@@ -79,8 +111,43 @@ struct Totals {
 
 /// `reprise sim`.
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
-    let What::Chaos(args) = &args.what;
-    chaos(args, audience)
+    match &args.what {
+        What::Chaos(args) => chaos(args, audience),
+        What::Scale(args) => large(args, audience),
+    }
+}
+
+fn large(args: &ScaleArgs, audience: Audience) -> anyhow::Result<()> {
+    let ScaleArgs { nodes, members, seed } = *args;
+    let began = Instant::now();
+    let cluster = Cluster { nodes: usize::from(nodes), members: usize::from(members), seed };
+    let measured = scale(cluster).map_err(anyhow::Error::msg)?;
+    let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let scaled = Scaled {
+        nodes,
+        members,
+        seed,
+        first_start_ms: millis(measured.first_start),
+        rebuild_ms: millis(measured.rebuild),
+        registrations: measured.registrations,
+        inventories: measured.inventories,
+        replicas: measured.replicas,
+        steps: measured.steps,
+        digest: format!("{:016x}", measured.digest),
+        seconds: (began.elapsed().as_secs_f64() * 10.0).round() / 10.0,
+    };
+    audience.say(format!(
+        "{nodes} agents, {members} members: every directory whole {} ms after the first start, and {} ms after all \
+         members were lost (simulated time; {} registrations, {} replicas, {} steps in {} s)",
+        scaled.first_start_ms,
+        scaled.rebuild_ms,
+        scaled.registrations,
+        scaled.replicas,
+        scaled.steps,
+        scaled.seconds
+    ));
+    audience.emit(&scaled);
+    Ok(())
 }
 
 fn chaos(args: &ChaosArgs, audience: Audience) -> anyhow::Result<()> {

@@ -44,6 +44,8 @@ pub struct Cluster {
     directory: RwLock<Directory>,
     /// Of the directory's slots; apart, so that heartbeats take no lock for it.
     slots_version: AtomicU64,
+    /// Of the map by which those were given to this member.
+    slots_epoch: AtomicU64,
     modes: Mutex<Modes>,
     /// Load and failure domain of nodes, for look-ups.
     peers: RwLock<PeersKept>,
@@ -84,6 +86,7 @@ impl Cluster {
             members: Mutex::new(Members::new(settings)),
             directory: RwLock::new(Directory::new()),
             slots_version: AtomicU64::new(0),
+            slots_epoch: AtomicU64::new(0),
             modes: Mutex::default(),
             peers: RwLock::default(),
             moves: Mutex::default(),
@@ -135,9 +138,10 @@ impl Cluster {
         absent.into_iter().for_each(|node| directory.give_up(node));
     }
 
-    /// From now on the directory has exactly these slots.
-    pub fn own(&self, slots: &SlotSet) {
+    /// From now on the directory has exactly these slots, by the map of an epoch.
+    pub fn own(&self, slots: &SlotSet, epoch: Epoch) {
         let mut directory = self.directory_mut();
+        self.slots_epoch.store(epoch.0, Ordering::Release);
         if directory.owned() == slots {
             return;
         }
@@ -156,6 +160,11 @@ impl Cluster {
     /// Higher whenever the directory has other slots.
     pub fn slots_version(&self) -> u64 {
         self.slots_version.load(Ordering::Relaxed)
+    }
+
+    /// Epoch of the map by which the directory has its slots.
+    pub fn slots_epoch(&self) -> Epoch {
+        Epoch(self.slots_epoch.load(Ordering::Acquire))
     }
 
     /// What a registered node has to announce; `None`: it must register again.

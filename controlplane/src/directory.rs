@@ -92,6 +92,11 @@ impl DirectoryService {
         updated
     }
 
+    /// The map by which this member answers: its place in it is certain, and the directory's slots are those of it.
+    fn certain_map(&self) -> Option<Arc<MemberView>> {
+        self.shards.certain_map().filter(|view| view.map.epoch() == self.cluster.slots_epoch())
+    }
+
     /// Of a member whose place in the map is not certain nobody gets an answer.
     fn find_nothing(&self, keys: usize) -> LookupReply {
         let keys = u32::try_from(keys).expect("few enough for one call");
@@ -114,12 +119,13 @@ impl DirectoryService {
         asking: Option<NodeId>,
     ) -> Result<LookupReply, Status> {
         let _turn = self.turns.take().await?;
-        // Looked at before the answer is made and after: it may have run out, or been another, meanwhile.
-        let Some(before) = self.shards.certain_map() else { return Ok(self.find_nothing(keys.len())) };
+        // Looked at before the answer is made and after: it may have run out, or been another, meanwhile. The directory's slots
+        // follow the map a moment later: until then they may be another's.
+        let Some(before) = self.certain_map() else { return Ok(self.find_nothing(keys.len())) };
         let live = self.cluster.live();
         let reply = self.find(keys, &live, asking).await;
-        Ok(match self.shards.certain_map() {
-            Some(view) if self.shards.incarnation(&view) == self.shards.incarnation(&before) => {
+        Ok(match self.certain_map() {
+            Some(view) if Arc::ptr_eq(&view, &before) => {
                 LookupReply { map_epoch: view.map.epoch().0, ..reply }
             }
             _ => self.find_nothing(keys.len()),
@@ -137,7 +143,7 @@ impl DirectoryService {
         mut tell: impl FnMut(u32, Option<&[Holding]>),
     ) -> Result<Option<Epoch>, Status> {
         let _turn = self.turns.take().await?;
-        let Some(before) = self.shards.certain_map() else { return Ok(None) };
+        let Some(before) = self.certain_map() else { return Ok(None) };
         let mut holdings = Vec::new();
         for (first, part) in (0u32..).step_by(PART_KEYS).zip(keys.chunks(PART_KEYS)) {
             between_parts(first as usize).await;
@@ -148,8 +154,8 @@ impl DirectoryService {
                 tell(index, owned.map(|()| holdings.as_slice()));
             }
         }
-        let same = |view: &Arc<MemberView>| self.shards.incarnation(view) == self.shards.incarnation(&before);
-        Ok(self.shards.certain_map().filter(same).map(|view| view.map.epoch()))
+        let same = |view: &Arc<MemberView>| Arc::ptr_eq(view, &before);
+        Ok(self.certain_map().filter(same).map(|view| view.map.epoch()))
     }
 
     /// Finds replicas, part by part.
@@ -338,6 +344,43 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     use super::*;
+    use crate::events::Events;
+    use crate::metrics::Metrics;
+    use reprise_controlplane_core::MemberSettings;
+    use reprise_controlplane_store::{MemoryStore, TimeToLive};
+    use reprise_policy::shards::MemberName;
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn a_member_answers_for_nothing_until_its_directory_has_the_slots_of_its_map() {
+        let second = Duration::from_secs(1);
+        let settings = MemberSettings { dead_after: second, forget_after: second };
+        let (metrics, _) = Metrics::new();
+        let cluster = Arc::new(Cluster::new(settings, 1, Events::new(1 << 16), metrics));
+        let name = MemberName::new("a").expect("a name");
+        let life = TimeToLive::new(second * 60).expect("within the limits");
+        let store = Arc::new(MemoryStore::new());
+        let shards = Arc::new(Shards::new(store, name, "a:1".to_owned(), life));
+        let stop = tokio::sync::watch::Sender::new(false);
+        let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
+        tokio::spawn(async move { holding.hold(stopped).await });
+        tokio::spawn(async move { following.follow().await });
+        let mut news = shards.watch();
+        while shards.certain_map().is_none() {
+            news.changed().await.expect("the sender lives");
+        }
+        let service = DirectoryService::new(cluster.clone(), shards.clone(), Turns::new(2, 8));
+        let ask = async || {
+            let request = LookupRequest { keys: vec![7; BlockKey::SIZE].into(), asking_node: 0 };
+            service.lookup(Request::new(request)).await.expect("valid").into_inner().elsewhere
+        };
+        assert_eq!(ask().await, [0], "the slots are not there yet");
+        let epoch = shards.view().expect("it follows").map.epoch();
+        cluster.own(&shards.kept(&cluster.owned()), epoch);
+        assert!(ask().await.is_empty());
+        cluster.own(&SlotSet::ALL, Epoch(epoch.0 - 1));
+        assert_eq!(ask().await, [0], "they are those of another map");
+    }
 
     #[test]
     fn a_call_of_one_part_makes_no_detour_and_a_longer_one_lets_others_run_in_between() {

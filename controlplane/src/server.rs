@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use reprise_controlplane_core::{Amounts, MemberSettings};
 use reprise_controlplane_store::{EmbeddedStore, EtcdStore, KeyValue, MemoryStore, Store, TimeToLive};
+use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::events_server::EventsServer;
@@ -297,7 +298,9 @@ async fn follow_for_ever(shards: Arc<Shards>) {
 async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
     let mut news = shards.watch();
     loop {
-        cluster.own(&shards.kept(&cluster.owned()));
+        // The epoch first: slots of a later map under it are put right when the news of that map is taken.
+        let epoch = shards.view().map_or(Epoch(0), |view| view.map.epoch());
+        cluster.own(&shards.kept(&cluster.owned()), epoch);
         if news.changed().await.is_err() {
             return;
         }

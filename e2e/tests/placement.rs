@@ -5,7 +5,7 @@
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use reprise_client::Scope;
+use reprise_client::{Scope, Source};
 use reprise_e2e::cluster::{load_from_peer, numbers, wait_for_sources};
 use reprise_e2e::content::{device_slot_bytes, small};
 use reprise_e2e::control_plane::Store;
@@ -60,6 +60,7 @@ fn a_drained_node_can_leave_and_nothing_is_lost() {
     let mut nodes = Nodes::start(&["first", "second", "third"], &[pool; 3]);
     nodes.world.allow("node is silent");
     nodes.world.allow("peer connection lost");
+    nodes.world.allow("registered from another address while alive");
     let (saver, reader) = (nodes.agents[0].engine(small()), nodes.agents[1].engine(small()));
     saver.save_durably(&numbers(0..200));
     wait_for_sources(&reader, &numbers(0..200), PATIENCE);
@@ -108,25 +109,26 @@ fn a_drain_with_nowhere_to_go_says_so() {
 
 #[test]
 fn a_block_that_others_keep_reading_gets_a_second_replica() {
-    let pool = ByteSize(64 << 20);
-    let mut nodes = Nodes::start(&["first", "second"], &[pool; 2]);
-    nodes.world.allow("node is silent");
-    nodes.world.allow("peer connection lost");
-    let (saver, reader) = (nodes.agents[0].engine(small()), nodes.agents[1].engine(small()));
+    let world = World::new();
+    world.allow("node is silent");
+    world.allow("peer connection lost");
+    let member = world.control_plane(Store::Memory);
+    let start = |name| {
+        let control_plane = vec![member.address().to_owned()];
+        let extra = "[placement]\nhot_reads = 1\n".to_owned();
+        world.agent(&AgentConfig { control_plane, extra, ..AgentConfig::named(name) })
+    };
+    let (mut first, second) = (start("first"), start("second"));
+    let (saver, reader) = (first.engine(small()), second.engine(small()));
     saver.save_durably(&numbers(0..50));
     wait_for_sources(&reader, &numbers(0..50), PATIENCE);
-    load_from_peer(&reader, &numbers(0..50));
-    assert_eq!(nodes.durable(1), 0, "what is read once stays in memory");
-    wait_until("hot blocks to be durable twice", MOVED_WITHIN, || {
-        reader.trim();
-        // What has a replica here is no longer read from there.
-        load_from_peer(&reader, &numbers(0..10));
-        (nodes.durable(1) == 10).then_some(())
-    });
-    nodes.agents[0].kill();
+    load_from_peer(&reader, &numbers(0..10));
+    let durable = |agent: &Agent| agent.admin().counter("nvme_blocks");
+    wait_until("what was read to be durable twice", MOVED_WITHIN, || (durable(&second) == 10).then_some(()));
+    assert_eq!(durable(&first), 50, "the first keeps its own");
+    first.kill();
     reader.trim();
-    let sources = reader.load_all(&numbers(0..10), &Loading::LOCAL);
-    assert_eq!(sources.len(), 10);
+    assert_eq!(reader.load_all(&numbers(0..10), &Loading::LOCAL), vec![Source::OwnNvme; 10]);
 }
 
 #[test]

@@ -121,8 +121,8 @@ pub(crate) enum DirectoryEvent {
     PlaceFailed { place: PlaceId },
     /// What a tenant may hold on this node from now on.
     Budget(Grant),
-    /// The mode that this node is to be in; newer than any before.
-    Mode { mode: NodeMode, revision: u64 },
+    /// The mode that this node is to be in; each has a higher number than any before.
+    Mode { mode: NodeMode, number: u64 },
     /// So many bytes of blocks are to go to another node; `None`: nothing any more.
     Move(Option<(NodeId, u64)>),
     /// The control plane answers: at least one of its members.

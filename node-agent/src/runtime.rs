@@ -312,8 +312,8 @@ fn directory_sink(inbox: Inbox) -> DirectorySink {
             DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
             DirectoryEvent::Budget(grant) => Event::Budget(grant),
-            DirectoryEvent::Mode { mode, revision } => match mode_of(mode) {
-                Some(mode) => Event::Mode { mode, revision },
+            DirectoryEvent::Mode { mode, number } => match mode_of(mode) {
+                Some(mode) => Event::Mode { mode, revision: number },
                 None => return,
             },
             DirectoryEvent::Move(order) => Event::Move(order.map(|(to, bytes)| Move { to, bytes })),

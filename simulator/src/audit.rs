@@ -4,9 +4,13 @@
 //! What must be so at every step is checked where it happens: the audits of the cores in `node.rs` and `plane.rs`, bytes
 //! in `engine.rs` and `peers.rs`, promises in `faults.rs`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use reprise_policy::{BlockKey, NodeId, SessionId, Tier};
+use reprise_agent_core::event::Replica;
+use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, Tier};
+
+use crate::network::Host;
+use crate::store::{Key, Prefix, Revision, Value};
 
 use crate::node::count_all;
 use crate::setup::{SETTLE, all_keys, layout_of};
@@ -38,7 +42,8 @@ impl World {
 
     fn assert_nothing_left(&mut self, node: usize) {
         let process = self.process(node);
-        let link = &process.link;
+        let client = &process.client;
+        let queued: usize = client.links.values().map(|link| link.outbox.queued()).sum();
         let counters = process.core.counters();
         let left = [
             ("sessions", counters.sessions),
@@ -52,8 +57,9 @@ impl World {
             ("jobs", process.jobs.len() as u64),
             ("fetches", process.fetches.len() as u64),
             ("requests of peers", process.serves.len() as u64),
-            ("announcements", link.outbox.queued() as u64),
-            ("calls", link.waiting() as u64),
+            ("announcements", queued as u64),
+            ("calls", client.waiting() as u64),
+            ("lookups", client.lookups.len() as u64),
         ];
         for (what, count) in left {
             assert_eq!(count, 0, "node {node}: {what} are left");
@@ -83,27 +89,84 @@ impl World {
         );
     }
 
+    /// Every slot has one owner, who knows everything; everybody knows who that is.
     fn assert_converged(&mut self) {
-        let now = self.now;
-        let member = self.member.as_mut().expect("it was started again");
+        let listed = self.keeper.store.range(Prefix::Members);
+        let registered: BTreeMap<usize, Revision> = listed
+            .into_iter()
+            .map(|(key, entry)| match key {
+                Key::Member(name) => (name, entry.created),
+                other => unreachable!("{other:?} is no member"),
+            })
+            .collect();
+        assert_eq!(registered.len(), self.members.len(), "every member is registered");
         let mut known: BTreeSet<(NodeId, BlockKey, Tier)> = BTreeSet::new();
-        let keys = all_keys();
-        for (key, replicas) in keys.iter().zip(member.lookup(now, &keys, None)) {
-            known.extend(replicas.iter().map(|replica| (replica.node, *key, replica.tier)));
+        let mut owned = SlotSet::EMPTY;
+        for member in 0..self.members.len() {
+            self.assert_member_converged(member, &registered, &mut owned);
+            known.extend(self.known_by(member));
         }
+        assert!(owned == SlotSet::ALL, "every slot has an owner");
         let mut held = BTreeSet::new();
         for node in 0..self.nodes.len() {
-            let number = self.store.node_of(node).expect("every agent has registered");
-            let process = self.process(node);
-            assert!(
-                process.link.granted.is_some_and(|granted| granted.node == number),
-                "node {node} is registered"
-            );
-            held.extend(process.inventory.iter().map(|(key, tier)| (number, *key, *tier)));
+            let number = self.number_of(node);
+            self.assert_agent_converged(node, number);
+            held.extend(self.process(node).inventory.iter().map(|(key, tier)| (number, *key, *tier)));
         }
         let phantom: Vec<_> = known.difference(&held).collect();
         let missing: Vec<_> = held.difference(&known).collect();
         assert!(phantom.is_empty(), "the directory names what is not there: {phantom:?}");
         assert!(missing.is_empty(), "the directory does not name what is there: {missing:?}");
+    }
+
+    fn assert_member_converged(
+        &mut self,
+        member: usize,
+        registered: &BTreeMap<usize, Revision>,
+        owned: &mut SlotSet,
+    ) {
+        let now = self.time(Host::Member(member));
+        let running = self.members[member].as_ref().expect("it was started again");
+        assert_eq!(&running.view.members, registered, "member {member} does not know the members");
+        assert!(running.certain_map(now).is_some(), "member {member} is not sure of its place");
+        let (slots, size) = (running.directory.owned(), running.directory.size());
+        assert!(owned.and(slots).is_empty(), "member {member} has slots of another");
+        assert_eq!(size.slots_partial, 0, "member {member} does not know everything");
+        *owned = owned.or(slots);
+    }
+
+    /// Replicas that a member names.
+    fn known_by(&mut self, member: usize) -> Vec<(NodeId, BlockKey, Tier)> {
+        let (now, keys) = (self.time(Host::Member(member)), all_keys());
+        let answered = self.member(member).lookup(now, &keys, None);
+        let of = |(key, replicas): (&BlockKey, Vec<Replica>)| {
+            let named: Vec<_> = replicas.iter().map(|replica| (replica.node, *key, replica.tier)).collect();
+            named
+        };
+        keys.iter().zip(answered.found).flat_map(of).collect()
+    }
+
+    /// The number of a machine's agent, as the store has it.
+    fn number_of(&self, node: usize) -> NodeId {
+        let entry = self.keeper.store.get(Key::Node(node)).expect("every agent has registered");
+        match &entry.value {
+            Value::Node(record) => record.node,
+            other => unreachable!("{other:?} is no record of a node"),
+        }
+    }
+
+    fn assert_agent_converged(&mut self, node: usize, number: NodeId) {
+        let members = self.members.len();
+        let client = self.client(node);
+        let routes = client.routes.as_ref().expect("it has a map");
+        assert_eq!(routes.links.len(), members, "node {node} does not know all members");
+        for link in &routes.links {
+            let link = &client.links[link];
+            let (granted, up, of) = (link.granted, link.up, link.member);
+            let registered = granted.is_some_and(|granted| granted.node == number);
+            assert!(registered, "node {node}, number {number}, is registered with member {of}: {granted:?}");
+            assert!(up, "node {node} is heard by member {of}");
+        }
+        assert_eq!(client.host_of(number), Some(node), "node {node} does not know where it is");
     }
 }

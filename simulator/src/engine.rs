@@ -10,13 +10,15 @@ use reprise_agent_core::effect::{
     Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
-use reprise_policy::{BlockKey, Layout, Tick};
+use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 
 use crate::memory::{Memory, Tag, is_damaged, verified};
+use crate::setup::tenant_of;
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Engine {
+    pub(crate) tenant: TenantId,
     pub(crate) layout: Layout,
     /// Reserved slots, and since when.
     pub(crate) reserved: Vec<(LeaseId, ArenaSlot, Tick)>,
@@ -46,6 +48,8 @@ pub(crate) enum Asked {
 #[derive(Debug)]
 struct Question {
     asked: Asked,
+    /// Places of keys whose blocks are readable on the node: they must be found whatever else is away.
+    held: Vec<usize>,
     /// The agent must answer by then; known when it has the request.
     answer_by: Option<Tick>,
 }
@@ -73,8 +77,9 @@ struct Page {
 }
 
 impl Engine {
-    pub(crate) fn new(layout: Layout) -> Engine {
+    pub(crate) fn new(tenant: TenantId, layout: Layout) -> Engine {
         Engine {
+            tenant,
             layout,
             reserved: Vec::new(),
             loads: BTreeMap::new(),
@@ -92,13 +97,14 @@ impl Engine {
     pub(crate) fn ask(&mut self, asked: Asked) -> RequestId {
         self.requests += 1;
         let id = RequestId(self.requests);
-        self.asked.insert(id, Question { asked, answer_by: None });
+        self.asked.insert(id, Question { asked, held: Vec::new(), answer_by: None });
         id
     }
 
-    /// The agent has a request and must answer by then.
-    pub(crate) fn received(&mut self, request: RequestId, answer_by: Tick) {
-        self.asked.get_mut(&request).expect("requests come once").answer_by = Some(answer_by);
+    /// The agent has a request and must answer by then; it has the blocks of the keys at these places.
+    pub(crate) fn received(&mut self, request: RequestId, answer_by: Tick, held: Vec<usize>) {
+        let question = self.asked.get_mut(&request).expect("requests come once");
+        (question.answer_by, question.held) = (Some(answer_by), held);
     }
 
     /// A question that should have been answered before now.
@@ -163,7 +169,8 @@ impl Engine {
 
     /// An answer; one that comes after its time is excused until an instant at which the agent could not yet run.
     pub(crate) fn on_reply(&mut self, request: RequestId, reply: &Reply, now: Tick, excused: Tick) {
-        let Question { asked, answer_by } = self.asked.remove(&request).expect("one answer per request");
+        let Question { asked, held, answer_by } =
+            self.asked.remove(&request).expect("one answer per request");
         let answer_by = answer_by.expect("answers follow requests").max(excused);
         assert!(now <= answer_by, "{asked:?} was answered at {now:?}, due by {answer_by:?}");
         match (asked, reply) {
@@ -188,10 +195,30 @@ impl Engine {
                 assert!(sources.len() <= keys.len());
                 let own = |source: &Source| matches!(source, Source::OwnDram | Source::OwnNvme);
                 assert!(scope == Scope::Cluster || sources.iter().all(own), "a local match is local");
+                let run = held.iter().enumerate().take_while(|(at, place)| at == *place).count();
+                assert!(
+                    sources.len() >= run,
+                    "{run} blocks are on the node and {} are matched",
+                    sources.len()
+                );
+                let mut seen = keys.iter().zip(sources);
+                let foreign = seen.find(|(key, source)| own(source) && tenant_of(key) != self.tenant);
+                assert!(foreign.is_none(), "{:?} sees {foreign:?} of another tenant", self.tenant);
             }
             (Asked::Load(keys), Reply::Loaded { load, entry, regions, blocks }) => {
                 assert_eq!(keys.len(), blocks.len());
                 self.granted(regions);
+                let lost = held.iter().find(|place| matches!(blocks[**place], LoadedBlock::Lost(_)));
+                assert!(
+                    lost.is_none(),
+                    "a block in DRAM is lost: {:?}",
+                    lost.map(|place| blocks[*place].clone())
+                );
+                let mut seen = keys.iter().zip(blocks);
+                let foreign = seen.find(|(key, block)| {
+                    tenant_of(key) != self.tenant && matches!(block, LoadedBlock::Ok { .. })
+                });
+                assert!(foreign.is_none(), "{:?} is given {foreign:?} of another tenant", self.tenant);
                 let page = &self.page[entry];
                 assert!(page.load == *load && page.layers > 0, "an answer comes with the first layer");
                 let (blocks, entry, given_up) = (blocks.clone(), *entry, BTreeSet::new());

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, SessionId, SlotSet};
+use reprise_policy::{BlockKey, SessionId};
 
+use crate::clock::Stopped;
 use crate::disk::{Disk, Health};
 use crate::memory::is_rotten;
 use crate::memory::verified;
@@ -16,9 +17,11 @@ use crate::world::{Action, World};
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Repair {
     StartAgent(usize),
-    Resume(usize),
-    StartMember,
-    Slots,
+    StartMember(usize),
+    StartStore,
+    Resume(Host, Stopped),
+    FastStore,
+    KeepHistory,
     Heal(Host, Host),
     Disk(usize, usize),
 }
@@ -40,23 +43,26 @@ impl World {
         let delay = self.rng.micros(mean / 8..mean * 15 / 8);
         self.after(delay, Action::Fault);
         let node = self.rng.below(self.nodes.len());
-        let running = self.nodes[node].process.is_some();
+        let member = self.rng.below(self.members.len());
+        let (runs, host) = (self.nodes[node].process.is_some(), Host::Node(node));
+        let of_member = Host::Member(member);
         match self.rng.below(100) {
-            0..14 if running => self.stop_agent(node, Death::Killed),
-            14..30 if running => self.stop_agent(node, Death::PowerLoss),
-            30..38 if running && !self.nodes[node].paused => self.pause(node),
-            38..44 if self.member.is_some() => self.restart_member(),
-            44..50 if self.member.is_some() => self.move_slots(),
-            50..60 => self.partition(node),
-            60..68 => self.lose_connection(),
-            68..80 => self.trouble_disk(node),
-            80..88 => self.damage_memory(node),
-            88..92 => {
+            0..10 if runs => self.stop_agent(node, Death::Killed),
+            10..22 if runs => self.stop_agent(node, Death::PowerLoss),
+            22..29 if self.is_awake(host) => self.pause(host),
+            29..36 if self.members[member].is_some() => self.restart_member(member),
+            36..43 if self.is_awake(of_member) => self.pause(of_member),
+            43..56 => self.partition(node, member),
+            56..61 => self.lose_connection(),
+            61..70 => self.trouble_disk(node),
+            70..76 => self.damage_memory(node),
+            76..79 => {
                 let (device, which) = (self.rng.below(self.setup.disks), self.rng.next());
                 self.nodes[node].disks[device].rot(which);
                 self.count("rot");
             }
-            92.. if running => self.kill_engine(node),
+            79..84 if runs => self.kill_engine(node),
+            84.. => self.trouble_store(),
             _ => {}
         }
     }
@@ -66,19 +72,22 @@ impl World {
             Repair::StartAgent(node) if self.nodes[node].process.is_none() => {
                 self.start_agent(node);
                 // What an agent has just believed of its disks must be on them.
-                if !self.calm && self.rng.below(8) == 0 {
+                if !self.calm && self.rng.below(3) == 0 {
                     let delay = self.rng.millis(1..100);
                     self.after(delay, Action::Outage(node));
                 }
             }
             Repair::StartAgent(_) => {}
-            Repair::Resume(node) => self.resume(node),
-            Repair::StartMember if self.member.is_none() => self.start_member(),
-            Repair::StartMember => {}
-            Repair::Slots => self.own(&SlotSet::ALL),
+            Repair::StartMember(member) if self.members[member].is_none() => self.start_member(member),
+            Repair::StartMember(_) => {}
+            Repair::StartStore if !self.runs(Host::Store) => self.start_store(),
+            Repair::StartStore => {}
+            Repair::Resume(host, how) => self.go_on(host, how),
+            Repair::FastStore => self.keeper.slow = false,
+            Repair::KeepHistory => (self.keeper.compacting, self.keeper.slow) = (false, false),
             Repair::Heal(a, b) => {
-                for (line, to, message) in self.network.heal(a, b) {
-                    self.send(line, to, message);
+                for (line, to, number, message) in self.network.heal(a, b) {
+                    self.send_again((line, to), number, message);
                 }
             }
             Repair::Disk(node, device) => {
@@ -90,22 +99,20 @@ impl World {
 
     /// No more faults: everything is made whole.
     pub(crate) fn end_faults(&mut self) {
-        self.calm = true;
-        let hosts = self.hosts();
+        (self.calm, self.network.calm) = (true, true);
+        let hosts = self.places.hosts();
         for (at, a) in hosts.iter().enumerate() {
+            self.repair(Repair::Resume(*a, Stopped::GoesOn));
             hosts[at + 1..].iter().for_each(|b| self.repair(Repair::Heal(*a, *b)));
         }
-        self.repair(Repair::StartMember);
-        self.repair(Repair::Slots);
+        for repair in [Repair::FastStore, Repair::KeepHistory, Repair::StartStore] {
+            self.repair(repair);
+        }
+        (0..self.members.len()).for_each(|member| self.repair(Repair::StartMember(member)));
         for node in 0..self.nodes.len() {
-            self.repair(Repair::Resume(node));
             (0..self.setup.disks).for_each(|device| self.repair(Repair::Disk(node, device)));
             self.repair(Repair::StartAgent(node));
         }
-    }
-
-    fn hosts(&self) -> Vec<Host> {
-        (0..self.nodes.len()).map(Host::Node).chain([Host::Member]).collect()
     }
 
     /// The power fails, unless faults are over or it has failed already.
@@ -122,7 +129,7 @@ impl World {
             self.break_lines(Host::Node(node));
         }
         let Some((_, running)) = self.end_agent(node) else { return };
-        self.nodes[node].powered = death == Death::Killed;
+        self.place_mut(Host::Node(node)).powered = death == Death::Killed;
         self.count(if death == Death::Killed { "kills" } else { "power losses" });
         for (device, running) in running.into_iter().enumerate() {
             let disk = &mut self.nodes[node].disks[device];
@@ -174,56 +181,75 @@ impl World {
         }
     }
 
-    /// `SIGSTOP`, and `SIGCONT` after a while.
-    fn pause(&mut self, node: usize) {
+    /// `SIGSTOP`, and `SIGCONT` after a while; or the machine is suspended with its clock.
+    fn pause(&mut self, host: Host) {
         let time = Duration::from_millis(self.rng.one_of(&[300, 2000, 10_000]));
-        self.nodes[node].paused = true;
-        self.count("pauses");
-        self.after(time, Action::Repair(Repair::Resume(node)));
+        let ahead = self.rng.one_of(&[500_000, 20_000_000]);
+        let how = self.rng.one_of(&[Stopped::GoesOn, Stopped::Stands, Stopped::Jumps(ahead)]);
+        self.stop(host);
+        self.count(match host {
+            Host::Node(_) => "pauses",
+            Host::Member(_) => "member pauses",
+            Host::Store => "store pauses",
+        });
+        self.after(time, Action::Repair(Repair::Resume(host, how)));
     }
 
-    fn resume(&mut self, node: usize) {
-        let place = &mut self.nodes[node];
-        if !place.paused {
-            return;
-        }
-        (place.paused, place.resumed) = (false, self.now);
-        for action in std::mem::take(&mut place.deferred) {
-            self.queue.push(self.now, action);
-        }
-    }
-
-    fn restart_member(&mut self) {
-        self.kill_member();
+    fn restart_member(&mut self, member: usize) {
+        self.kill_member(member);
         self.count("member restarts");
-        let delay = self.rng.millis(20..3000);
-        self.after(delay, Action::Repair(Repair::StartMember));
+        let delay = self.rng.millis(20..5000);
+        self.after(delay, Action::Repair(Repair::StartMember(member)));
     }
 
-    /// Another member would own some of the slots for a while; here nobody does.
-    fn move_slots(&mut self) {
-        let (one_of, which) = (self.rng.one_of(&[2_u16, 3, 16]), self.rng.next() as u16);
-        let left: SlotSet = SlotSet::ALL.iter().filter(|slot| slot % one_of != which % one_of).collect();
-        self.own(&left);
-        self.count("slots moved");
-        let delay = self.rng.millis(1..3000);
-        self.after(delay, Action::Repair(Repair::Slots));
-    }
-
-    fn own(&mut self, slots: &SlotSet) {
-        if let Some(member) = &mut self.member {
-            member.own(slots);
+    fn trouble_store(&mut self) {
+        let delay = self.rng.millis(50..5000);
+        match self.rng.below(100) {
+            0..30 if self.runs(Host::Store) => {
+                self.kill_store();
+                self.count("store restarts");
+                self.after(delay, Action::Repair(Repair::StartStore));
+            }
+            30..45 if self.is_awake(Host::Store) => self.pause(Host::Store),
+            45..65 => {
+                self.keeper.slow = true;
+                self.count("slow stores");
+                self.after(delay, Action::Repair(Repair::FastStore));
+            }
+            65..90 => {
+                self.keeper.compacting = true;
+                self.count("compactions");
+                // Whoever reads the members anew has much time to miss something in.
+                if self.rng.chance(500) {
+                    self.keeper.slow = true;
+                    self.break_lines(Host::Store);
+                }
+                self.after(delay, Action::Repair(Repair::KeepHistory));
+            }
+            90.. => {
+                self.wipe_store();
+                self.count("store wipes");
+            }
+            _ => {}
         }
     }
 
-    fn partition(&mut self, node: usize) {
-        let hosts = self.hosts();
-        let (a, b) = (Host::Node(node), self.rng.one_of(&hosts));
+    /// Two machines do not reach each other: an agent and a member, a member and the store, or any.
+    fn partition(&mut self, node: usize, member: usize) {
+        let hosts = self.places.hosts();
+        let (a, b) = match self.rng.below(10) {
+            0..4 => (Host::Node(node), Host::Member(member)),
+            4..7 => (Host::Member(member), Host::Store),
+            _ => (Host::Node(node), self.rng.one_of(&hosts)),
+        };
         if a == b || self.network.is_cut(a, b) {
             return;
         }
         self.network.cut(a, b);
-        self.count("partitions");
+        self.count(match (a, b) {
+            (Host::Member(_), Host::Store) => "members cut off from the store",
+            _ => "partitions",
+        });
         let delay = self.rng.millis(50..9000);
         self.after(delay, Action::Repair(Repair::Heal(a, b)));
     }
@@ -250,9 +276,9 @@ impl World {
     }
 
     fn damage_memory(&mut self, node: usize) {
-        let which = self.rng.next();
+        let which = [(); 3].map(|()| self.rng.next());
         if let Some(process) = &mut self.nodes[node].process {
-            process.memory.damage(which);
+            which.into_iter().for_each(|which| process.memory.damage(which));
             self.count("damaged memory");
             self.look_at(node);
         }

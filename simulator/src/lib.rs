@@ -2,29 +2,49 @@
 //! store, with faults. One seed decides everything: sizes, what engines do, every delay and every fault.
 //!
 //! ```text
-//!  engines ─ requests ─▶ AgentCore, Outbox ─ calls ─▶ network ─▶ Members, Directory ── store
-//!     ▲                   │      ▲    │                  ▲
-//!     └── shared memory ──┘   disks   └── fetches ───────┘            time: a queue of actions, in microseconds
+//!  engines ─ requests ─▶ AgentCore, Outboxes ─ calls ─▶ network ─▶ Members, Directory ─ calls, watches ─▶ store
+//!     ▲                   │      ▲    │                    ▲        several members              leases, revisions
+//!     └── shared memory ──┘   disks   └── fetches ─────────┘          time: a queue of actions, in microseconds
 //! ```
 //!
 //! [`run`] plays one seed: some seconds of engines at work while things break, then calm, then the question whether all
 //! is well. What is checked (DESIGN §9): no reader sees other bytes than were committed under the key (1); what was
 //! announced durable is there after `SIGKILL` and power loss (2); budgets, by the cores' own audits after every event
-//! (3); no slot is handed out while anybody reads or writes it (4); every request is answered by its deadline (5); the
-//! directory is the union of the inventories when faults have stopped (6); nothing is left over.
+//! (3); no slot is handed out while anybody reads or writes it (4); every request and every lookup is over by its deadline
+//! (5); when faults have stopped every slot has one owner, who names the union of the inventories and knows that nothing is
+//! missing (6); no tenant gets more than its quota, or sees another's blocks (7); what is on a node is found there, whoever
+//! is away (8); nothing is left over. Of members besides: who answers has a lease by its own clock, under one epoch one member
+//! answers for a slot, and what is said to be whole is.
+//!
+//! Every process has a clock of its own (`clock.rs`), which runs a little wrong, and stands still or jumps when its machine is
+//! suspended; cores get what it shows.
 //!
 //! A block's bytes are one number per layer and its checksums functions of that number, so that every reader can say
 //! whether it got what was committed, without bytes being moved.
 //!
-//! Not the production code, because it is made of futures and sockets: the loops that call the control plane (`link.rs`
-//! follows them), what a member's services do around the cores (`member.rs`), the transport (`peers.rs`). Pure as the
-//! cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
+//! Not the production code, because it is made of futures and sockets, and followed here step by step:
+//!
+//! | here | there |
+//! |---|---|
+//! | `link.rs`, `client.rs`, `asking.rs` | `node-agent/src/directory/{link,heartbeat,members,asking}.rs` |
+//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
+//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards}.rs`, `controlplane/store/src/held.rs` |
+//! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
+//! | `peers.rs` | `node-agent/transport` |
+//!
+//! Pure as the cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
 
+mod answers;
+mod asking;
 mod audit;
+mod client;
+mod clock;
 mod disk;
 mod engine;
 mod faults;
 mod jobs;
+mod joining;
+mod keeper;
 mod link;
 mod member;
 mod memory;
@@ -32,10 +52,14 @@ mod messages;
 mod network;
 mod node;
 mod peers;
+mod places;
 mod plane;
 mod queue;
 mod rng;
+mod scale;
 mod setup;
+mod store;
+mod tenants;
 mod trace;
 mod turns;
 mod world;
@@ -44,6 +68,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+pub use scale::{Cluster, Measured, scale};
 pub use setup::Variant;
 pub use trace::Recording;
 

@@ -1,40 +1,43 @@
-//! An agent's client of the control plane: registration, beats, announcements, lookups.
+//! An agent's link to one member of the control plane: registration, beats, announcements.
 //!
 //! The queue of announcements and the delays between attempts are the production code. The order of calls follows the
 //! loops of `node-agent/src/directory/{link,heartbeat}.rs`, which are futures of a runtime and cannot run here: register
-//! until granted; beat on a connection of its own until unknown; one batch at a time; lookups only while connected.
-//! The node list is left out: every agent knows where the others are.
+//! until granted; beat on a connection of its own until unknown; one batch at a time.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_agent_core::backoff::Backoff;
-use reprise_agent_core::effect::LookupId;
 use reprise_agent_core::event::Event;
 use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
 use reprise_controlplane_core::Standing;
-use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
+use reprise_policy::{Epoch, NodeId, Tick};
 
-use crate::messages::{CallId, Message, Reply, Request};
+use crate::client::Purpose;
+use crate::messages::{Reply, Request};
 use crate::network::{Host, LineId};
-use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, SETTLED_AFTER};
-use crate::world::{Local, World, take_where};
+use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, SETTLED_AFTER, Variant};
+use crate::world::{Local, World};
+
+/// A link of an agent's process; the next one to the same member is another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LinkId(pub(crate) u64);
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Link {
+    pub(crate) member: usize,
     pub(crate) outbox: Outbox,
     pub(crate) granted: Option<Granted>,
-    /// Beats are answered.
-    connected: bool,
-    calls: BTreeMap<CallId, Call>,
-    calls_begun: u64,
+    /// The member answers and knows this node.
+    pub(crate) up: bool,
     /// Connection for everything but beats.
     line: Option<LineId>,
     beat_line: Option<LineId>,
     /// A batch is under way, or the next attempt is awaited.
     announcing: bool,
+    /// The registration under which the outbox goes on although there is a newer one: a flaw.
+    outlived: Option<Epoch>,
     registering: Backoff,
     quarrel: Backoff,
     announcements: Backoff,
@@ -50,260 +53,255 @@ pub(crate) struct Granted {
     beat: Tick,
 }
 
-#[derive(Debug)]
-struct Call {
-    of: Purpose,
-    line: LineId,
-}
-
-#[derive(Debug)]
-enum Purpose {
+/// A call of a link.
+#[derive(Clone, Debug)]
+pub(crate) enum LinkCall {
     Register,
     Beat { epoch: Epoch },
     Slots { epoch: Epoch },
     Update(Arc<Batch>),
-    Lookup { lookup: LookupId, keys: usize },
 }
 
 impl Link {
-    pub(crate) fn new(changes_queued_max: usize) -> Link {
+    pub(crate) fn new(member: usize, outbox: Outbox) -> Link {
         Link {
-            outbox: Outbox::new(changes_queued_max),
+            member,
+            outbox,
             granted: None,
-            connected: false,
-            calls: BTreeMap::new(),
-            calls_begun: 0,
+            up: false,
             line: None,
             beat_line: None,
             announcing: false,
+            outlived: None,
             registering: Backoff::default(),
             quarrel: Backoff::default(),
             announcements: Backoff::default(),
         }
     }
 
-    /// Calls without an answer other than beats.
-    pub(crate) fn waiting(&self) -> usize {
-        self.calls.values().filter(|call| !matches!(call.of, Purpose::Beat { .. })).count()
+    pub(crate) fn lines(&self) -> impl Iterator<Item = LineId> {
+        [self.line, self.beat_line].into_iter().flatten()
+    }
+
+    pub(crate) fn drop_line(&mut self, line: LineId) {
+        self.line = self.line.filter(|known| *known != line);
+        self.beat_line = self.beat_line.filter(|known| *known != line);
     }
 }
 
 impl World {
-    fn link(&mut self, node: usize) -> &mut Link {
-        &mut self.process(node).link
+    fn link(&mut self, node: usize, id: LinkId) -> Option<&mut Link> {
+        self.client(node).links.get_mut(&id)
     }
 
-    fn call(&mut self, node: usize, of: Purpose, request: Request, time: Duration) {
-        let beats = matches!(of, Purpose::Beat { .. });
-        let link = self.link(node);
-        let known = if beats { link.beat_line } else { link.line };
-        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Member));
-        let link = self.link(node);
-        *(if beats { &mut link.beat_line } else { &mut link.line }) = Some(line);
-        let call = CallId(link.calls_begun);
-        link.calls_begun += 1;
-        link.calls.insert(call, Call { of, line });
-        self.send(line, 1, Message::Call { call, request });
-        self.later(node, time, Local::CallTimeout(call));
-    }
-
-    pub(crate) fn call_timeout(&mut self, node: usize, call: CallId) {
-        let Some(Call { of, line }) = self.link(node).calls.remove(&call) else { return };
-        let far = self.network.line(line).map(|line| line.ends[1]);
-        // Keep-alives have found by now that nobody is there; beats take a new connection whenever one fails.
-        if matches!(of, Purpose::Beat { .. }) || far.is_none_or(|end| !self.lives(end)) {
-            self.drop_line(node, line);
+    /// The connection for everything but beats.
+    pub(crate) fn link_line(&mut self, node: usize, id: LinkId) -> LineId {
+        let link = &self.client(node).links[&id];
+        let (member, known) = (link.member, link.line);
+        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Member(member)));
+        if let Some(link) = self.link(node, id) {
+            link.line = Some(line);
         }
-        self.call_failed(node, &of);
+        line
     }
 
-    fn drop_line(&mut self, node: usize, line: LineId) {
-        let link = self.link(node);
-        link.line = link.line.filter(|known| *known != line);
-        link.beat_line = link.beat_line.filter(|known| *known != line);
+    fn call_member(&mut self, node: usize, id: LinkId, of: LinkCall, request: Request) {
+        let line = self.link_line(node, id);
+        self.call(node, (line, Purpose::Link(id, of)), request, CALL_TIMEOUT);
     }
 
-    pub(crate) fn link_lost(&mut self, node: usize, line: LineId) {
-        self.drop_line(node, line);
-        let lost = take_where(&mut self.link(node).calls, |call| call.line == line);
-        lost.iter().for_each(|(_, call)| self.call_failed(node, &call.of));
-    }
-
-    fn call_failed(&mut self, node: usize, of: &Purpose) {
+    pub(crate) fn link_call_failed(&mut self, node: usize, id: LinkId, of: &LinkCall) {
         let random = self.rng.next() as u32;
+        let Some(link) = self.link(node, id) else { return };
         match *of {
-            Purpose::Register => {
-                let delay = self.link(node).registering.next(random);
-                self.later(node, delay, Local::Register);
+            LinkCall::Register => {
+                let delay = link.registering.next(random);
+                self.later(node, delay, Local::Register(id));
             }
-            Purpose::Beat { epoch } => {
-                self.link(node).connected = false;
-                self.next_beat(node, epoch);
+            LinkCall::Beat { epoch } => {
+                link.up = false;
+                let member = link.member;
+                self.home_is_silent(node, member);
+                self.next_beat(node, id, epoch);
             }
-            Purpose::Slots { .. } | Purpose::Update(_) => self.announce_again(node),
-            Purpose::Lookup { lookup, .. } => self.apply(node, Event::LookupFailed { lookup }),
+            LinkCall::Slots { .. } | LinkCall::Update(_) => self.announce_again(node, id),
         }
     }
 
-    pub(crate) fn on_answer(&mut self, node: usize, call: CallId, reply: Reply) {
-        let Some(Call { of, .. }) = self.link(node).calls.remove(&call) else { return };
+    pub(crate) fn on_link_answer(&mut self, node: usize, of: (LinkId, LinkCall), reply: Reply) {
+        let (id, of) = of;
+        let Some(link) = self.link(node, id) else { return };
         match (of, reply) {
-            (Purpose::Register, Reply::Registered { node: number, epoch }) => {
-                self.granted(node, number, epoch);
+            (LinkCall::Register, Reply::Registered { node: number, epoch }) => {
+                self.granted(node, id, (number, epoch));
             }
-            (Purpose::Beat { epoch }, Reply::Beaten { known, version }) => {
-                self.link(node).outbox.heard(epoch, version);
-                self.beaten(node, epoch, known);
+            (LinkCall::Beat { epoch }, Reply::Beaten { known, version }) => {
+                link.outbox.heard(link.outlived.unwrap_or(epoch), version);
+                self.beaten(node, id, epoch, known);
             }
-            (Purpose::Slots { epoch }, Reply::Standing(None)) => {
-                self.lose_registration(node, epoch);
-                self.announce_again(node);
+            (LinkCall::Slots { epoch }, Reply::Standing(None)) => {
+                self.lose_registration(node, id, epoch);
+                self.announce_again(node, id);
             }
-            (Purpose::Slots { epoch }, Reply::Standing(Some(standing))) => {
+            (LinkCall::Slots { epoch }, Reply::Standing(Some(standing))) => {
                 let Standing { version, owned, wanted } = *standing;
-                let link = self.link(node);
                 link.outbox.follow(epoch, version, &owned, &wanted);
-                link.announcing = false;
-                link.announcements.reset();
-                self.pump(node);
+                self.announced(node, id);
             }
-            (Purpose::Update(batch), Reply::Updated { answer, version }) => {
-                let outbox = &mut self.link(node).outbox;
-                outbox.heard(batch.epoch, version);
-                let outcome = outbox.answered(batch.epoch, batch.sequence, answer);
-                if outcome == Outcome::Fenced {
-                    self.count("fenced");
-                    self.lose_registration(node, batch.epoch);
-                    return self.announce_again(node);
+            (LinkCall::Update(batch), Reply::Updated { answer, version }) => {
+                link.outbox.heard(batch.epoch, version);
+                match link.outbox.answered(batch.epoch, batch.sequence, answer) {
+                    Outcome::Fenced => {
+                        self.count("fenced");
+                        self.lose_registration(node, id, batch.epoch);
+                        return self.announce_again(node, id);
+                    }
+                    Outcome::Gap => self.count("gaps"),
+                    Outcome::Applied(_) | Outcome::Stale => {}
                 }
-                if outcome == Outcome::Gap {
-                    self.count("gaps");
-                }
-                let link = self.link(node);
-                link.announcing = false;
-                link.announcements.reset();
-                self.pump(node);
+                self.announced(node, id);
             }
-            (Purpose::Lookup { lookup, keys }, Reply::Found(found)) => {
-                assert_eq!(found.len(), keys, "an answer for each key");
-                self.apply(node, Event::Found { lookup, found });
-            }
-            (of, reply) => panic!("{reply:?} is no answer to {of:?}"),
+            (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
         }
     }
 
     // ---- registration ------------------------------------------------------------------------------------------
 
-    pub(crate) fn register(&mut self, node: usize) {
-        self.call(node, Purpose::Register, Request::Register { name: node }, CALL_TIMEOUT);
+    pub(crate) fn register(&mut self, node: usize, id: LinkId) {
+        if self.link(node, id).is_some_and(|link| link.granted.is_none()) {
+            self.call_member(node, id, LinkCall::Register, Request::Register { name: node });
+        }
     }
 
-    fn granted(&mut self, node: usize, number: NodeId, epoch: Epoch) {
-        let now = self.now;
-        let link = self.link(node);
+    fn granted(&mut self, node: usize, id: LinkId, to: (NodeId, Epoch)) {
+        let now = self.time(Host::Node(node));
+        let keeps = self.setup.variant == Variant::OutboxOutlivesRegistration;
+        let Some(link) = self.link(node, id) else { return };
         link.registering.reset();
-        link.outbox.grant(number, epoch);
-        link.granted = Some(Granted { node: number, epoch, since: now, beat: now });
-        link.connected = true;
+        if link.outlived.is_none() {
+            link.outbox.grant(to.0, to.1);
+            link.outlived = keeps.then_some(to.1);
+        }
+        link.granted = Some(Granted { node: to.0, epoch: to.1, since: now, beat: now });
+        link.up = true;
         self.count("registrations");
-        self.beat(node, epoch);
-        self.pump(node);
+        self.beat(node, id, to.1);
+        self.pump(node, id);
     }
 
-    fn lose_registration(&mut self, node: usize, epoch: Epoch) {
-        let (now, random) = (self.now, self.rng.next() as u32);
-        let link = self.link(node);
+    fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
+        let (now, random) = (self.time(Host::Node(node)), self.rng.next() as u32);
+        let Some(link) = self.link(node, id) else { return };
         let Some(granted) = link.granted.take_if(|granted| granted.epoch == epoch) else { return };
-        link.outbox.lose();
-        link.connected = false;
+        if link.outlived.is_none() {
+            link.outbox.lose();
+        }
+        link.up = false;
         let delay = if now.since(granted.since) >= SETTLED_AFTER {
             link.quarrel.reset();
             Duration::ZERO
         } else {
             link.quarrel.next(random)
         };
-        self.later(node, delay, Local::Register);
+        self.later(node, delay, Local::Register(id));
     }
 
     // ---- beats -------------------------------------------------------------------------------------------------
 
-    pub(crate) fn beat(&mut self, node: usize, epoch: Epoch) {
-        let now = self.now;
-        let Some(granted) = self.link(node).granted.as_mut().filter(|granted| granted.epoch == epoch) else {
-            return;
-        };
+    pub(crate) fn beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
+        let now = self.time(Host::Node(node));
+        let Some(link) = self.link(node, id) else { return };
+        let Some(granted) = link.granted.as_mut().filter(|granted| granted.epoch == epoch) else { return };
         granted.beat = now;
         let request = Request::Beat { node: granted.node, epoch };
-        self.call(node, Purpose::Beat { epoch }, request, BEAT_ANSWER);
+        let (member, known) = (link.member, link.beat_line);
+        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Member(member)));
+        if let Some(link) = self.link(node, id) {
+            link.beat_line = Some(line);
+        }
+        let of = Purpose::Link(id, LinkCall::Beat { epoch });
+        self.call(node, (line, of), request, BEAT_ANSWER);
     }
 
-    fn beaten(&mut self, node: usize, epoch: Epoch, known: bool) {
+    fn beaten(&mut self, node: usize, id: LinkId, epoch: Epoch, known: bool) {
         if !known {
-            return self.lose_registration(node, epoch);
+            return self.lose_registration(node, id, epoch);
         }
-        let link = self.link(node);
-        if link.granted.is_some_and(|granted| granted.epoch == epoch) {
-            link.connected = true;
+        if let Some(link) = self.link(node, id)
+            && link.granted.is_some_and(|granted| granted.epoch == epoch)
+        {
+            link.up = true;
         }
-        self.next_beat(node, epoch);
-        self.pump(node);
+        self.next_beat(node, id, epoch);
+        self.pump(node, id);
     }
 
-    fn next_beat(&mut self, node: usize, epoch: Epoch) {
-        let now = self.now;
-        let Some(granted) = self.link(node).granted.filter(|granted| granted.epoch == epoch) else { return };
+    fn next_beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
+        let now = self.time(Host::Node(node));
+        let granted = self.link(node, id).and_then(|link| link.granted);
+        let Some(granted) = granted.filter(|granted| granted.epoch == epoch) else { return };
         let wait = granted.beat.after(BEAT_EVERY).since(now);
-        self.later(node, wait, Local::Beat { epoch });
+        self.later(node, wait, Local::Beat { link: id, epoch });
     }
 
     // ---- announcements -----------------------------------------------------------------------------------------
 
-    /// Sends the next batch, unless one is under way.
-    pub(crate) fn pump(&mut self, node: usize) {
-        if self.link(node).announcing {
-            return;
+    /// Sends the next batch of every link, where none is under way.
+    pub(crate) fn pump_all(&mut self, node: usize) {
+        let mut next = self.client(node).links.keys().next().copied();
+        while let Some(id) = next {
+            self.pump(node, id);
+            next = self.client(node).links.range(LinkId(id.0 + 1)..).next().map(|(id, _)| *id);
         }
-        match self.link(node).outbox.next_step() {
+    }
+
+    pub(crate) fn pump(&mut self, node: usize, id: LinkId) {
+        let Some(link) = self.link(node, id).filter(|link| !link.announcing) else { return };
+        let Some(granted) = link.granted else { return };
+        match link.outbox.next_step() {
             Next::Wait => {}
             Next::Inventory(slots) => {
                 self.count("inventories");
                 // The core's answer comes through the outbox, and this is called again.
                 self.apply(node, Event::InventoryWanted { slots });
             }
-            Next::Standing(number, epoch) => {
-                self.link(node).announcing = true;
-                let request = Request::Slots { node: number, epoch };
-                self.call(node, Purpose::Slots { epoch }, request, CALL_TIMEOUT);
+            Next::Standing(_, epoch) => {
+                link.announcing = true;
+                let request = Request::Slots { node: granted.node, epoch: granted.epoch };
+                self.call_member(node, id, LinkCall::Slots { epoch }, request);
             }
             Next::Send(batch) => {
-                self.link(node).announcing = true;
-                self.call(node, Purpose::Update(batch.clone()), Request::Update(batch), CALL_TIMEOUT);
+                link.announcing = true;
+                let sent = match link.outlived {
+                    Some(_) => Arc::new(Batch { epoch: granted.epoch, ..Batch::clone(&batch) }),
+                    None => batch.clone(),
+                };
+                self.call_member(node, id, LinkCall::Update(batch), Request::Update(sent));
             }
         }
+    }
+
+    fn announced(&mut self, node: usize, id: LinkId) {
+        if let Some(link) = self.link(node, id) {
+            link.announcing = false;
+            link.announcements.reset();
+        }
+        self.pump(node, id);
     }
 
     /// The next attempt is due.
-    pub(crate) fn pump_again(&mut self, node: usize) {
-        self.link(node).announcing = false;
-        self.pump(node);
-    }
-
-    fn announce_again(&mut self, node: usize) {
-        let random = self.rng.next() as u32;
-        let delay = self.link(node).announcements.next(random);
-        self.later(node, delay, Local::Pump);
-    }
-
-    // ---- lookups -----------------------------------------------------------------------------------------------
-
-    pub(crate) fn look_up(&mut self, node: usize, lookup: LookupId, keys: Vec<BlockKey>, time: Duration) {
-        let link = self.link(node);
-        if !link.connected {
-            return self.later(node, Duration::ZERO, Local::Event(Event::LookupFailed { lookup }));
+    pub(crate) fn pump_again(&mut self, node: usize, id: LinkId) {
+        if let Some(link) = self.link(node, id) {
+            link.announcing = false;
         }
-        let asking = link.granted.map(|granted| granted.node);
-        let count = keys.len();
-        self.count("lookups");
-        self.call(node, Purpose::Lookup { lookup, keys: count }, Request::Lookup { keys, asking }, time);
+        self.pump(node, id);
+    }
+
+    fn announce_again(&mut self, node: usize, id: LinkId) {
+        let random = self.rng.next() as u32;
+        if let Some(link) = self.link(node, id) {
+            let delay = link.announcements.next(random);
+            self.later(node, delay, Local::Pump(id));
+        }
     }
 }

@@ -10,11 +10,12 @@ use reprise_policy::Tick;
 
 use crate::rng::Rng;
 
-/// A machine: nodes by their index, and the one with the control plane.
+/// A machine: nodes and members by their index, and the one with the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Host {
     Node(usize),
-    Member,
+    Member(usize),
+    Store,
 }
 
 /// A connection.
@@ -35,8 +36,13 @@ pub(crate) struct Line<M> {
     pub(crate) ends: [End; 2],
     /// When the last message to each end arrives.
     last: [Tick; 2],
-    /// Messages that arrived at a cut, by the index of the end they go to.
-    held: Vec<(usize, M)>,
+    /// Messages to each end that were sent, and that have arrived in their order.
+    sent: [u64; 2],
+    arrived: [u64; 2],
+    /// Messages that arrived at a cut, by the index of the end they go to and their number.
+    held: Vec<(usize, u64, M)>,
+    /// Messages that have overtaken those.
+    early: BTreeMap<(usize, u64), M>,
 }
 
 /// See the module.
@@ -45,17 +51,27 @@ pub(crate) struct Network<M> {
     lines: BTreeMap<LineId, Line<M>>,
     cuts: BTreeSet<(Host, Host)>,
     next: u64,
+    /// Nothing is late any more.
+    pub(crate) calm: bool,
 }
 
 impl<M> Network<M> {
     pub(crate) fn new() -> Network<M> {
-        Network { lines: BTreeMap::new(), cuts: BTreeSet::new(), next: 0 }
+        Network { lines: BTreeMap::new(), cuts: BTreeSet::new(), next: 0, calm: false }
     }
 
     pub(crate) fn open(&mut self, from: End, to: End) -> LineId {
         let id = LineId(self.next);
         self.next += 1;
-        self.lines.insert(id, Line { ends: [from, to], last: [Tick(0); 2], held: Vec::new() });
+        let line = Line {
+            ends: [from, to],
+            last: [Tick(0); 2],
+            sent: [0; 2],
+            arrived: [0; 2],
+            held: Vec::new(),
+            early: BTreeMap::new(),
+        };
+        self.lines.insert(id, line);
         id
     }
 
@@ -79,10 +95,34 @@ impl<M> Network<M> {
         self.lines.keys().nth((which % count) as usize).copied()
     }
 
+    /// The number of the next message to an end of a connection.
+    pub(crate) fn number(&mut self, id: LineId, to: usize) -> Option<u64> {
+        let sent = &mut self.lines.get_mut(&id)?.sent[to];
+        *sent += 1;
+        Some(*sent - 1)
+    }
+
+    /// A message has arrived: what can be given to the receiver, in the order in which it was sent.
+    pub(crate) fn in_order(&mut self, id: LineId, to: usize, number: u64, message: M) -> Vec<M> {
+        let Some(line) = self.lines.get_mut(&id) else { return Vec::new() };
+        if number != line.arrived[to] {
+            line.early.insert((to, number), message);
+            return Vec::new();
+        }
+        line.arrived[to] += 1;
+        let mut ready = vec![message];
+        while let Some(message) = line.early.remove(&(to, line.arrived[to])) {
+            line.arrived[to] += 1;
+            ready.push(message);
+        }
+        ready
+    }
+
     /// When a message sent now arrives at an end of a connection.
     pub(crate) fn arrival(&mut self, id: LineId, to: usize, now: Tick, rng: &mut Rng) -> Option<Tick> {
         let delay = match rng.below(1000) {
             0..950 => rng.micros(40..600),
+            _ if self.calm => rng.micros(40..600),
             950..995 => rng.millis(1..20),
             _ => rng.millis(20..900),
         };
@@ -100,18 +140,19 @@ impl<M> Network<M> {
     }
 
     /// Keeps a message that has come to a cut.
-    pub(crate) fn hold(&mut self, id: LineId, to: usize, message: M) {
-        self.lines.get_mut(&id).expect("a message arrives over a connection").held.push((to, message));
+    pub(crate) fn hold(&mut self, id: LineId, to: usize, number: u64, message: M) {
+        let line = self.lines.get_mut(&id).expect("a message arrives over a connection");
+        line.held.push((to, number, message));
     }
 
     /// The way between two hosts is whole: what was held goes on.
-    pub(crate) fn heal(&mut self, a: Host, b: Host) -> Vec<(LineId, usize, M)> {
+    pub(crate) fn heal(&mut self, a: Host, b: Host) -> Vec<(LineId, usize, u64, M)> {
         self.cuts.remove(&(a.min(b), a.max(b)));
         let mut freed = Vec::new();
         for (id, line) in &mut self.lines {
             let [one, other] = line.ends.map(|end| end.host);
             if (one, other) == (a, b) || (one, other) == (b, a) {
-                freed.extend(line.held.drain(..).map(|(to, message)| (*id, to, message)));
+                freed.extend(line.held.drain(..).map(|(to, number, message)| (*id, to, number, message)));
             }
         }
         freed

@@ -10,18 +10,19 @@ use reprise_agent_core::agent::AgentCore;
 use reprise_agent_core::effect::{
     ArenaSlot, Change, DeviceId, Effect, FetchId, RegionId, ReplicaChange, Reply, Report, ServeId,
 };
-use reprise_agent_core::event::{Event, Request, RequestId};
+use reprise_agent_core::event::{Event, Request, RequestId, Scope};
 use reprise_agent_core::pool::DeviceOpKind;
 use reprise_policy::{BlockKey, SessionId, SlotSet, Tick, Tier};
 
+use crate::client::Client;
 use crate::disk::{Disk, Written};
 use crate::engine::Engine;
 use crate::jobs::Job;
-use crate::link::Link;
 use crate::memory::{Memory, overlap};
-use crate::network::LineId;
+use crate::network::{Host, LineId};
 use crate::peers::{Fetch, Serve};
-use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant};
+use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
+use crate::tenants::Tenants;
 use crate::world::{Action, Local, World};
 
 /// Counters of the core that say what runs have reached.
@@ -52,22 +53,13 @@ const COUNTED: [&str; 24] = [
     "serve_blocks_absent",
 ];
 
+/// A deadline is noticed when the clock next shows another microsecond.
+const CLOCK_GRAIN: Duration = Duration::from_micros(2);
+
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Node {
-    /// Which process of this machine runs, or ran last.
-    pub(crate) life: u64,
     pub(crate) process: Option<Process>,
-    /// The machine is on.
-    pub(crate) powered: bool,
-    /// The process is stopped.
-    pub(crate) paused: bool,
-    /// What came while it was stopped.
-    pub(crate) deferred: Vec<Action>,
-    /// Deadlines that passed before then could not be kept: the process was stopped.
-    pub(crate) resumed: Tick,
-    /// When the member heard of it last.
-    pub(crate) heard: Tick,
     pub(crate) disks: Vec<Disk>,
     /// Blocks that were announced durable and not withdrawn.
     pub(crate) promised: BTreeSet<BlockKey>,
@@ -90,7 +82,7 @@ pub(crate) struct Process {
     /// The session of each engine, by its place.
     pub(crate) seats: Vec<Option<SessionId>>,
     pub(crate) sessions_begun: u64,
-    pub(crate) link: Link,
+    pub(crate) client: Client,
     pub(crate) fetches: BTreeMap<FetchId, Fetch>,
     pub(crate) serves: BTreeMap<ServeId, Serve>,
     pub(crate) serves_begun: u64,
@@ -99,6 +91,9 @@ pub(crate) struct Process {
     pub(crate) serves_lost: BTreeSet<ServeId>,
     /// Connections that this agent has opened to others, by their index.
     pub(crate) peer_lines: BTreeMap<usize, LineId>,
+    pub(crate) tenants: Tenants,
+    /// The largest inventory so far.
+    pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
     tick_at: Option<Tick>,
 }
@@ -107,22 +102,7 @@ impl Node {
     pub(crate) fn new(index: usize, setup: &Setup) -> Node {
         let disk =
             |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
-        Node {
-            life: 0,
-            process: None,
-            powered: true,
-            paused: false,
-            deferred: Vec::new(),
-            resumed: Tick(0),
-            heard: Tick(0),
-            disks: (0..setup.disks).map(disk).collect(),
-            promised: BTreeSet::new(),
-        }
-    }
-
-    /// Whether no process runs here.
-    pub(crate) fn is_silent(&self) -> bool {
-        self.paused || self.process.is_none()
+        Node { process: None, disks: (0..setup.disks).map(disk).collect(), promised: BTreeSet::new() }
     }
 }
 
@@ -133,8 +113,8 @@ impl World {
 
     /// An agent starts on the node's disks, whatever is on them.
     pub(crate) fn start_agent(&mut self, node: usize) {
+        self.begin_process(Host::Node(node));
         let place = &mut self.nodes[node];
-        place.powered = true;
         for disk in &mut place.disks {
             // As `device/open.rs` does before it reads.
             match self.setup.variant {
@@ -151,7 +131,6 @@ impl World {
             (0..self.setup.regions).map(|region| (RegionId(region), self.setup.region_bytes)).collect();
         let (core, effects) = AgentCore::new(self.setup.settings.clone(), pools, &regions);
         core.audit().unwrap_or_else(|broken| panic!("{broken}"));
-        place.life += 1;
         place.process = Some(Process {
             core,
             memory: Memory::default(),
@@ -163,26 +142,27 @@ impl World {
             sessions: BTreeMap::new(),
             seats: vec![None; self.setup.engines],
             sessions_begun: 0,
-            link: Link::new(self.setup.changes_queued_max),
+            client: Client::default(),
             fetches: BTreeMap::new(),
             serves: BTreeMap::new(),
             serves_begun: 0,
             serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
+            tenants: Tenants::default(),
+            inventory_max: 0,
             tick_at: None,
         });
         effects.into_iter().for_each(|effect| self.execute(node, effect));
         // Nobody is registered yet, so nothing is sent: the world learns what the core has.
         self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
-        self.later(node, Duration::ZERO, Local::Register);
+        self.client(node).begin(node);
+        self.later(node, Duration::ZERO, Local::Follow);
     }
 
     /// The process is gone: `SIGKILL`, or the power.
     pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<Written>>)> {
         let place = &mut self.nodes[node];
         let process = place.process.take()?;
-        place.paused = false;
-        place.deferred.clear();
         count_all(&mut self.seen, &process);
         let running = (0..place.disks.len()).map(|device| {
             let of = |job: &Job| match job {
@@ -194,12 +174,13 @@ impl World {
             process.jobs.values().filter_map(of).collect()
         });
         let running = running.collect();
+        self.end_process(Host::Node(node));
         Some((process, running))
     }
 
     /// Applies an event to a core, looks at what it has become, and executes what follows.
     pub(crate) fn apply(&mut self, node: usize, event: Event) {
-        let now = self.now;
+        let now = self.time(Host::Node(node));
         let mut effects = Vec::new();
         let process = self.process(node);
         process.core.apply(now, event, &mut effects);
@@ -222,8 +203,10 @@ impl World {
             );
         }
         self.look_at(node);
+        self.audit_tenants(node);
+        self.audit_queues(node);
         self.schedule_tick(node);
-        self.pump(node);
+        self.pump_all(node);
     }
 
     fn schedule_tick(&mut self, node: usize) {
@@ -231,8 +214,9 @@ impl World {
         let Some(due) = process.core.next_deadline() else { return };
         if process.tick_at.is_none_or(|at| due < at) {
             process.tick_at = Some(due);
-            let life = self.nodes[node].life;
-            self.queue.push(due.max(self.now), Action::Local { node, life, what: Local::Tick });
+            let host = Host::Node(node);
+            let (at, life) = (self.when(host, due), self.place(host).life);
+            self.queue.push(at, Action::Local { node, life, what: Local::Tick });
         }
     }
 
@@ -242,19 +226,53 @@ impl World {
         self.apply(node, Event::Tick);
     }
 
-    pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), body: Request) {
+    pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), mut body: Request) {
         let (session, request) = of;
-        let now = self.now;
+        let now = self.time(Host::Node(node));
         let wait = match &body {
             Request::Load(load) if load.deadline.is_zero() => self.setup.settings.load_deadline_default,
             Request::Load(load) => load.deadline,
-            Request::Match { .. } => LOOKUP_TIMEOUT + reprise_agent_core::agent::limits::LOOKUP_GRACE,
+            Request::Match { scope: Scope::Cluster, .. } => {
+                LOOKUP_TIMEOUT + reprise_agent_core::agent::limits::LOOKUP_GRACE
+            }
             _ => Duration::ZERO,
         };
+        let held = self.held_of(node, session, &body);
         if let Some(engine) = self.process(node).sessions.get_mut(&session) {
-            engine.received(request, now.after(wait));
+            engine.received(request, now.after(wait).after(CLOCK_GRAIN), held);
+        }
+        let alone = !self.client(node).is_connected();
+        if let Request::Match { keys, scope: Scope::Local } = &mut body
+            && alone
+        {
+            self.count("local matches alone");
+            if self.setup.variant == Variant::LocalNeedsControlPlane {
+                keys.clear();
+            }
         }
         self.apply(node, Event::Request { session, request, body, received: now });
+    }
+
+    /// Places of keys that a request must find: what a match of this node sees, what a load of this node has in DRAM.
+    fn held_of(&mut self, node: usize, session: SessionId, body: &Request) -> Vec<usize> {
+        let process = self.process(node);
+        let Some(tenant) = process.sessions.get(&session).map(|engine| engine.tenant) else {
+            return Vec::new();
+        };
+        let has = |key: &BlockKey, tier: Tier| process.inventory.contains(&(*key, tier));
+        let places = |keys: &[BlockKey], held: &dyn Fn(&BlockKey) -> bool| {
+            let of_tenant = keys.iter().enumerate().filter(|(_, key)| tenant_of(key) == tenant && held(key));
+            of_tenant.map(|(place, _)| place).collect()
+        };
+        match body {
+            Request::Match { keys, scope: Scope::Local } => {
+                places(keys, &|key| has(key, Tier::Dram) || has(key, Tier::Nvme))
+            }
+            Request::Load(load) if load.scope == Scope::Local => {
+                places(&load.keys, &|key| has(key, Tier::Dram))
+            }
+            _ => Vec::new(),
+        }
     }
 
     fn execute(&mut self, node: usize, effect: Effect) {
@@ -304,7 +322,8 @@ impl World {
             leases.iter().for_each(|(_, slot)| self.assert_unused(node, *slot));
         }
         self.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
-        let (now, resumed) = (self.now, self.nodes[node].resumed);
+        let host = Host::Node(node);
+        let (now, resumed) = (self.time(host), self.place(host).resumed);
         if let Some(engine) = self.process(node).sessions.get_mut(&of.0) {
             engine.on_reply(of.1, reply, now, resumed);
         }
@@ -337,7 +356,7 @@ impl World {
             Variant::EvictionsUnannounced => told.filter(|change| change.change == Change::Added).collect(),
             _ => told.collect(),
         };
-        process.link.outbox.announce(&told);
+        process.client.links.values_mut().for_each(|link| link.outbox.announce(&told));
     }
 
     /// The first inventory of a process tells what it has recovered; every other one tells what was announced.
@@ -352,7 +371,8 @@ impl World {
             let known = process.inventory.iter().filter(|(key, _)| slots.has_key(key)).copied();
             assert!(known.eq(told), "the inventory is not what was announced");
         }
-        self.process(node).link.outbox.inventory(slots, replicas);
+        let links = self.client(node).links.values_mut();
+        links.for_each(|link| link.outbox.inventory(slots, replicas));
     }
 
     /// What a whole inventory says to be on NVMe is from now on durable.
@@ -376,7 +396,9 @@ impl World {
 
     /// Everybody on a node reads all they may; what does not match is told to the agent.
     pub(crate) fn look_at(&mut self, node: usize) {
-        let (now, truth) = (self.now, &self.truth);
+        let host = Host::Node(node);
+        let (now, truth) = (self.time(host), &self.truth);
+        let excused = !self.is_awake(host) || self.place(host).resumed >= now;
         let place = &mut self.nodes[node];
         let Some(process) = &mut place.process else { return };
         let mut suspects = Vec::new();
@@ -386,9 +408,11 @@ impl World {
                 assert!(committed, "{key}: content {tag} was never committed");
             });
             suspects.extend(damaged.into_iter().map(|(load, block)| (*session, load, block)));
-            let late = engine.overdue(now).filter(|_| !place.paused && place.resumed < now);
+            let late = engine.overdue(now).filter(|_| !excused);
             assert!(late.is_none(), "node {node}: no answer in time to {}", late.unwrap_or_default());
         }
+        let late = process.client.lookups.iter().find(|(_, asking)| asking.deadline.after(CLOCK_GRAIN) < now);
+        assert!(late.is_none() || excused, "node {node}: a lookup is not over in time: {late:?}");
         for (session, load, block) in suspects {
             self.count("suspects");
             self.suspect(node, session, (load, vec![block]));

@@ -1,99 +1,133 @@
-//! The control plane's member among the hosts: calls that arrive, its death and its next life.
+//! Members among the hosts: calls of agents that arrive, and what their followers are told.
+//!
+//! As the services of the binary, `controlplane/src/{membership,directory,cluster}.rs`. A follower is told of all nodes a
+//! moment after something changed, where the binary tells each change.
 
 use std::time::Duration;
 
+use reprise_agent_core::outbox::Batch;
 use reprise_controlplane_core::NodeRecord;
-use reprise_policy::NodeId;
+use reprise_policy::{BlockKey, Epoch, NodeId};
 
-use crate::member::Member;
+use crate::joining::MemberStep;
 use crate::messages::{CallId, Message, Reply, Request};
 use crate::network::{Host, LineId};
-use crate::setup::{BEAT_EVERY, DEAD_AFTER};
-use crate::world::{Action, World};
+use crate::setup::BEAT_EVERY;
+use crate::world::World;
 
-/// The store answers within this, in microseconds.
-const STORE_US_MAX: u64 = 20_000;
+/// A task of a member wakes within this, in microseconds.
+const OWN_US_MAX: u64 = 500;
+/// Followers are told of nodes so long after a change.
+const TELL_NODES_AFTER: Duration = Duration::from_millis(5);
 
 impl World {
-    pub(crate) fn serve_call(&mut self, line: LineId, call: CallId, request: Request) {
-        let now = self.now;
-        let member = self.member.as_mut().expect("only a running member is asked");
+    pub(crate) fn serve_call(&mut self, member: usize, from: (LineId, CallId), request: Request) {
         let reply = match request {
-            Request::Register { name } => {
-                // Durable in the store first; the member's own memory follows when the store has answered.
-                let (record, life) = (self.store.register(name), self.member_life);
-                let delay = self.rng.micros(100..STORE_US_MAX);
-                return self.after(delay, Action::Registered { life, record, line, call });
+            // Durable in the store first; the member's own memory follows when the store has answered.
+            Request::Register { name } => return self.register_node(member, name, from),
+            Request::Beat { node, epoch } => self.take_beat(member, node, epoch),
+            Request::Slots { node, epoch } => {
+                Reply::Standing(self.member(member).standing(node, epoch).map(Box::new))
             }
-            Request::Beat { node, epoch } => {
-                let (known, version) = (member.beat(now, node, epoch), member.directory.version());
-                self.heard(node);
-                Reply::Beaten { known, version }
-            }
-            Request::Slots { node, epoch } => Reply::Standing(member.standing(node, epoch).map(Box::new)),
-            Request::Update(batch) => {
-                let (answer, version) = (member.update(&batch), member.directory.version());
-                self.audit_directory();
-                Reply::Updated { answer, version }
-            }
-            Request::Lookup { keys, asking } => {
-                let found = member.lookup(now, &keys, asking);
-                found.iter().flatten().for_each(|replica| self.assert_offered(replica.node, asking));
-                Reply::Found(found)
-            }
+            Request::Update(batch) => self.take_update(member, &batch),
+            Request::Lookup { keys, asking } => self.find(member, &keys, asking),
+            Request::Members => self.members_now(member),
+            Request::Watch => return self.follow(member, from),
         };
-        self.send(line, 0, Message::Reply { call, reply });
+        self.reply_to(from, reply);
     }
 
-    pub(crate) fn registered(&mut self, life: u64, record: NodeRecord, from: (LineId, CallId)) {
-        let Some(member) = self.member.as_mut().filter(|_| life == self.member_life) else { return };
-        let reply = Reply::Registered { node: record.node, epoch: record.epoch };
-        let node = record.node;
-        member.registered(self.now, record);
-        self.heard(node);
-        self.audit_directory();
-        self.send(from.0, 0, Message::Reply { call: from.1, reply });
+    fn reply_to(&mut self, to: (LineId, CallId), reply: Reply) {
+        self.send(to.0, 0, Message::Reply { call: to.1, reply });
     }
 
-    pub(crate) fn expire(&mut self, life: u64) {
-        let Some(member) = self.member.as_mut().filter(|_| life == self.member_life) else { return };
-        let next = member.expire(self.now);
-        self.audit_directory();
-        let wait = next.map_or(BEAT_EVERY, |next| next.since(self.now)).max(Duration::from_millis(1));
-        self.after(wait, Action::Expire { life });
+    fn take_beat(&mut self, member: usize, node: NodeId, epoch: Epoch) -> Reply {
+        let now = self.time(Host::Member(member));
+        let running = self.member(member);
+        let (known, version) = (running.beat(now, node, epoch), running.directory.version());
+        Reply::Beaten { known, version }
     }
 
-    /// The member dies: its memory is gone.
-    pub(crate) fn kill_member(&mut self) {
-        self.member = None;
-        self.break_lines(Host::Member);
+    fn take_update(&mut self, member: usize, batch: &Batch) -> Reply {
+        let running = self.member(member);
+        let (answer, version) = (running.update(batch), running.directory.version());
+        self.audit_directory(member);
+        Reply::Updated { answer, version }
     }
 
-    pub(crate) fn start_member(&mut self) {
-        self.member_life += 1;
-        self.member = Some(Member::start(&self.store, self.setup.variant));
-        self.after(BEAT_EVERY, Action::Expire { life: self.member_life });
-    }
-
-    /// The member has a sign of life, which may have been under way for long.
-    fn heard(&mut self, node: NodeId) {
-        let host = self.host_of(node);
-        self.nodes[host].heard = self.now;
-    }
-
-    fn audit_directory(&self) {
-        let member = self.member.as_ref().expect("it runs");
-        member.directory.audit().unwrap_or_else(|broken| panic!("directory: {broken}"));
-    }
-
-    /// No lookup names the node that asks, nor one without a process that runs and from which nothing has come for
-    /// too long.
-    fn assert_offered(&self, node: NodeId, asking: Option<NodeId>) {
-        assert!(asking != Some(node), "a lookup names the node that asks");
-        let place = &self.nodes[self.host_of(node)];
-        if place.is_silent() {
-            let silence = self.now.since(place.heard);
-            assert!(silence < DEAD_AFTER, "a lookup names node {node}, silent for {silence:?}");
+    fn find(&mut self, member: usize, keys: &[BlockKey], asking: Option<NodeId>) -> Reply {
+        let now = self.time(Host::Member(member));
+        let answered = self.member(member).lookup(now, keys, asking);
+        self.audit_answer(member, keys, asking, &answered);
+        if answered.partial > 0 {
+            self.count("partial answers");
         }
+        Reply::Found(answered)
+    }
+
+    fn members_now(&mut self, member: usize) -> Reply {
+        let now = self.time(Host::Member(member));
+        Reply::Members(self.member(member).list(now).into())
+    }
+
+    // ---- followers ---------------------------------------------------------------------------------------------
+
+    fn follow(&mut self, member: usize, from: (LineId, CallId)) {
+        let list = self.members_now(member);
+        self.reply_to(from, list);
+        let nodes = Reply::Nodes(self.member(member).nodes());
+        self.reply_to(from, nodes);
+        self.member(member).followers.push(from);
+    }
+
+    /// Its place among the members has changed, or what it knows of them.
+    pub(crate) fn place_changed(&mut self, member: usize) {
+        let followers = self.member(member).followers.clone();
+        let list = self.members_now(member);
+        followers.into_iter().for_each(|follower| self.reply_to(follower, list.clone()));
+        let delay = self.rng.micros(1..OWN_US_MAX);
+        self.member_later(member, delay, MemberStep::Own);
+    }
+
+    /// The task that keeps the directory's slots those of its place has woken.
+    pub(crate) fn own(&mut self, member: usize) {
+        let now = self.time(Host::Member(member));
+        self.member(member).own_kept(now);
+        self.audit_directory(member);
+    }
+
+    fn nodes_changed(&mut self, member: usize) {
+        if !std::mem::replace(&mut self.member(member).tells_nodes, true) {
+            self.member_later(member, TELL_NODES_AFTER, MemberStep::TellNodes);
+        }
+    }
+
+    pub(crate) fn tell_nodes(&mut self, member: usize) {
+        let running = self.member(member);
+        running.tells_nodes = false;
+        let (followers, nodes) = (running.followers.clone(), running.nodes());
+        followers.into_iter().for_each(|follower| self.reply_to(follower, Reply::Nodes(nodes.clone())));
+    }
+
+    // ---- nodes -------------------------------------------------------------------------------------------------
+
+    /// A registration is in the store.
+    pub(crate) fn registered(&mut self, member: usize, record: NodeRecord, from: (LineId, CallId)) {
+        let now = self.time(Host::Member(member));
+        let reply = Reply::Registered { node: record.node, epoch: record.epoch };
+        let newest = self.member(member).registered(now, record);
+        self.audit_directory(member);
+        self.nodes_changed(member);
+        self.reply_to(from, if newest { reply } else { Reply::Unavailable });
+    }
+
+    pub(crate) fn expire(&mut self, member: usize) {
+        let now = self.time(Host::Member(member));
+        let next = self.member(member).expire(now);
+        self.member(member).sweep();
+        self.audit_directory(member);
+        // A registration meanwhile dies no sooner.
+        let wait = next.map_or(BEAT_EVERY, |next| next.since(now)).max(Duration::from_millis(1));
+        self.member_later(member, wait, MemberStep::Expire);
     }
 }

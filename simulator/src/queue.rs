@@ -31,6 +31,16 @@ impl<A> Queue<A> {
         self.next += 1;
     }
 
+    /// Has actions happen at other times; those of one time keep their order.
+    pub(crate) fn advance(&mut self, when: impl Fn(Tick, &A) -> Tick) {
+        let order = std::mem::take(&mut self.order);
+        let moved = order.into_iter().map(|Reverse((at, number, place))| {
+            let action = self.actions[place].as_ref().expect("every place in the order has its action");
+            Reverse((when(at, action), number, place))
+        });
+        self.order = moved.collect();
+    }
+
     /// The next action that is due by `until`.
     pub(crate) fn pop(&mut self, until: Tick) -> Option<(Tick, A)> {
         let Reverse((at, ..)) = *self.order.peek()?;

@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::Settings;
-use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, Tick};
+use reprise_agent_core::agent::{Settings, TenantQuotas};
+use reprise_policy::quota::Quota;
+use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId, Tick};
 
 use crate::rng::{Rng, mix};
 
@@ -24,12 +25,27 @@ pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const SETTLED_AFTER: Duration = Duration::from_secs(5);
 /// As an agent's time for a lookup.
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
+/// As an agent's connections find out that nobody is there: a ping and the time for its answer.
+pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
+/// As an agent keeps the link to a member that has left the map.
+pub(crate) const LINK_KEPT: Duration = Duration::from_secs(10);
+/// As an agent bears with a home that is not sure of its place.
+pub(crate) const UNSURE_MAX: Duration = Duration::from_secs(3);
+/// As `member.time_to_live`.
+pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
+/// As a member's time for a call to the store, and its pause after one has failed.
+pub(crate) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const STORE_RETRY_AFTER: Duration = Duration::from_millis(250);
+/// As a member waits after its start for nodes that the store knows.
+pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Time in which everything comes to its end when faults have stopped: two calls that run into their timeout, the longest
 /// delays between attempts, and the longest load.
 pub(crate) const SETTLE: Duration = Duration::from_secs(14);
 
-/// Keys of each layout.
+/// Keys of each layout of a tenant.
 pub(crate) const KEYS: u64 = 64;
+/// Tenants at the most.
+pub(crate) const TENANTS_MAX: u16 = 3;
 
 /// Spreads numbers over the bits that hash tables look at, and its inverse, so that traces can name keys by number.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -56,12 +72,40 @@ pub enum Variant {
     ReadsUnchecked,
     /// An agent does not tell the directory what it evicts.
     EvictionsUnannounced,
+    /// A member goes on answering when its lease has expired.
+    AnswersAfterLease,
+    /// A member answers by a new map with the slots of the one before.
+    AnswersBetweenMaps,
+    /// A member counts the time of its lease from the store's answer on, not from its question.
+    LeaseFromAnswer,
+    /// A member whose watch was compacted away does not read the list of members again.
+    CompactionLosesChanges,
+    /// A member says that it knows everything about slots that it has just been given.
+    NewOwnerWhole,
+    /// A new registration does not begin a new sequence of announcements, nor a new inventory.
+    OutboxOutlivesRegistration,
+    /// A lookup waits for its answer however long that takes.
+    LookupsWithoutEnd,
+    /// The queue of announcements grows without a bound.
+    QueueWithoutBound,
+    /// Requests for what is on the node wait for a control plane, and are misses without one.
+    LocalNeedsControlPlane,
+    /// What peers send is not compared with its checksums.
+    PeersUnchecked,
+    /// Sessions of all tenants are one tenant's.
+    TenantsTogether,
+    /// Grants count in the order in which they come.
+    GrantsInOrderOfArrival,
 }
 
 /// See the module.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) nodes: usize,
+    /// Members of the control plane.
+    pub(crate) members: usize,
+    /// Numbers of tenants are below this.
+    pub(crate) tenants: u16,
     /// Engines of one node.
     pub(crate) engines: usize,
     pub(crate) regions: u16,
@@ -81,9 +125,32 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
+    /// Many agents, each with a small arena and a small disk; nothing happens by itself.
+    pub(crate) fn large(nodes: usize, members: usize) -> Setup {
+        let slot = large_layout().slot_bytes();
+        Setup {
+            nodes,
+            members,
+            tenants: 1,
+            engines: 1,
+            regions: 2,
+            region_bytes: 4 * slot,
+            disks: 1,
+            disk_bytes: 4 << 20,
+            pace: Duration::from_millis(10),
+            fault_every: Duration::from_secs(1),
+            faults_until: Tick(0),
+            changes_queued_max: 1 << 20,
+            settings: Settings { lookup_timeout: LOOKUP_TIMEOUT, ..Settings::default() },
+            variant: Variant::Production,
+        }
+    }
+
     /// A world whose size and speed depend on the seed.
     pub(crate) fn draw(rng: &mut Rng, variant: Variant) -> Setup {
         let slot = large_layout().slot_bytes();
+        let tenants = 1 + rng.below(usize::from(TENANTS_MAX)) as u16;
+        let quotas = (0..tenants).filter_map(|tenant| quotas(rng, TenantId(tenant), 4 * slot)).collect();
         let settings = Settings {
             writeback_bytes: slot * (1 + rng.below(6) as u64),
             lookup_timeout: LOOKUP_TIMEOUT,
@@ -91,12 +158,15 @@ impl Setup {
             arena_session_permille: rng.one_of(&[500, 1000]),
             arena_serves_permille: rng.one_of(&[250, 1000]),
             pool_free_permille: rng.one_of(&[30, 300, 600]),
+            tenants: quotas,
             ..Settings::default()
         };
         Setup {
+            tenants,
             nodes: 2 + rng.below(4),
+            members: 1 + rng.below(4),
             engines: 1 + rng.below(2),
-            regions: 2 + rng.below(4) as u16,
+            regions: 1 + tenants + rng.below(4) as u16,
             region_bytes: 4 * slot,
             disks: 1 + rng.below(2),
             disk_bytes: 8 << 20,
@@ -108,6 +178,19 @@ impl Setup {
             variant,
         }
     }
+}
+
+/// Quotas of a tenant, if it has any: a region reserved or none, and a limit or none.
+fn quotas(rng: &mut Rng, tenant: TenantId, region_bytes: u64) -> Option<TenantQuotas> {
+    if rng.chance(400) {
+        return None;
+    }
+    let mut quota = |unit: u64| {
+        let reserved = if rng.chance(300) { unit } else { 0 };
+        let limit = if rng.chance(300) { u64::MAX } else { unit * (1 + rng.below(8) as u64) };
+        Quota::new(reserved, limit).expect("a limit is at least a unit")
+    };
+    Some(TenantQuotas { tenant, dram: quota(region_bytes), nvme: quota(region_bytes * 2) })
 }
 
 /// 60 KiB a block, 64 KiB with its header on a device: 32 to a 2 MiB segment.
@@ -127,9 +210,10 @@ fn layout(layers: u16, parts: Parts, head_dim: u16) -> Layout {
         .expect("a valid layout")
 }
 
-/// The keys of a layout: large blocks have the first half of the numbers.
-pub(crate) fn key(layout: &Layout, number: u64) -> BlockKey {
-    let number = number % KEYS + if *layout == small_layout() { KEYS } else { 0 };
+/// The keys of a tenant's layout: large blocks have the first half of its numbers.
+pub(crate) fn key(tenant: TenantId, layout: &Layout, number: u64) -> BlockKey {
+    let of_layout = if *layout == small_layout() { KEYS } else { 0 };
+    let number = u64::from(tenant.0) * KEYS * 2 + of_layout + number % KEYS;
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&mix(number + 1).to_le_bytes());
     bytes[8..].copy_from_slice(&number.wrapping_mul(SPREAD).to_le_bytes());
@@ -138,7 +222,12 @@ pub(crate) fn key(layout: &Layout, number: u64) -> BlockKey {
 
 /// The layout that blocks of a key have.
 pub(crate) fn layout_of(key: &BlockKey) -> Layout {
-    if number_of(key) < KEYS { large_layout() } else { small_layout() }
+    if number_of(key) % (KEYS * 2) < KEYS { large_layout() } else { small_layout() }
+}
+
+/// Whose blocks have a key.
+pub(crate) fn tenant_of(key: &BlockKey) -> TenantId {
+    TenantId((number_of(key) / (KEYS * 2)) as u16)
 }
 
 /// Number of a key.
@@ -148,6 +237,6 @@ pub(crate) fn number_of(key: &BlockKey) -> u64 {
 
 /// All keys that there can be.
 pub(crate) fn all_keys() -> Vec<BlockKey> {
-    let of = |layout: Layout| (0..KEYS).map(move |number| key(&layout, number));
-    of(large_layout()).chain(of(small_layout())).collect()
+    let of = |tenant, layout: Layout| (0..KEYS).map(move |number| key(TenantId(tenant), &layout, number));
+    (0..TENANTS_MAX).flat_map(|tenant| of(tenant, large_layout()).chain(of(tenant, small_layout()))).collect()
 }

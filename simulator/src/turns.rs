@@ -8,7 +8,8 @@ use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
 
 use crate::engine::{Asked, Engine};
 use crate::memory::{Tag, checksums};
-use crate::setup::{KEYS, key, large_layout, small_layout};
+use crate::network::Host;
+use crate::setup::{KEYS, Variant, key, large_layout, small_layout};
 use crate::world::{Action, Local, World};
 
 /// An engine gives back what it has not filled, or read, after this: long before the agent takes it back.
@@ -23,24 +24,29 @@ impl World {
         let pace = self.setup.pace.as_micros() as u64;
         let delay = self.rng.micros(pace / 4..pace * 7 / 4);
         self.after(delay, Action::Engine { node, seat });
-        let place = &self.nodes[node];
-        let Some(process) = &place.process else { return };
+        let awake = self.is_awake(Host::Node(node));
+        let Some(process) = &self.nodes[node].process else { return };
         match process.seats[seat] {
             Some(session) => self.act(node, session),
-            None if !place.paused => self.open_session(node, seat),
+            None if awake => self.open_session(node, seat),
             None => {}
         }
         self.look_at(node);
     }
 
-    fn open_session(&mut self, node: usize, seat: usize) {
+    pub(crate) fn open_session(&mut self, node: usize, seat: usize) {
         let layout = if self.rng.chance(300) { small_layout() } else { large_layout() };
+        let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
         let process = self.process(node);
         process.sessions_begun += 1;
         let session = SessionId(process.sessions_begun);
-        process.sessions.insert(session, Engine::new(layout));
+        process.sessions.insert(session, Engine::new(tenant, layout));
         process.seats[seat] = Some(session);
-        let (tenant, namespace) = (TenantId::DEFAULT, NamespaceDigest([0; 32]));
+        let namespace = NamespaceDigest([tenant.0 as u8; 32]);
+        let tenant = match self.setup.variant {
+            Variant::TenantsTogether => TenantId::DEFAULT,
+            _ => tenant,
+        };
         self.apply(node, Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
     }
 
@@ -55,7 +61,9 @@ impl World {
 
     fn act(&mut self, node: usize, session: SessionId) {
         self.give_back_old(node, session);
-        let keys = self.some_keys(self.engine(node, session).layout);
+        let engine = self.engine(node, session);
+        let (tenant, layout) = (engine.tenant, engine.layout);
+        let keys = self.some_keys(tenant, layout);
         match self.rng.below(100) {
             0..22 => {
                 let count = 1 + self.rng.below(4) as u32;
@@ -63,7 +71,8 @@ impl World {
             }
             22..45 => self.commit(node, session, &keys),
             45..50 => self.abort(node, session, 2),
-            50..60 => {
+            50..52 => self.pry(node, session, layout),
+            52..60 => {
                 let scope = self.scope();
                 let body = Request::Match { keys: keys.clone(), scope };
                 self.ask(node, session, Asked::Match(keys, scope), body);
@@ -76,14 +85,14 @@ impl World {
         }
     }
 
-    fn engine(&self, node: usize, session: SessionId) -> &Engine {
+    pub(crate) fn engine(&self, node: usize, session: SessionId) -> &Engine {
         &self.nodes[node].process.as_ref().expect("it runs").sessions[&session]
     }
 
     /// Sends a request; the socket keeps the order.
-    fn ask(&mut self, node: usize, session: SessionId, asked: Asked, body: Request) {
+    pub(crate) fn ask(&mut self, node: usize, session: SessionId, asked: Asked, body: Request) {
         let at = self.now.after(self.rng.micros(1..100));
-        let life = self.nodes[node].life;
+        let life = self.place(Host::Node(node)).life;
         let engine = self.process(node).sessions.get_mut(&session).expect("an open session");
         let request = engine.ask(asked);
         engine.last_sent = at.max(engine.last_sent);
@@ -92,14 +101,29 @@ impl World {
     }
 
     /// A run of a chain, now and then one of them twice.
-    fn some_keys(&mut self, layout: Layout) -> Vec<BlockKey> {
-        let start = self.rng.below(KEYS as usize) as u64;
+    pub(crate) fn some_keys(&mut self, tenant: TenantId, layout: Layout) -> Vec<BlockKey> {
+        let start = self.rng.below(KEYS as usize / usize::from(self.setup.tenants)) as u64;
         let count = 1 + self.rng.below(6) as u64;
-        let mut keys: Vec<BlockKey> = (start..start + count).map(|number| key(&layout, number)).collect();
+        let mut keys: Vec<BlockKey> =
+            (start..start + count).map(|number| key(tenant, &layout, number)).collect();
         if self.rng.chance(50) {
             keys.push(keys[0]);
         }
         keys
+    }
+
+    /// Asks for blocks of another tenant, if there is one. A key is a secret of its tenant: whoever asks peers for one has
+    /// it; but what is on the node is not even to be seen.
+    fn pry(&mut self, node: usize, session: SessionId, layout: Layout) {
+        let other = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
+        let keys = self.some_keys(other, layout);
+        if self.rng.chance(500) {
+            let body = Request::Match { keys: keys.clone(), scope: Scope::Local };
+            return self.ask(node, session, Asked::Match(keys, Scope::Local), body);
+        }
+        let load =
+            LoadRequest { keys: keys.clone(), deadline: Duration::ZERO, read_bytes: 0, scope: Scope::Local };
+        self.ask(node, session, Asked::Load(keys), Request::Load(load));
     }
 
     fn scope(&mut self) -> Scope {
@@ -107,7 +131,7 @@ impl World {
     }
 
     /// Fills reserved slots with new contents and commits them under these keys, as far as slots are there.
-    fn commit(&mut self, node: usize, session: SessionId, keys: &[BlockKey]) {
+    pub(crate) fn commit(&mut self, node: usize, session: SessionId, keys: &[BlockKey]) {
         let priority = self.rng.one_of(&[Priority::Low, Priority::Normal, Priority::High]);
         let first: Tag = self.tags + 1;
         let process = self.nodes[node].process.as_mut().expect("it runs");
@@ -170,7 +194,7 @@ impl World {
 
     /// Gives back what was held for too long.
     fn give_back_old(&mut self, node: usize, session: SessionId) {
-        let now = self.now;
+        let now = self.time(Host::Node(node));
         let engine = self.engine(node, session);
         let old = engine.reserved.iter().take_while(|(.., since)| now.since(*since) > HELD_MAX).count();
         let loads =

@@ -13,12 +13,29 @@ fn replay(run: &Run) -> String {
 }
 
 /// What these runs must have met, for their silence to mean something.
-const REACHED: [&str; 35] = [
+const REACHED: [&str; 52] = [
     "kills",
     "power losses",
     "pauses",
     "member restarts",
-    "slots moved",
+    "member pauses",
+    "members cut off from the store",
+    "store restarts",
+    "store pauses",
+    "slow stores",
+    "compactions",
+    "watches compacted",
+    "store wipes",
+    "stores found replaced",
+    "leases gone",
+    "leases unconfirmed",
+    "member names taken",
+    "maps learned",
+    "redirects",
+    "partial answers",
+    "lookup parts unanswered",
+    "grants",
+    "local matches alone",
     "partitions",
     "connections lost",
     "slow disks",
@@ -54,7 +71,7 @@ const REACHED: [&str; 35] = [
 #[test]
 fn whatever_breaks_no_invariant_does() {
     let mut seen: BTreeMap<&str, u64> = BTreeMap::new();
-    for seed in 0..150 {
+    for seed in 60..210 {
         let run = run(seed, Variant::Production, Recording::Digest);
         assert!(run.violation.is_none(), "{}", replay(&run));
         for (what, count) in run.seen {
@@ -66,8 +83,8 @@ fn whatever_breaks_no_invariant_does() {
     }
 }
 
-/// Found by them: an agent believed a journal that was written and not synced; two requests of a peer were lost at once.
-const FOUND: [u64; 2] = [180, 1867];
+/// Found by them: a member that had heard of a new map answered by it with the slots of the one before.
+const FOUND: [u64; 1] = [101];
 
 #[test]
 fn seeds_that_have_found_something_find_nothing_any_more() {
@@ -88,13 +105,25 @@ fn finds(variant: Variant, seeds: std::ops::Range<u64>) -> Option<(u64, String)>
 fn flaws_that_are_put_in_on_purpose_are_found() {
     // Each is found often; the ranges begin where it is found soon.
     let flaws = [
-        (Variant::RegainedSlotsUnasked, 0..300, "does not name what is there"),
+        (Variant::RegainedSlotsUnasked, 0..300, "does not know everything"),
         (Variant::RegistrationKeepsDirectory, 0..300, "is registered"),
         (Variant::DurableBeforeSync, 0..300, "told durable and gone"),
-        (Variant::RecoveryWithoutSync, 740..1040, "told durable and gone"),
+        (Variant::RecoveryWithoutSync, 970..1270, "told durable and gone"),
         (Variant::DeadNodesOffered, 0..300, "silent for"),
         (Variant::ReadsUnchecked, 0..300, "committed"),
         (Variant::EvictionsUnannounced, 0..300, "the directory names what is not there"),
+        (Variant::AnswersAfterLease, 0..300, "after its lease has expired"),
+        (Variant::AnswersBetweenMaps, 95..395, "two members answer for slot"),
+        (Variant::LeaseFromAnswer, 155..455, "after the store has ended its lease"),
+        (Variant::CompactionLosesChanges, 180..480, "know"),
+        (Variant::NewOwnerWhole, 0..300, "says that it knows everything"),
+        (Variant::OutboxOutlivesRegistration, 0..300, "node"),
+        (Variant::LookupsWithoutEnd, 0..300, "a lookup is not over in time"),
+        (Variant::QueueWithoutBound, 0..300, "changes wait for a member"),
+        (Variant::LocalNeedsControlPlane, 0..300, "blocks are on the node"),
+        (Variant::PeersUnchecked, 95..395, "a peer sent"),
+        (Variant::TenantsTogether, 0..300, "of another tenant"),
+        (Variant::GrantsInOrderOfArrival, 0..300, "over its limit"),
     ];
     for (flaw, seeds, words) in flaws {
         let found = finds(flaw, seeds);

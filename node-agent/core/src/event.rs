@@ -127,7 +127,7 @@ pub enum Event {
     Mode {
         /// The mode.
         mode: NodeMode,
-        /// Grows with every change of the cluster's store.
+        /// Grows with every mode, from 1.
         revision: u64,
     },
     /// Blocks are to move to another node, or (`None`) not any more. Holds until the next such event.

@@ -29,6 +29,8 @@ use super::{DirectoryEvent, Shared};
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// Time for the answer to a report: well below the two seconds in which a tenant's budget can get another owner.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The upper half of an epoch names the store that it came out of.
+const STORE_SHIFT: u32 = 32;
 /// The owner of this hash slot decides who gives blocks to whom.
 const REBALANCER_SLOT: u16 = 0;
 
@@ -55,8 +57,29 @@ struct Inner {
     last: u64,
     /// The newest report that said what a tenant holds.
     newest: BTreeMap<TenantName, u64>,
-    mode_revision: u64,
+    /// Which store this node is registered in, and the revision of the newest mode that came out of it.
+    store: u64,
+    mode_revision: Option<u64>,
+    /// Modes that were told on, over all stores.
+    modes: u64,
     given: Option<wire::Move>,
+}
+
+impl Inner {
+    /// The number of a mode that has come, counted from 1; `None` when it is not newer than the last. Revisions of
+    /// different stores say nothing of each other: in a store that was emptied they begin anew.
+    fn number_mode(&mut self, granted: Granted, revision: u64) -> Option<u64> {
+        let store = granted.epoch.0 >> STORE_SHIFT;
+        if std::mem::replace(&mut self.store, store) != store {
+            self.mode_revision = None;
+        }
+        if self.mode_revision >= Some(revision) {
+            return None;
+        }
+        self.mode_revision = Some(revision);
+        self.modes += 1;
+        Some(self.modes)
+    }
 }
 
 /// Reports to a link's member for as long as the link lives.
@@ -79,7 +102,7 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
         match within(REPORT_TIMEOUT, client.report(request)).await {
             Ok(reply) if !reply.fenced && *link.granted.borrow() == Some(now) => {
                 failed = None;
-                take(shared, link, number, &reply);
+                take(shared, link, (now, number), &reply);
             }
             // Beats or updates say so as well, and register again.
             Ok(_) => {}
@@ -178,7 +201,7 @@ fn tenant_report(name: &TenantName, usage: &TenantUsage, node: &NodeUsage) -> Te
 }
 
 /// Takes the answer to a report.
-fn take(shared: &Shared, link: &Link, number: u64, reply: &ReportReply) {
+fn take(shared: &Shared, link: &Link, (granted, number): (Granted, u64), reply: &ReportReply) {
     for order in &reply.orders {
         if let Some(grant) = take_order(shared, link, number, order) {
             shared.emit(DirectoryEvent::Budget(grant));
@@ -188,16 +211,15 @@ fn take(shared: &Shared, link: &Link, number: u64, reply: &ReportReply) {
         shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
     let (mode, given) = {
         let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_newer = reply.mode_revision > inner.mode_revision;
-        inner.mode_revision = inner.mode_revision.max(reply.mode_revision);
+        let mode_number = inner.number_mode(granted, reply.mode_revision);
         let is_news = is_rebalancer && inner.given != reply.r#move;
         if is_news {
             inner.given = reply.r#move;
         }
-        (is_newer.then_some((reply.mode(), reply.mode_revision)), is_news.then_some(reply.r#move))
+        (mode_number, is_news.then_some(reply.r#move))
     };
-    if let Some((mode, revision)) = mode {
-        shared.emit(DirectoryEvent::Mode { mode, revision });
+    if let Some(number) = mode {
+        shared.emit(DirectoryEvent::Mode { mode: reply.mode(), number });
     }
     if let Some(given) = given {
         let given = given.and_then(|given| Some((NodeId(u16::try_from(given.to).ok()?), given.bytes)));
@@ -230,4 +252,27 @@ fn quotas(order: &TenantOrder) -> Option<(Quota, Quota)> {
     let reserved = order.reserved.unwrap_or_default();
     let limit = order.limit.unwrap_or(wire::Bytes { dram: u64::MAX, nvme: u64::MAX });
     Some((Quota::new(reserved.dram, limit.dram).ok()?, Quota::new(reserved.nvme, limit.nvme).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_policy::Epoch;
+
+    use super::*;
+
+    #[test]
+    fn of_two_modes_the_one_with_the_higher_revision_of_the_same_store_holds() {
+        let granted = |store: u64| Granted {
+            node: NodeId(1),
+            epoch: Epoch((store << STORE_SHIFT) + 7),
+            heartbeat_every: Duration::from_secs(1),
+        };
+        let mut inner = Inner::default();
+        assert_eq!(inner.number_mode(granted(3), 40), Some(1));
+        assert_eq!(inner.number_mode(granted(3), 40), None);
+        assert_eq!(inner.number_mode(granted(3), 39), None);
+        assert_eq!(inner.number_mode(granted(3), 41), Some(2));
+        assert_eq!(inner.number_mode(granted(5), 0), Some(3), "the store was emptied: nobody has set a mode");
+        assert_eq!(inner.number_mode(granted(5), 0), None);
+    }
 }

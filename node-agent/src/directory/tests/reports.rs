@@ -118,12 +118,12 @@ fn modes_are_followed_in_the_order_of_the_store_and_moves_as_they_change() {
     let fake = Fake::start_with(0, State { report_reply, ..State::default() });
     let agent = Agent::start(settings(fake.endpoint()));
     agent.client.set_own_state(OwnState::default());
-    agent.wait_for(&DirectoryEvent::Mode { mode: NodeMode::Draining, revision: 8 });
+    agent.wait_for(&DirectoryEvent::Mode { mode: NodeMode::Draining, number: 1 });
     agent.wait_for(&DirectoryEvent::Move(Some((NodeId(4), 99))));
     fake.write(|state| state.report_reply = reply(NodeMode::Active, 7, None));
     agent.wait_for(&DirectoryEvent::Move(None));
     fake.write(|state| state.report_reply = reply(NodeMode::Active, 9, None));
     let next = std::iter::from_fn(|| Some(agent.next()));
     let mut modes = next.filter(|event| matches!(event, DirectoryEvent::Mode { .. }));
-    assert_eq!(modes.next(), Some(DirectoryEvent::Mode { mode: NodeMode::Active, revision: 9 }));
+    assert_eq!(modes.next(), Some(DirectoryEvent::Mode { mode: NodeMode::Active, number: 2 }));
 }

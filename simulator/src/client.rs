@@ -1,0 +1,357 @@
+//! An agent's client of the control plane: which members there are, a link to each, and the calls that are under way.
+//!
+//! As `node-agent/src/directory/members.rs`, which is made of futures and cannot run here: one member, called home, tells of
+//! members and nodes; when it is silent, not sure of its place, or gone, the next one becomes home. Links of members that
+//! have left the map are kept for a while.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use reprise_agent_core::backoff::Backoff;
+use reprise_agent_core::effect::LookupId;
+use reprise_agent_core::outbox::Outbox;
+use reprise_policy::shards::ShardMap;
+use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
+
+use crate::asking::Asking;
+use crate::link::{Link, LinkCall, LinkId};
+use crate::messages::{CallId, MemberList, Message, NodeInfo, Reply, Request};
+use crate::network::{Host, LineId};
+use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, LINK_KEPT, UNSURE_MAX, Variant};
+use crate::world::{Local, World, take_where};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Client {
+    pub(crate) links: BTreeMap<LinkId, Link>,
+    links_begun: u64,
+    pub(crate) routes: Option<Routes>,
+    calls: BTreeMap<CallId, Call>,
+    calls_begun: u64,
+    home: Home,
+    /// As home has last named them, by number.
+    nodes: Option<Arc<[NodeInfo]>>,
+    pub(crate) lookups: BTreeMap<LookupId, Asking>,
+}
+
+/// A map of slots, and the link to each of its members.
+#[derive(Clone, Debug)]
+pub(crate) struct Routes {
+    map: Arc<ShardMap>,
+    /// In the order of the map.
+    pub(crate) links: Vec<LinkId>,
+}
+
+/// The member that tells of members and nodes.
+#[derive(Debug, Default)]
+struct Home {
+    turn: usize,
+    /// Counts the attempts to follow: what belongs to an older one is passed over.
+    attempt: u64,
+    member: Option<usize>,
+    line: Option<LineId>,
+    /// It has answered: under this call it says what is new.
+    stream: Option<CallId>,
+    unsure_since: Option<Tick>,
+    /// The last look at the connection found nobody at its end.
+    quiet: bool,
+    backoff: Backoff,
+}
+
+#[derive(Debug)]
+struct Call {
+    of: Purpose,
+    line: LineId,
+}
+
+/// What a call is for.
+#[derive(Clone, Debug)]
+pub(crate) enum Purpose {
+    Link(LinkId, LinkCall),
+    /// The part of a lookup at these places.
+    Lookup {
+        lookup: LookupId,
+        link: LinkId,
+        places: Vec<u32>,
+    },
+    /// The list of a member whose map is newer.
+    Learn {
+        lookup: LookupId,
+    },
+    Follow,
+}
+
+impl Routes {
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.map.epoch()
+    }
+
+    /// The link to the owner of a key.
+    pub(crate) fn owner(&self, key: &BlockKey) -> Option<LinkId> {
+        self.map.owner_of(key).map(|owner| self.links[usize::from(owner.0)])
+    }
+}
+
+impl Client {
+    /// Where a node is; `None` for one that home has not named.
+    pub(crate) fn host_of(&self, node: NodeId) -> Option<usize> {
+        let nodes = self.nodes.as_ref()?;
+        nodes.binary_search_by_key(&node, |info| info.node).ok().map(|at| nodes[at].host)
+    }
+
+    /// Agents begin with different homes.
+    pub(crate) fn begin(&mut self, turn: usize) {
+        self.home.turn = turn;
+    }
+
+    /// Calls without an answer, other than those that go on for ever.
+    pub(crate) fn waiting(&self) -> usize {
+        let ends = |call: &&Call| {
+            !matches!(call.of, Purpose::Follow | Purpose::Link(_, LinkCall::Beat { .. } | LinkCall::Register))
+        };
+        self.calls.values().filter(ends).count()
+    }
+
+    /// Whether some member answers and knows this node.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.links.values().any(|link| link.up)
+    }
+
+    fn link_to(&self, member: usize) -> Option<LinkId> {
+        self.links.iter().find(|(_, link)| link.member == member).map(|(id, _)| *id)
+    }
+}
+
+impl World {
+    pub(crate) fn client(&mut self, node: usize) -> &mut Client {
+        &mut self.process(node).client
+    }
+
+    // ---- calls -------------------------------------------------------------------------------------------------
+
+    /// Calls over a connection, for a time by the agent's clock.
+    pub(crate) fn call(
+        &mut self,
+        node: usize,
+        (line, of): (LineId, Purpose),
+        request: Request,
+        time: Duration,
+    ) {
+        let client = self.client(node);
+        let call = CallId(client.calls_begun);
+        client.calls_begun += 1;
+        client.calls.insert(call, Call { of, line });
+        self.send(line, 1, Message::Call { call, request });
+        self.later(node, time, Local::CallTimeout(call));
+    }
+
+    pub(crate) fn call_timeout(&mut self, node: usize, call: CallId) {
+        let endless = self.setup.variant == Variant::LookupsWithoutEnd;
+        let calls = &mut self.client(node).calls;
+        if endless && calls.get(&call).is_some_and(|call| matches!(call.of, Purpose::Lookup { .. })) {
+            return;
+        }
+        let Some(Call { of, line }) = calls.remove(&call) else { return };
+        // Keep-alives have found by now that nobody is there; beats take a new connection whenever one fails.
+        if matches!(of, Purpose::Link(_, LinkCall::Beat { .. })) || !self.far_lives(line) {
+            self.drop_line(node, line);
+        }
+        self.call_failed(node, of);
+    }
+
+    pub(crate) fn client_line_lost(&mut self, node: usize, line: LineId) {
+        self.drop_line(node, line);
+        let lost = take_where(&mut self.client(node).calls, |call| call.line == line);
+        lost.into_iter().for_each(|(_, call)| self.call_failed(node, call.of));
+        let home = &self.client(node).home;
+        if home.line == Some(line) && home.stream.is_some() {
+            self.leave_home(node);
+        }
+    }
+
+    fn drop_line(&mut self, node: usize, line: LineId) {
+        for link in self.client(node).links.values_mut() {
+            link.drop_line(line);
+        }
+    }
+
+    fn call_failed(&mut self, node: usize, of: Purpose) {
+        match of {
+            Purpose::Link(link, of) => self.link_call_failed(node, link, &of),
+            Purpose::Lookup { lookup, .. } => self.part_failed(node, lookup),
+            Purpose::Learn { lookup } => self.lookup_over(node, lookup),
+            Purpose::Follow => self.leave_home(node),
+        }
+    }
+
+    pub(crate) fn on_answer(&mut self, node: usize, call: CallId, reply: Reply) {
+        if self.client(node).home.stream == Some(call) {
+            return self.home_says(node, reply);
+        }
+        let Some(Call { of, .. }) = self.client(node).calls.remove(&call) else { return };
+        match (of, reply) {
+            (of, Reply::Unavailable) => self.call_failed(node, of),
+            (Purpose::Link(link, of), reply) => self.on_link_answer(node, (link, of), reply),
+            (Purpose::Lookup { lookup, link, places }, Reply::Found(answered)) => {
+                self.part_found(node, (lookup, link), &places, answered);
+            }
+            (Purpose::Learn { lookup }, Reply::Members(list)) => {
+                if list.registered {
+                    self.take_list(node, &list);
+                }
+                self.learned(node, lookup);
+            }
+            (Purpose::Follow, reply) => {
+                let home = &mut self.client(node).home;
+                home.stream = Some(call);
+                home.backoff.reset();
+                self.home_says(node, reply);
+            }
+            (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
+        }
+    }
+
+    // ---- following ---------------------------------------------------------------------------------------------
+
+    /// Follows members and nodes at the next home: those of the map first, then all that the configuration names.
+    pub(crate) fn follow_home(&mut self, node: usize) {
+        let configured = 0..self.members.len();
+        let client = self.client(node);
+        let of_map = client.routes.iter().flat_map(|routes| &routes.links);
+        let mut homes: Vec<usize> =
+            of_map.filter_map(|link| client.links.get(link)).map(|link| link.member).collect();
+        let others: Vec<usize> = configured.filter(|member| !homes.contains(member)).collect();
+        homes.extend(others);
+        let home = &mut client.home;
+        let member = homes[home.turn % homes.len()];
+        home.attempt += 1;
+        (home.member, home.stream, home.unsure_since, home.quiet) = (Some(member), None, None, false);
+        let attempt = home.attempt;
+        let line = self.open_line(Host::Node(node), Host::Member(member));
+        self.client(node).home.line = Some(line);
+        self.call(node, (line, Purpose::Follow), Request::Watch, CALL_TIMEOUT);
+        self.later(node, KEEP_ALIVE_EVERY, Local::LookAtHome { attempt });
+    }
+
+    fn leave_home(&mut self, node: usize) {
+        let random = self.rng.next() as u32;
+        let home = &mut self.client(node).home;
+        (home.member, home.stream) = (None, None);
+        home.turn = home.turn.wrapping_add(1);
+        let (delay, line) = (home.backoff.next(random), home.line.take());
+        if let Some(line) = line {
+            self.break_line(line);
+        }
+        self.later(node, delay, Local::Follow);
+    }
+
+    /// Keep-alives of the connection: nobody there twice in a row, and it is given up.
+    pub(crate) fn look_at_home(&mut self, node: usize, attempt: u64) {
+        let home = &self.client(node).home;
+        let (Some(member), Some(line)) = (home.member, home.line) else { return };
+        if home.attempt != attempt || home.stream.is_none() {
+            return;
+        }
+        let cut = self.network.is_cut(Host::Node(node), Host::Member(member));
+        let quiet = cut || !self.far_lives(line);
+        if std::mem::replace(&mut self.client(node).home.quiet, quiet) && quiet {
+            return self.leave_home(node);
+        }
+        self.later(node, KEEP_ALIVE_EVERY, Local::LookAtHome { attempt });
+    }
+
+    /// Beats to a member fail: it is home no more.
+    pub(crate) fn home_is_silent(&mut self, node: usize, member: usize) {
+        let home = &self.client(node).home;
+        if home.member == Some(member) && home.stream.is_some() {
+            self.leave_home(node);
+        }
+    }
+
+    /// A home has been unsure of its own place for too long.
+    pub(crate) fn home_is_unsure(&mut self, node: usize, attempt: u64) {
+        let now = self.time(Host::Node(node));
+        let home = &self.client(node).home;
+        let long = home.unsure_since.is_some_and(|since| now.since(since) >= UNSURE_MAX);
+        if home.attempt == attempt && long {
+            self.leave_home(node);
+        }
+    }
+
+    fn home_says(&mut self, node: usize, reply: Reply) {
+        match reply {
+            Reply::Members(list) => self.home_lists(node, &list),
+            Reply::Nodes(nodes) => self.client(node).nodes = Some(nodes),
+            other => unreachable!("{other:?} is not what a home says"),
+        }
+    }
+
+    fn home_lists(&mut self, node: usize, list: &MemberList) {
+        let now = self.time(Host::Node(node));
+        let client = self.client(node);
+        let home = &mut client.home;
+        if list.registered {
+            home.unsure_since = None;
+        } else if home.unsure_since.is_none() {
+            home.unsure_since = Some(now);
+            let attempt = home.attempt;
+            self.later(node, UNSURE_MAX, Local::HomeUnsure { attempt });
+        }
+        if list.registered || (self.client(node).routes.is_none() && !list.members.is_empty()) {
+            self.take_list(node, list);
+        }
+    }
+
+    // ---- the map -----------------------------------------------------------------------------------------------
+
+    /// Takes over a list of members.
+    fn take_list(&mut self, node: usize, list: &MemberList) {
+        let map = self.map_of(list.epoch, list.members.iter().map(|(name, _)| *name));
+        let links: Vec<LinkId> = list.members.iter().map(|(name, _)| self.link_or_new(node, *name)).collect();
+        let client = self.client(node);
+        if client.routes.as_ref().is_some_and(|known| *known.map == *map && known.links == links) {
+            return;
+        }
+        let gone: Vec<LinkId> = client.links.keys().filter(|id| !links.contains(id)).copied().collect();
+        client.routes = Some(Routes { map, links: links.clone() });
+        gone.into_iter().for_each(|link| self.later(node, LINK_KEPT, Local::CloseIfGone(link)));
+        // Whose slots are others now would say so with its next beat; asking is sooner.
+        for id in links {
+            if let Some(link) = self.client(node).links.get_mut(&id) {
+                link.outbox.doubt();
+                self.pump(node, id);
+            }
+        }
+    }
+
+    fn link_or_new(&mut self, node: usize, member: usize) -> LinkId {
+        let limit = match self.setup.variant {
+            Variant::QueueWithoutBound => usize::MAX,
+            _ => self.setup.changes_queued_max,
+        };
+        let client = self.client(node);
+        if let Some(known) = client.link_to(member) {
+            return known;
+        }
+        let id = LinkId(client.links_begun);
+        client.links_begun += 1;
+        client.links.insert(id, Link::new(member, Outbox::new(limit)));
+        self.later(node, Duration::ZERO, Local::Register(id));
+        id
+    }
+
+    /// Closes a link whose member has not come back.
+    pub(crate) fn close_if_gone(&mut self, node: usize, id: LinkId) {
+        let client = self.client(node);
+        let back = client.routes.as_ref().is_some_and(|routes| routes.links.contains(&id));
+        if back {
+            return;
+        }
+        let Some(link) = client.links.remove(&id) else { return };
+        for line in link.lines() {
+            self.break_line(line);
+        }
+        self.count("links closed");
+    }
+}

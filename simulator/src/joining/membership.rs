@@ -1,0 +1,203 @@
+//! A member follows the members in the store, and holds a lease with an entry of its own among them.
+//!
+//! ```text
+//!   joining ──the name is free──► registered ──the lease is lost──► joining
+//! ```
+//!
+//! As `controlplane/src/shards.rs` and `controlplane/store/src/held.rs`.
+
+use std::time::Duration;
+
+use reprise_policy::{Epoch, Tick};
+
+use super::{MemberStep, Purpose};
+use crate::member::{HeldLease, LeaseStep, View};
+use crate::messages::Question;
+use crate::network::Host;
+use crate::setup::{TIME_TO_LIVE, Variant};
+use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Refused, Revision, Value, Write};
+use crate::world::World;
+
+/// Lives of a lease that a former process of this name may still have.
+const FORMER_LIVES: u32 = 2;
+
+impl World {
+    // ---- following the members ---------------------------------------------------------------------------------
+
+    /// The list of members was read: what happens from there on is watched.
+    pub(super) fn members_listed(&mut self, member: usize, revision: Revision, entries: &[(Key, Entry)]) {
+        let listed = entries.iter().filter_map(|(key, entry)| Some((name_of(*key)?, entry.created)));
+        self.member(member).joining.listed = listed.collect();
+        self.publish(member, revision);
+        let watch = Question::Watch { prefix: Prefix::Members, from: revision + 1 };
+        self.ask_store(member, Purpose::FollowWatch, watch);
+    }
+
+    pub(super) fn follow_again(&mut self, member: usize) {
+        if self.setup.variant == Variant::CompactionLosesChanges {
+            let from = self.keeper.store.revision() + 1;
+            let watch = Question::Watch { prefix: Prefix::Members, from };
+            return self.ask_store(member, Purpose::FollowWatch, watch);
+        }
+        self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+    }
+
+    pub(super) fn on_changes(&mut self, member: usize, of: &Purpose, revision: Revision, changes: &[Change]) {
+        match of {
+            Purpose::FollowWatch => {
+                let listed = &mut self.member(member).joining.listed;
+                for change in changes {
+                    let Some(name) = name_of(change.key) else { continue };
+                    match &change.entry {
+                        Some(entry) => listed.insert(name, entry.created),
+                        None => listed.remove(&name),
+                    };
+                }
+                self.publish(member, revision);
+            }
+            // Anything that happens to it is its end.
+            Purpose::IdentityWatch(_) => self.end_member(member),
+            of => unreachable!("{of:?} is no watch"),
+        }
+    }
+
+    /// Makes a list of members known, if it is another than the last.
+    fn publish(&mut self, member: usize, revision: Revision) {
+        let listed = self.member(member).joining.listed.clone();
+        if self.member(member).view.members == listed {
+            return;
+        }
+        let map = self.map_of(Epoch(revision), listed.keys().copied());
+        self.audit_list(revision, &listed);
+        let view = View { members: listed, map };
+        let now = self.time(Host::Member(member));
+        let running = self.member(member);
+        running.view = view;
+        let free = !running.view.members.contains_key(&running.name);
+        if free && running.joining.waits {
+            self.join(member);
+        }
+        self.trace.note(|| format!("member {member} follows revision {revision} at {now:?}"));
+        self.place_changed(member);
+    }
+
+    // ---- lease and entry ---------------------------------------------------------------------------------------
+
+    pub(super) fn join_later(&mut self, member: usize, delay: Duration) {
+        let joining = &mut self.member(member).joining;
+        joining.attempt += 1;
+        let attempt = joining.attempt;
+        self.member_later(member, delay, MemberStep::Join { attempt });
+    }
+
+    pub(super) fn join(&mut self, member: usize) {
+        let joining = &mut self.member(member).joining;
+        (joining.attempt, joining.waits) = (joining.attempt + 1, false);
+        self.ask_store(member, Purpose::Grant, Question::Grant(TIME_TO_LIVE));
+    }
+
+    pub(super) fn granted_lease(&mut self, member: usize, id: LeaseId, asked: Tick) {
+        let answered = self.time(Host::Member(member));
+        let counted_from = match self.setup.variant {
+            Variant::LeaseFromAnswer => answered,
+            _ => asked,
+        };
+        let name = self.member(member).name;
+        self.member(member).lease = Some(HeldLease::granted(id, TIME_TO_LIVE, counted_from));
+        let write = Write { key: Key::Member(name), value: Value::Nothing, lease: Some(id) };
+        let (conditions, writes) = (vec![Condition::Absent(Key::Member(name))], vec![write]);
+        self.ask_store(member, Purpose::Put(id), Question::Transact { conditions, writes });
+        self.look_at_lease(member, id);
+    }
+
+    pub(super) fn put(&mut self, member: usize, id: LeaseId, result: Result<Revision, Refused>) {
+        match result {
+            Ok(revision) => {
+                self.count("members registered");
+                let running = self.member(member);
+                if running.lease.is_some_and(|lease| lease.id == id) {
+                    running.registration = Some(revision);
+                    self.place_changed(member);
+                } else {
+                    // Lost meanwhile.
+                    self.join(member);
+                }
+            }
+            Err(Refused::Conflict) => {
+                self.give_back(member, id);
+                self.count("member names taken");
+                let running = self.member(member);
+                let free = !running.view.members.contains_key(&running.name);
+                running.joining.waits = !free;
+                self.join_later(member, if free { Duration::ZERO } else { TIME_TO_LIVE * FORMER_LIVES });
+            }
+            Err(Refused::LeaseGone) => self.store_failed(member, &Purpose::Put(id)),
+        }
+    }
+
+    /// A lease that is dropped is revoked.
+    pub(super) fn give_back(&mut self, member: usize, id: LeaseId) {
+        let running = self.member(member);
+        running.lease = running.lease.filter(|lease| lease.id != id);
+        self.ask_store(member, Purpose::Revoke, Question::Revoke(id));
+    }
+
+    pub(super) fn look_at_lease(&mut self, member: usize, id: LeaseId) {
+        let goes_on = self.setup.variant == Variant::AnswersAfterLease;
+        let now = self.time(Host::Member(member));
+        let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
+        match lease.step(now) {
+            LeaseStep::Wait(until) => {
+                lease.looks += 1;
+                let look = lease.looks;
+                self.member_later(member, until.since(now), MemberStep::Lease { id, look });
+            }
+            LeaseStep::KeepAlive => {
+                lease.asking = true;
+                self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
+                self.look_at_lease(member, id);
+            }
+            LeaseStep::GiveUp if goes_on => {
+                if !std::mem::replace(&mut lease.asking, true) {
+                    self.ask_store(member, Purpose::KeepAlive(id), Question::KeepAlive(id));
+                }
+            }
+            LeaseStep::GiveUp => {
+                self.count("leases unconfirmed");
+                self.lose_lease(member);
+            }
+        }
+    }
+
+    pub(super) fn kept_alive(&mut self, member: usize, id: LeaseId, asked: Tick, lives: bool) {
+        let now = self.time(Host::Member(member));
+        let from = if self.setup.variant == Variant::LeaseFromAnswer { now } else { asked };
+        let Some(lease) = self.member(member).lease.as_mut().filter(|lease| lease.id == id) else { return };
+        if !lives {
+            self.count("leases gone");
+            return self.lose_lease(member);
+        }
+        // An answer that comes when the time is over comes too late.
+        if now < lease.until {
+            lease.confirmed(from);
+        }
+        self.look_at_lease(member, id);
+    }
+
+    fn lose_lease(&mut self, member: usize) {
+        let running = self.member(member);
+        running.lease = None;
+        // Before the entry was put, whoever puts it goes on from there.
+        if running.registration.take().is_some() {
+            self.place_changed(member);
+            self.join(member);
+        }
+    }
+}
+
+fn name_of(key: Key) -> Option<usize> {
+    match key {
+        Key::Member(name) => Some(name),
+        _ => None,
+    }
+}

@@ -1,0 +1,269 @@
+//! The store: keys with revisions, conditional transactions, leases, and what watches are told. One machine, as etcd is
+//! to its clients: what it has said is so, however it dies, until somebody wipes its disk.
+//!
+//! It mirrors the contract of `controlplane/store/src/contract.rs` as far as members use it. How it is reached, and what
+//! goes wrong with it, is in `keeper.rs`.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use reprise_controlplane_core::NodeRecord;
+use reprise_policy::Tick;
+
+/// Counts the changes of a store.
+pub(crate) type Revision = u64;
+
+/// Names a lease; never given out twice, not even by another life of the store's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LeaseId(pub(crate) u64);
+
+/// The keys that members use (`controlplane/src/{identity,registry,shards}.rs`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Key {
+    /// `identity`
+    Identity,
+    /// `identities/<number>`
+    IdentityOf(u32),
+    /// `next_node`
+    NextNode,
+    /// `nodes/<name>`
+    Node(usize),
+    /// `members/<name>`
+    Member(usize),
+}
+
+/// Keys that are read or watched together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Prefix {
+    IdentityOf(u32),
+    Nodes,
+    Members,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Value {
+    Nothing,
+    Number(u32),
+    Node(Box<NodeRecord>),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) value: Value,
+    pub(crate) created: Revision,
+    pub(crate) modified: Revision,
+    lease: Option<LeaseId>,
+}
+
+/// A key changed: what it is now, or gone.
+#[derive(Clone, Debug)]
+pub(crate) struct Change {
+    pub(crate) revision: Revision,
+    pub(crate) key: Key,
+    pub(crate) entry: Option<Entry>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Condition {
+    Absent(Key),
+    Modified(Key, Revision),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Write {
+    pub(crate) key: Key,
+    pub(crate) value: Value,
+    pub(crate) lease: Option<LeaseId>,
+}
+
+/// Why a transaction was not committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    Conflict,
+    LeaseGone,
+}
+
+/// Why there is no watch from a revision on: it is not known any more what happened since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Compacted;
+
+#[derive(Clone, Copy, Debug)]
+struct Lease {
+    time_to_live: Duration,
+    expires: Tick,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Store {
+    /// How often the disk was wiped: for whoever looks from outside.
+    pub(crate) wiped: u64,
+    revision: Revision,
+    /// What happened up to this revision is not known any more.
+    compacted: Revision,
+    entries: BTreeMap<Key, Entry>,
+    changes: Vec<Change>,
+    leases: BTreeMap<LeaseId, Lease>,
+    leases_begun: u64,
+    /// When leases expired: for whoever looks from outside.
+    pub(crate) ended: BTreeMap<LeaseId, Tick>,
+}
+
+impl Prefix {
+    pub(crate) fn has(self, key: Key) -> bool {
+        match self {
+            Prefix::IdentityOf(number) => key == Key::IdentityOf(number),
+            Prefix::Nodes => matches!(key, Key::Node(_)),
+            Prefix::Members => matches!(key, Key::Member(_)),
+        }
+    }
+}
+
+impl Store {
+    pub(crate) fn revision(&self) -> Revision {
+        self.revision
+    }
+
+    pub(crate) fn get(&self, key: Key) -> Option<&Entry> {
+        self.entries.get(&key)
+    }
+
+    pub(crate) fn range(&self, prefix: Prefix) -> Vec<(Key, Entry)> {
+        let of = self.entries.iter().filter(|(key, _)| prefix.has(**key));
+        of.map(|(key, entry)| (*key, entry.clone())).collect()
+    }
+
+    /// Writes everything if all conditions hold.
+    pub(crate) fn transact(
+        &mut self,
+        conditions: &[Condition],
+        writes: Vec<Write>,
+    ) -> Result<Revision, Refused> {
+        let holds = |condition: &Condition| match *condition {
+            Condition::Absent(key) => !self.entries.contains_key(&key),
+            Condition::Modified(key, revision) => {
+                self.get(key).is_some_and(|entry| entry.modified == revision)
+            }
+        };
+        let lives = |write: &Write| write.lease.is_none_or(|lease| self.leases.contains_key(&lease));
+        if !conditions.iter().all(holds) {
+            return Err(Refused::Conflict);
+        }
+        if !writes.iter().all(lives) {
+            return Err(Refused::LeaseGone);
+        }
+        self.revision += 1;
+        let revision = self.revision;
+        for Write { key, value, lease } in writes {
+            let created = self.get(key).map_or(revision, |entry| entry.created);
+            let entry = Entry { value, created, modified: revision, lease };
+            self.entries.insert(key, entry.clone());
+            self.changes.push(Change { revision, key, entry: Some(entry) });
+        }
+        Ok(revision)
+    }
+
+    pub(crate) fn grant(&mut self, now: Tick, time_to_live: Duration) -> LeaseId {
+        self.leases_begun += 1;
+        let id = LeaseId(self.leases_begun);
+        self.leases.insert(id, Lease { time_to_live, expires: now.after(time_to_live) });
+        id
+    }
+
+    /// Whether the lease lives.
+    pub(crate) fn keep_alive(&mut self, now: Tick, id: LeaseId) -> bool {
+        let lease = self.leases.get_mut(&id);
+        lease.map(|lease| lease.expires = now.after(lease.time_to_live)).is_some()
+    }
+
+    /// A lease ends, and what is under it with it.
+    pub(crate) fn revoke(&mut self, id: LeaseId) {
+        if self.leases.remove(&id).is_none() {
+            return;
+        }
+        let under = self.entries.iter().filter(|(_, entry)| entry.lease == Some(id));
+        let keys: Vec<Key> = under.map(|(key, _)| *key).collect();
+        if !keys.is_empty() {
+            self.revision += 1;
+        }
+        for key in keys {
+            self.entries.remove(&key);
+            self.changes.push(Change { revision: self.revision, key, entry: None });
+        }
+    }
+
+    /// Ends the leases whose time is over. Returns when the next one is.
+    pub(crate) fn expire(&mut self, now: Tick) -> Option<Tick> {
+        let over = self.leases.iter().filter(|(_, lease)| lease.expires <= now);
+        let over: Vec<LeaseId> = over.map(|(id, _)| *id).collect();
+        for id in over {
+            self.revoke(id);
+            self.ended.insert(id, now);
+        }
+        self.leases.values().map(|lease| lease.expires).min()
+    }
+
+    /// The store starts again: every lease has its whole time once more, as etcd does when it has a new leader.
+    pub(crate) fn restarted(&mut self, now: Tick) {
+        self.leases.values_mut().for_each(|lease| lease.expires = now.after(lease.time_to_live));
+    }
+
+    /// What happened from a revision on.
+    pub(crate) fn changes(&self, prefix: Prefix, from: Revision) -> Result<Vec<Change>, Compacted> {
+        if from <= self.compacted {
+            return Err(Compacted);
+        }
+        let of = self.changes.iter().rev().take_while(|change| change.revision >= from);
+        let mut of: Vec<Change> = of.filter(|change| prefix.has(change.key)).cloned().collect();
+        of.reverse();
+        Ok(of)
+    }
+
+    /// Forgets how everything became what it is.
+    pub(crate) fn compact(&mut self) {
+        self.compacted = self.revision;
+        self.changes.clear();
+    }
+
+    /// An empty disk: revisions begin anew.
+    pub(crate) fn wipe(&mut self) {
+        let (wiped, leases_begun) = (self.wiped + 1, self.leases_begun);
+        *self = Store { wiped, leases_begun, ..Store::default() };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(store: &mut Store, key: Key, lease: Option<LeaseId>) -> Result<Revision, Refused> {
+        store.transact(&[Condition::Absent(key)], vec![Write { key, value: Value::Nothing, lease }])
+    }
+
+    #[test]
+    fn what_is_under_a_lease_goes_with_it_and_watches_are_told() {
+        let mut store = Store::default();
+        let lease = store.grant(Tick(0), Duration::from_secs(2));
+        assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Ok(1));
+        assert_eq!(put(&mut store, Key::Member(1), None), Err(Refused::Conflict));
+        assert!(store.keep_alive(Tick(1_000_000), lease));
+        assert_eq!(store.expire(Tick(2_999_999)), Some(Tick(3_000_000)));
+        assert_eq!(store.expire(Tick(3_000_000)), None);
+        assert!(!store.keep_alive(Tick(3_000_000), lease));
+        assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Err(Refused::LeaseGone));
+        let told = store.changes(Prefix::Members, 1).expect("not compacted");
+        assert_eq!(told.iter().map(|change| change.entry.is_some()).collect::<Vec<_>>(), [true, false]);
+        assert!(store.changes(Prefix::Nodes, 1).expect("not compacted").is_empty());
+    }
+
+    #[test]
+    fn what_is_compacted_cannot_be_watched_and_what_is_wiped_begins_anew() {
+        let mut store = Store::default();
+        assert_eq!(put(&mut store, Key::Node(1), None), Ok(1));
+        store.compact();
+        assert_eq!(store.changes(Prefix::Nodes, 1).expect_err("gone"), Compacted);
+        assert!(store.changes(Prefix::Nodes, 2).expect("to come").is_empty());
+        store.wipe();
+        assert_eq!((store.revision(), store.range(Prefix::Nodes).len()), (0, 0));
+    }
+}

@@ -1,0 +1,108 @@
+//! What tenants of a node may hold: grants of the control plane, in any order, and whether they are kept.
+//!
+//! The bound is that of `node-agent/core/src/agent/tenants.rs`: a tenant holds no more than its limit, except that what it
+//! held when its limit was lowered, or the node started, goes little by little; until then it gets nothing new.
+//!
+//! Where grants come from is not simulated (`controlplane/core/src/budgets.rs`): they are drawn.
+
+use std::collections::BTreeMap;
+
+use reprise_agent_core::agent::limits::LOOKUPS_MAX;
+use reprise_agent_core::event::{Event, Grant};
+use reprise_policy::{Quota, TenantId};
+
+use crate::setup::{Variant, large_layout};
+use crate::world::{Action, Local, World};
+
+/// Time between two grants.
+const GRANT_EVERY_MS: std::ops::Range<u64> = 50..1500;
+
+/// What the auditor knows of the tenants of a process.
+#[derive(Debug, Default)]
+pub(crate) struct Tenants {
+    /// The newest grant that has come.
+    granted: BTreeMap<TenantId, Grant>,
+    /// Bytes of DRAM and NVMe after the last event.
+    used: BTreeMap<TenantId, [u64; 2]>,
+    arrived: u64,
+}
+
+impl World {
+    /// A grant is on its way to some node; others may overtake it.
+    pub(crate) fn send_grant(&mut self) {
+        if self.calm {
+            return;
+        }
+        let delay = self.rng.millis(GRANT_EVERY_MS);
+        self.after(delay, Action::Grant);
+        let node = self.rng.below(self.nodes.len());
+        let tenant = TenantId(self.rng.below(usize::from(self.setup.tenants)) as u16);
+        let slot = large_layout().slot_bytes();
+        let limit = |count: usize| if count > 30 { u64::MAX } else { slot * (2 + count as u64) };
+        let quota = |count: usize| Quota::new(0, limit(count)).expect("nothing is reserved");
+        let (dram, nvme) = (quota(self.rng.below(40)), quota(self.rng.below(40)));
+        self.grants += 1;
+        let grant = Grant { tenant, version: self.grants, dram, nvme };
+        if self.nodes[node].process.is_some() {
+            let delay = self.rng.micros(100..3_000_000);
+            self.later(node, delay, Local::Event(Event::Budget(grant)));
+        }
+    }
+
+    /// Notes a grant that has come; returns what the agent makes of it.
+    pub(crate) fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
+        let in_order_of_arrival = self.setup.variant == Variant::GrantsInOrderOfArrival;
+        self.count("grants");
+        let tenants = &mut self.process(node).tenants;
+        tenants.arrived += 1;
+        let newest = tenants.granted.entry(grant.tenant).or_insert(grant);
+        if grant.version > newest.version {
+            *newest = grant;
+        }
+        if in_order_of_arrival { Grant { version: tenants.arrived, ..grant } } else { grant }
+    }
+
+    /// No tenant holds more than it may, nor gets more while it does.
+    pub(crate) fn audit_tenants(&mut self, node: usize) {
+        let configured = &self.setup.settings.tenants;
+        let process = self.nodes[node].process.as_mut().expect("it runs");
+        for usage in process.core.tenant_usage() {
+            let tenant = usage.tenant;
+            let quotas = configured.iter().find(|quotas| quotas.tenant == tenant);
+            let configured = quotas.map_or([u64::MAX; 2], |of| [of.dram.limit(), of.nvme.limit()]);
+            let grant = process.tenants.granted.get(&tenant);
+            let granted = grant.map_or([u64::MAX; 2], |grant| [grant.dram.limit(), grant.nvme.limit()]);
+            let used = [usage.dram.used, usage.nvme.used];
+            let before = process.tenants.used.insert(tenant, used).unwrap_or(used);
+            for kind in 0..2 {
+                let limit = configured[kind].min(granted[kind]);
+                assert!(
+                    used[kind] <= limit.max(before[kind]),
+                    "node {node}: {tenant:?} takes {} bytes over its limit of {limit}",
+                    used[kind] - limit
+                );
+            }
+        }
+    }
+
+    /// What waits for the control plane is bounded.
+    pub(crate) fn audit_queues(&mut self, node: usize) {
+        let limit = self.setup.changes_queued_max;
+        let process = self.nodes[node].process.as_mut().expect("it runs");
+        process.inventory_max = process.inventory_max.max(process.inventory.len());
+        // A batch of changes is under way while the queue fills again; inventories are of different slots.
+        let bound = limit.saturating_mul(2).saturating_add(2 * process.inventory_max).saturating_add(8);
+        for link in process.client.links.values() {
+            let queued = link.outbox.queued();
+            assert!(
+                queued <= bound,
+                "node {node}: {queued} changes wait for a member, of {bound} at the most"
+            );
+        }
+        let lookups = process.client.lookups.len();
+        assert!(lookups <= LOOKUPS_MAX, "node {node}: {lookups} lookups at once");
+    }
+}
+
+/// The delay that grants may have is longer than the time between them.
+const _: () = assert!(GRANT_EVERY_MS.end < 3000);
