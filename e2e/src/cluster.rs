@@ -168,7 +168,8 @@ fn allow_absence(world: &World) {
         "the registration of this member is lost",
         "the registration could not be given back",
         "another member is registered under this name",
-        "a node cannot be registered now",
+        "the store cannot be changed now",
+        "the store cannot be followed",
         "node is silent",
         "peer connection lost",
     ] {

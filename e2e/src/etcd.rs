@@ -39,7 +39,7 @@ struct Ports {
 }
 
 /// The binary, built when it is not there yet.
-fn binary() -> &'static Path {
+pub(crate) fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("etcd/build.sh");

@@ -9,10 +9,15 @@ use std::env;
 use std::net::Ipv4Addr;
 use std::process::Command;
 
+use crate::etcd;
 use crate::seed::say;
 
 /// Says to a test's own executable that it runs in a namespace of its own.
 const INSIDE: &str = "REPRISE_E2E_NAMESPACE";
+
+/// All that a network is made with.
+const PROBE: &str = "mount -t tmpfs none /run && ip netns add probe && ip netns exec probe true && ip link add hub type \
+                     bridge && ip link add name far type veth peer name near && ip link set near netns probe";
 
 /// Where a process runs and listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,7 +69,7 @@ pub fn in_own_namespace(test: &str) -> bool {
     let as_user = ["--user", "--map-root-user", "--net", "--mount"];
     let works = |flags: &&[&str]| {
         let mut command = Command::new("unshare");
-        command.args(*flags).args(["sh", "-c", "mount -t tmpfs none /run && ip netns add probe"]);
+        command.args(*flags).args(["sh", "-c", PROBE]);
         command.output().is_ok_and(|output| output.status.success())
     };
     let Some(flags) = [&as_root[..], &as_user[..]].into_iter().find(works) else {
@@ -75,8 +80,11 @@ pub fn in_own_namespace(test: &str) -> bool {
         return false;
     };
     let own = env::current_exe().expect("a process knows its executable");
+    // What has to be built is built where there is a network.
+    etcd::binary();
     let status = Command::new("unshare")
         .args(flags)
+        .args(["--pid", "--fork", "--kill-child"])
         .arg(own)
         .args(["--exact", test, "--nocapture"])
         .env(INSIDE, "1")

@@ -76,6 +76,9 @@ fn a_drained_node_can_leave_and_nothing_is_lost() {
     nodes.agents[0].kill();
     nodes.agents[1].kill();
     nodes.agents[1].start();
+    wait_until("nobody offers the node that has left", PATIENCE, || {
+        (nodes.member.offers("first") == Some(false)).then_some(())
+    });
     let reader = nodes.agents[2].engine(small());
     wait_for_sources(&reader, &numbers(0..220), PATIENCE);
     load_from_peer(&reader, &numbers(0..220));
@@ -98,10 +101,14 @@ fn a_drain_with_nowhere_to_go_says_so() {
     let nodes = Nodes::start(&["first", "second"], &[pool; 2]);
     nodes.agents[0].engine(small()).save_durably(&numbers(0..20));
     nodes.run(&["cordon", "second"]);
-    let output = nodes.reprise(&["drain", "first", "--wait=8s"]);
+    nodes.run(&["drain", "first"]);
+    wait_until("the node to find nobody for its blocks", MOVED_WITHIN, || {
+        (nodes.agents[0].admin().json("/status")["placement"]["nowhere_blocks"] == 20).then_some(())
+    });
+    let output = nodes.reprise(&["drain", "first", "--wait=1s"]);
     assert!(!output.status.success());
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("20") && said.contains("first"), "{said}");
+    assert!(said.contains("first is not drained"), "{said}");
     let unknown = nodes.reprise(&["cordon", "nobody"]);
     assert!(!unknown.status.success());
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("nobody"));
@@ -127,7 +134,7 @@ fn a_block_that_others_keep_reading_gets_a_second_replica() {
     wait_until("what was read to be durable twice", MOVED_WITHIN, || (durable(&second) == 10).then_some(()));
     assert_eq!(durable(&first), 50, "the first keeps its own");
     first.kill();
-    reader.trim();
+    reader.trim(); // local loads ask nobody
     assert_eq!(reader.load_all(&numbers(0..10), &Loading::LOCAL), vec![Source::OwnNvme; 10]);
 }
 

@@ -211,8 +211,10 @@ fn take(shared: &Shared, link: &Link, (granted, number): (Granted, u64), reply: 
         shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
     let (mode, given) = {
         let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let mode_number = inner.number_mode(granted, reply.mode_revision);
-        let is_news = is_rebalancer && inner.given != reply.r#move;
+        let says_a_mode = reply.mode() != wire::NodeMode::Unspecified;
+        let mode_number = says_a_mode.then(|| inner.number_mode(granted, reply.mode_revision)).flatten();
+        // The same move again is as much again: it holds until the next report.
+        let is_news = is_rebalancer && (reply.r#move.is_some() || inner.given.is_some());
         if is_news {
             inner.given = reply.r#move;
         }

@@ -119,7 +119,9 @@ fn modes_are_followed_in_the_order_of_the_store_and_moves_as_they_change() {
     let agent = Agent::start(settings(fake.endpoint()));
     agent.client.set_own_state(OwnState::default());
     agent.wait_for(&DirectoryEvent::Mode { mode: NodeMode::Draining, number: 1 });
-    agent.wait_for(&DirectoryEvent::Move(Some((NodeId(4), 99))));
+    for _ in 0..3 {
+        agent.wait_for(&DirectoryEvent::Move(Some((NodeId(4), 99))));
+    }
     fake.write(|state| state.report_reply = reply(NodeMode::Active, 7, None));
     agent.wait_for(&DirectoryEvent::Move(None));
     fake.write(|state| state.report_reply = reply(NodeMode::Active, 9, None));
