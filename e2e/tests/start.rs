@@ -43,7 +43,10 @@ fn as_nobody(world: &World, files: &AgentFiles) -> Command {
         return command(files);
     }
     let copy = world.folder().join("agent-of-nobody");
-    fs::copy(binary("reprise-agent"), &copy).expect("a binary can be copied");
+    // By another process: a child that some other test starts meanwhile would inherit our descriptor of the copy, open for
+    // writing, and nobody could run it until that child has become something else.
+    let copied = Command::new("cp").arg(binary("reprise-agent")).arg(&copy).status();
+    assert!(copied.is_ok_and(|status| status.success()), "a binary can be copied");
     let mut command = Command::new(copy);
     command.arg("--config").arg(&files.config).uid(NOBODY).gid(NOBODY);
     command
