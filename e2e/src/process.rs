@@ -60,6 +60,18 @@ pub fn binary(program: &str) -> PathBuf {
     path
 }
 
+/// Copies a binary of the workspace, to be run from elsewhere.
+///
+/// By another process: a child that some other test starts meanwhile would inherit our descriptor of the copy, open for
+/// writing, and nobody could run it until that child has become something else.
+///
+/// # Panics
+/// When it cannot be copied.
+pub fn copy_binary(program: &str, to: &Path) {
+    let copied = Command::new("cp").arg(binary(program)).arg(to).status();
+    assert!(copied.is_ok_and(|status| status.success()), "{program} can be copied to {}", to.display());
+}
+
 impl Starting {
     /// Starts a command; its standard error is appended to `log`.
     ///

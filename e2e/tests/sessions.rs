@@ -12,7 +12,7 @@ use reprise_client::{
     BlockStatus, Client, ClientError, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope,
 };
 use reprise_e2e::content::{key, keys, layout_of, small};
-use reprise_e2e::process::binary;
+use reprise_e2e::process::copy_binary;
 use reprise_e2e::raw::{RawSession, hello, wire_layout};
 use reprise_e2e::seed::seeded;
 use reprise_e2e::{Agent, AgentConfig, Loading, Outcome, PATIENCE, World, wait_until};
@@ -331,7 +331,7 @@ fn a_user_whom_the_agent_does_not_admit_is_told_what_to_change() {
     assert_eq!(own, 0, "this test needs root: run it with sudo, or leave it out with --skip whom_the_agent");
     let world = World::for_every_user();
     let copy = world.folder().join("client-of-nobody");
-    std::fs::copy(binary("reprise"), &copy).expect("a binary can be copied");
+    copy_binary("reprise", &copy);
     let closed =
         world.agent(&AgentConfig { session: "mode = \"0660\"".into(), ..AgentConfig::named("closed") });
     let said = said_to_nobody(&copy, &closed);

@@ -11,7 +11,7 @@ use reprise_e2e::agent::command;
 use reprise_e2e::config::AgentFiles;
 use reprise_e2e::content::small;
 use reprise_e2e::disk::{PoolFile, SUPERBLOCK};
-use reprise_e2e::process::binary;
+use reprise_e2e::process::{binary, copy_binary};
 use reprise_e2e::{AgentConfig, Loading, Starting, World, control_plane};
 use reprise_policy::ByteSize;
 
@@ -43,10 +43,7 @@ fn as_nobody(world: &World, files: &AgentFiles) -> Command {
         return command(files);
     }
     let copy = world.folder().join("agent-of-nobody");
-    // By another process: a child that some other test starts meanwhile would inherit our descriptor of the copy, open for
-    // writing, and nobody could run it until that child has become something else.
-    let copied = Command::new("cp").arg(binary("reprise-agent")).arg(&copy).status();
-    assert!(copied.is_ok_and(|status| status.success()), "a binary can be copied");
+    copy_binary("reprise-agent", &copy);
     let mut command = Command::new(copy);
     command.arg("--config").arg(&files.config).uid(NOBODY).gid(NOBODY);
     command
