@@ -68,6 +68,18 @@ enum Standing {
     Unknown,
 }
 
+/// What became of a taken block whose turn it was.
+enum PullStart {
+    /// It is being fetched.
+    Fetched(PeerBlock),
+    /// The arena has no room for its shape now.
+    NoRoom,
+    /// It is here, comes for somebody else, or cannot be here.
+    Needless,
+    /// It waited for too long, or there is no room on the devices.
+    Dropped,
+}
+
 /// Blocks that may still be taken of one offer.
 struct Room {
     blocks: u64,
@@ -244,27 +256,47 @@ impl AgentCore {
         }
     }
 
-    /// Begins the fetches that there is room for.
+    /// Begins the fetches that there is room for, the oldest first. What finds no room in the arena does not hold up blocks
+    /// of other shapes behind it.
     pub(super) fn begin_pulls(&mut self) {
         if self.taking.waiting.is_empty() || self.taking.again.is_some_and(|again| again > self.now) {
             return;
         }
         self.taking.again = None;
         let mut groups: BTreeMap<(NodeId, ShapeId), Vec<PeerBlock>> = BTreeMap::new();
+        let (mut passed, mut stalled) = (Vec::new(), BTreeSet::new());
         while let Some(pull) = self.taking.waiting.front().copied() {
             let late = pull.since.after(PULL_PATIENCE) <= self.now;
-            if late || self.giving.mode() != NodeMode::Active {
-                self.counters.pulls_dropped += 1;
+            let begun = if late || self.giving.mode() != NodeMode::Active {
+                PullStart::Dropped
+            } else if stalled.contains(&pull.shape) {
+                PullStart::NoRoom
             } else if !self.may_pull(pull.shape) {
                 break;
-            } else if let Some(block) = self.begin_pull(&pull) {
-                groups.entry((pull.from, pull.shape)).or_default().push(block);
+            } else {
+                self.begin_pull(&pull)
+            };
+            self.taking.waiting.pop_front();
+            match begun {
+                PullStart::Fetched(block) => {
+                    groups.entry((pull.from, pull.shape)).or_default().push(block);
+                    self.forget_pull(&pull);
+                }
+                PullStart::NoRoom => {
+                    stalled.insert(pull.shape);
+                    passed.push(pull);
+                }
+                PullStart::Needless => self.forget_unfetched(&pull),
+                PullStart::Dropped => {
+                    self.counters.pulls_dropped += 1;
+                    self.forget_unfetched(&pull);
+                }
             }
-            if self.taking.again.is_some() {
-                break;
-            }
-            self.forget_first_pull();
         }
+        if !passed.is_empty() {
+            self.taking.again = Some(self.now.after(PULL_AGAIN));
+        }
+        passed.into_iter().rev().for_each(|pull| self.taking.waiting.push_front(pull));
         for ((node, shape), blocks) in groups {
             let layout = self.shapes.get(shape).layout;
             self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
@@ -278,41 +310,43 @@ impl AgentCore {
         taken == 0 || taken + self.shapes.get(shape).slot_bytes <= bytes_max
     }
 
-    /// Begins the fetch of a block, unless it has come here meanwhile. Sets `again` when the arena has no room.
-    fn begin_pull(&mut self, pull: &Pull) -> Option<PeerBlock> {
+    /// Begins the fetch of a block, unless it has come here meanwhile.
+    fn begin_pull(&mut self, pull: &Pull) -> PullStart {
         match self.standing(&pull.key, pull.shape) {
             Standing::Unknown => {}
             Standing::InDram(frame) => {
                 self.save_taken(frame);
-                return None;
+                return PullStart::Needless;
             }
             Standing::OnItsWay(fill) => {
                 self.keep_fill(fill);
-                return None;
+                return PullStart::Needless;
             }
-            Standing::Kept | Standing::Foreign => return None,
+            Standing::Kept | Standing::Foreign => return PullStart::Needless,
         }
         if !self.devices.has_slot(self.shapes.get(pull.shape).slot_bytes) {
-            self.counters.pulls_dropped += 1;
-            return None;
+            return PullStart::Dropped;
         }
         match self.begin_peer_fill((pull.key, pull.shape), pull.from, None) {
             Ok((frame, block)) => {
                 if let FrameState::Filling(fill) = self.frames.get(frame).state {
                     self.keep_fill(fill);
                 }
-                Some(block)
+                PullStart::Fetched(block)
             }
-            Err(LossReason::NoSpace) => {
-                self.taking.again = Some(self.now.after(PULL_AGAIN));
-                None
-            }
-            Err(_) => None,
+            Err(LossReason::NoSpace) => PullStart::NoRoom,
+            Err(_) => PullStart::Needless,
         }
     }
 
-    fn forget_first_pull(&mut self) {
-        let Some(pull) = self.taking.waiting.pop_front() else { return };
+    /// A pull that no longer waits comes to nothing: the bytes that were taken for it are not moved.
+    fn forget_unfetched(&mut self, pull: &Pull) {
+        self.bandwidth.give_back(self.shapes.get(pull.shape).slot_bytes);
+        self.forget_pull(pull);
+    }
+
+    /// A pull no longer waits.
+    fn forget_pull(&mut self, pull: &Pull) {
         self.taking.keys.remove(&pull.key);
         self.taking.waiting_bytes -= self.shapes.get(pull.shape).slot_bytes;
         self.shapes.release(pull.shape);

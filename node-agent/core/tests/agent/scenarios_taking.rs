@@ -240,6 +240,38 @@ fn a_pull_begins_when_the_arena_has_room_again() {
 }
 
 #[test]
+fn a_pull_without_room_in_the_arena_does_not_hold_up_those_of_another_tenant() {
+    let (mut world, session) = world();
+    let other = world.open_session(TenantId(3), large_layout());
+    world.reserve(other, 1);
+    world.reserve(session, 12);
+    world.peer_offer(ONE, TENANT, large_layout(), &keys(5..7));
+    assert!(world.fills().is_empty(), "the other region is another tenant's");
+    world.give_peer(ONE, key(8), Tier::Nvme);
+    world.peer_offer(ONE, TenantId(3), large_layout(), &[key(8)]);
+    world.pass(Duration::from_millis(20));
+    assert_eq!((world.fills().len(), world.core.counters().pulls_waiting), (1, 2));
+    world.finish_jobs();
+    world.pass(LATER);
+    world.finish_jobs();
+    assert!(is_durable_here(&world, key(8)));
+}
+
+#[test]
+fn what_was_taken_and_not_fetched_costs_no_bandwidth() {
+    let slot = large_layout().slot_bytes();
+    let mut world = World::new(with_settings(|settings| settings.placement_bandwidth = 4 * slot));
+    let session = world.open_session(TENANT, large_layout());
+    world.reserve(session, 16);
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &keys(0..9)).0.len(), 4);
+    world.apply(Event::Mode { mode: NodeMode::Cordoned, revision: 1 });
+    world.pass(Duration::from_millis(20));
+    assert_eq!(world.core.counters().pulls_dropped, 4);
+    world.apply(Event::Mode { mode: NodeMode::Active, revision: 2 });
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &keys(0..9)).0.len(), 4);
+}
+
+#[test]
 fn another_tenants_block_of_the_same_key_is_not_taken() {
     let (mut world, session) = world();
     save_durably(&mut world, session, &keys(0..1));
