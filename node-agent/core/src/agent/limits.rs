@@ -140,6 +140,11 @@ pub const WALK_AGAIN_NOWHERE: Duration = Duration::from_secs(10);
 /// The same when all is given away: replicas elsewhere may be lost. 10⁶ blocks are asked about in about a second.
 pub const WALK_AGAIN_DRAINED: Duration = Duration::from_secs(60);
 
+/// A draining node is drained after two walks in a row without a block that is short of a replica, the second so long after
+/// the first. Modes and announcements reach everybody within about 2 s (two reports): of two nodes that vouched for each
+/// other's blocks and then both drain, the second walk of each sees that the other one is to leave.
+pub const DRAINED_APART: Duration = Duration::from_secs(5);
+
 /// Of a tenant's stored bytes, the share that goes next by eviction, in thousandths: moving that is in vain.
 pub const MOVE_PASSES_PERMILLE: u64 = 60;
 

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::limits::{FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX};
+use reprise_agent_core::agent::limits::{
+    DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX,
+};
 use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
@@ -55,6 +57,14 @@ fn move_to(world: &mut World, to: NodeId, blocks: u64) {
 
 fn progress(world: &World) -> DrainProgress {
     world.core.drain_progress()
+}
+
+/// After a walk in which all was enough: the same answers to the walk that confirms it.
+fn confirm_drained(world: &mut World, blocks: usize) {
+    assert!(!progress(world).drained, "one walk is not enough");
+    world.pass(DRAINED_APART + LATER);
+    answer(world, &vec![Placement::Enough; blocks]);
+    assert!(progress(world).drained);
 }
 
 /// Keys of the questions that wait for an answer, and why they were asked.
@@ -156,7 +166,7 @@ fn a_draining_node_gives_all_it_has_and_says_so() {
     save_durably(&mut world, session, &keys(0..20));
     drain(&mut world);
     assert!(!progress(&world).drained);
-    for _ in 0..6 {
+    for _ in 0..9 {
         world.finish_jobs();
         world.pass(Duration::from_secs(2));
     }
@@ -186,7 +196,7 @@ fn what_was_taken_is_asked_about_until_it_is_durable_elsewhere() {
     world.pass(Duration::from_secs(2));
     assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))], "a second walk makes sure");
     answer(&mut world, &[Placement::Enough; 2]);
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 2);
 }
 
 #[test]
@@ -208,7 +218,7 @@ fn what_is_saved_while_a_node_drains_is_given_as_well() {
     save_durably(&mut world, session, &keys(0..2));
     drain(&mut world);
     answer(&mut world, &[Placement::Enough; 2]);
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 2);
     world.reserve(session, 1);
     world.commit(session, &[key(7)], Priority::Normal);
     assert!(!progress(&world).drained, "a block waits to be saved");
@@ -217,7 +227,7 @@ fn what_is_saved_while_a_node_drains_is_given_as_well() {
     assert!(!progress(&world).drained, "a block was saved since");
     world.pass(Duration::from_secs(2));
     answer(&mut world, &[Placement::Enough; 3]);
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 3);
 }
 
 #[test]
@@ -226,10 +236,31 @@ fn a_drained_node_looks_again_and_notices_that_a_replica_was_lost() {
     save_durably(&mut world, session, &keys(0..1));
     drain(&mut world);
     answer(&mut world, &[Placement::Enough]);
+    confirm_drained(&mut world, 1);
     world.pass(Duration::from_secs(61));
     assert!(progress(&world).drained, "for as long as nothing else is known");
     answer(&mut world, &[Placement::Nowhere]);
     assert_eq!((progress(&world).drained, progress(&world).nowhere_blocks), (false, 1));
+}
+
+#[test]
+fn a_node_is_not_drained_when_the_second_walk_finds_that_the_other_replica_is_to_leave_too() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    answer(&mut world, &[Placement::Enough]);
+    world.pass(DRAINED_APART - LATER);
+    assert!(asked(&world).is_empty() && !progress(&world).drained);
+    world.pass(2 * LATER);
+    answer(&mut world, &[Placement::To(TWO)]);
+    assert!(!progress(&world).drained);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[0], Duration::ZERO);
+    for _ in 0..2 {
+        wait_for_question(&mut world);
+        answer(&mut world, &[Placement::Enough]);
+    }
+    confirm_drained(&mut world, 1);
 }
 
 #[test]
@@ -246,7 +277,7 @@ fn a_drain_waits_for_a_control_plane_that_does_not_answer() {
         wait_for_question(&mut world);
         answer(&mut world, answers);
     }
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 1);
 }
 
 #[test]
@@ -313,7 +344,6 @@ fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
         world.pass(Duration::from_millis(2));
     }
     assert_eq!(seen, BLOCKS);
-    assert!(progress(&world).drained);
 }
 
 #[test]
