@@ -107,6 +107,13 @@ pub const PLACE_KEYS_MAX: usize = 1024;
 /// default bandwidth.
 pub const GIVING_BATCHES_MAX: usize = 4;
 
+/// A batch is parked after so many rounds without a block of it getting further: it is asked about as before, and others
+/// have its place.
+pub const PARKED_AFTER_ROUNDS: u32 = 3;
+
+/// Parked batches besides; each is one for 16 rounds at the most. 16 × 1,024 blocks of about 40 bytes.
+pub const PARKED_BATCHES_MAX: usize = 16;
+
 /// Batches of hot blocks besides.
 pub const HOT_BATCHES_MAX: usize = 2;
 
@@ -124,6 +131,9 @@ pub const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A batch is asked about again after this time: a peer takes at once as much as it pulls in a second.
 pub const PLACE_AGAIN: Duration = Duration::from_secs(1);
+
+/// A batch waits so long while open questions of others cover all that could be offered: one takes some milliseconds.
+pub const PLACE_HELD: Duration = Duration::from_millis(100);
 
 /// Longest time for which a peer may put off what it did not take.
 pub const OFFER_RETRY_MAX: Duration = Duration::from_secs(10);

@@ -16,8 +16,8 @@ use reprise_policy::{BlockKey, NodeMode, Tick};
 
 use super::super::AgentCore;
 use super::super::limits::{
-    DRAINED_APART, GIVING_BATCHES_MAX, GIVING_STEP_ENTRIES, GIVING_STEP_EVERY, PLACE_KEYS_MAX, WALK_AGAIN,
-    WALK_AGAIN_DRAINED, WALK_AGAIN_NOWHERE,
+    DRAINED_APART, GIVING_STEP_ENTRIES, GIVING_STEP_EVERY, PLACE_KEYS_MAX, WALK_AGAIN, WALK_AGAIN_DRAINED,
+    WALK_AGAIN_NOWHERE,
 };
 use super::super::shapes::ShapeId;
 use super::Giving;
@@ -208,9 +208,8 @@ impl AgentCore {
         if matches!(self.giving.drain.stage, DrainStage::Resting { until } if until <= self.now) {
             self.giving.drain.begin_walk(self.now);
         }
-        let taken = self.giving.count(|reason| reason == PlaceReason::Drain);
+        let room = self.giving.room_for(|reason| reason == PlaceReason::Drain);
         let DrainStage::Walking(walk) = &self.giving.drain.stage else { return };
-        let room = GIVING_BATCHES_MAX.saturating_sub(taken);
         if room > 0 && walk.found.is_empty() && !walk.at_end && walk.step_at <= self.now {
             self.look_for_durable();
         }
@@ -259,8 +258,8 @@ impl AgentCore {
             DrainStage::Resting { until } => Some(*until),
             // With all batches taken, the end of one is an event.
             DrainStage::Walking(walk) => {
-                let taken = self.giving.count(|reason| reason == PlaceReason::Drain);
-                (taken < GIVING_BATCHES_MAX && !walk.at_end).then_some(walk.step_at)
+                let room = self.giving.room_for(|reason| reason == PlaceReason::Drain);
+                (room > 0 && !walk.at_end).then_some(walk.step_at)
             }
         }
     }
