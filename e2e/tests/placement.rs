@@ -16,6 +16,9 @@ use reprise_policy::ByteSize;
 /// Time for blocks to move: reports, questions and offers are about a second apart.
 const MOVED_WITHIN: Duration = Duration::from_secs(60);
 
+/// Of an arena enough are left when a tenant without engines on a node takes one.
+const REGION: ByteSize = ByteSize(2 << 20);
+
 struct Nodes {
     world: World,
     member: ControlPlane,
@@ -28,7 +31,12 @@ impl Nodes {
         let member = world.control_plane(Store::Memory);
         let start = |(name, pool): (&&str, &ByteSize)| {
             let control_plane = vec![member.address().to_owned()];
-            world.agent(&AgentConfig { control_plane, pool: Some(*pool), ..AgentConfig::named(name) })
+            world.agent(&AgentConfig {
+                control_plane,
+                pool: Some(*pool),
+                region: REGION,
+                ..AgentConfig::named(name)
+            })
         };
         let agents = names.iter().zip(pools).map(start).collect();
         Nodes { world, member, agents }
@@ -123,7 +131,7 @@ fn a_block_that_others_keep_reading_gets_a_second_replica() {
     let start = |name| {
         let control_plane = vec![member.address().to_owned()];
         let extra = "[placement]\nhot_reads = 1\n".to_owned();
-        world.agent(&AgentConfig { control_plane, extra, ..AgentConfig::named(name) })
+        world.agent(&AgentConfig { control_plane, extra, region: REGION, ..AgentConfig::named(name) })
     };
     let (mut first, second) = (start("first"), start("second"));
     let (saver, reader) = (first.engine(small()), second.engine(small()));

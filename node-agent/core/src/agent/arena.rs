@@ -159,6 +159,14 @@ impl Arena {
         quota::check_reservations(self.bytes, self.region_bytes_min(), quotas.iter().copied())
     }
 
+    /// Whether a tenant's blocks may come here though no engine of this node has asked for them. A region that they take is
+    /// the tenant's for good, so one that has none gets the first only when enough is left for those who come with engines:
+    /// of regions that nobody has had and nobody is owed, half of all and two at the least.
+    pub(super) fn may_take_unasked(&self, tenant: TenantId) -> bool {
+        let left_wanted = (self.regions.len() as u64).div_ceil(2).max(2);
+        self.reservations.has_own(tenant) || self.reservations.left_after_one(self.fresh) >= left_wanted
+    }
+
     fn region_bytes_min(&self) -> u64 {
         self.regions.iter().map(|region| region.bytes).min().unwrap_or(1).max(1)
     }
@@ -488,6 +496,20 @@ mod tests {
         arena.free(place);
         assert_eq!(arena.allocate(second), None);
         assert!(arena.allocate(first).is_some());
+    }
+
+    #[test]
+    fn who_has_no_region_gets_one_unasked_only_while_half_of_them_are_left() {
+        let mut arena = arena(5);
+        let first = arena.join_class(TenantId(1), SLOT);
+        assert!(arena.may_take_unasked(TenantId(1)), "4 are left then");
+        arena.reserve(TenantId(9), 4 * SLOT);
+        assert!(arena.may_take_unasked(TenantId(1)), "3 are left then that are owed to nobody");
+        arena.allocate(first).expect("free");
+        assert!(arena.may_take_unasked(TenantId(1)), "it has one");
+        assert!(!arena.may_take_unasked(TenantId(2)));
+        assert!(arena.may_take_unasked(TenantId(9)), "one is kept for it");
+        assert!(!self::arena(2).may_take_unasked(TenantId(1)), "one would be left");
     }
 
     #[test]

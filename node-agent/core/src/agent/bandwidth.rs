@@ -55,6 +55,12 @@ impl Bandwidth {
         Duration::from_micros(u64::try_from(us).unwrap_or(u64::MAX))
     }
 
+    /// Bytes that may be taken now.
+    pub(super) fn available(&mut self, now: Tick) -> u64 {
+        self.fill(now);
+        u64::try_from(self.units / UNITS_PER_BYTE).unwrap_or(0)
+    }
+
     fn fill(&mut self, now: Tick) {
         let us = now.0.saturating_sub(self.filled.0);
         self.filled = self.filled.max(now);

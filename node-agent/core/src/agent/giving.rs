@@ -11,6 +11,10 @@
 //! has gone from here, or goes nowhere: nothing depends on an answer that was lost, came twice or came late. What
 //! destroys something, dropping a moved copy, follows only from the answer that the other copy is durable.
 //!
+//! One question covers what could be offered now and what peers have taken and not announced yet: the control plane charges
+//! a node for every block that it names it for. A block that was taken is offered again only when the peer must have
+//! given it up.
+//!
 //! Only durable blocks are given; those that are not yet become so by the write-back. Costs of one event are bounded by the
 //! size of a batch, and bytes by the bandwidth ([`super::bandwidth`]), which is taken when blocks are offered and given
 //! back for those that were not taken.
@@ -27,8 +31,9 @@ use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 use super::AgentCore;
 use super::hot::Heat;
 use super::limits::{
-    FRUITLESS_ROUNDS_MAX, GIVING_STEP_EVERY, HOT_BATCHES_MAX, LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT,
-    PLACE_AGAIN, PLACE_KEYS_MAX, PLACE_TIMEOUT,
+    FRUITLESS_ROUNDS_MAX, GIVING_BATCHES_MAX, GIVING_STEP_EVERY, HOT_BATCHES_MAX, LOOKUP_GRACE,
+    OFFER_RETRY_MAX, OFFER_TIMEOUT, PARKED_AFTER_ROUNDS, PARKED_BATCHES_MAX, PLACE_AGAIN, PLACE_HELD,
+    PLACE_KEYS_MAX, PLACE_TIMEOUT, PULL_PATIENCE,
 };
 use super::shapes::{Shape, ShapeId};
 use super::slab::{Slab, SlabId};
@@ -65,6 +70,8 @@ pub(super) struct Batch {
     shape: ShapeId,
     pub(super) blocks: Vec<Given>,
     pub(super) stage: Stage,
+    /// So many of the first blocks were not part of the last question.
+    unasked: usize,
     /// Rounds in a row in which no block got further.
     fruitless: u32,
 }
@@ -80,7 +87,14 @@ pub(super) struct Given {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Taken {
     No,
-    Yes,
+    Yes { since: Tick },
+}
+
+impl Given {
+    /// Whether a peer has taken the block, and may still be at it.
+    fn is_coming(&self, now: Tick) -> bool {
+        matches!(self.taken, Taken::Yes { since } if since.after(PULL_PATIENCE) > now)
+    }
 }
 
 /// What a batch waits for.
@@ -99,6 +113,10 @@ pub(super) enum Stage {
 #[derive(Debug)]
 pub(super) struct Ask {
     pub(super) batch: SlabId,
+    /// So many of the batch's first blocks are asked about.
+    blocks: usize,
+    /// Slot bytes of those that would have to be offered.
+    fresh_bytes: u64,
     expires: Tick,
 }
 
@@ -151,6 +169,15 @@ impl Giving {
         self.batches.iter().filter(|(_, batch)| kind(batch.reason)).count()
     }
 
+    /// How many batches of a kind may begin: those that make no progress keep none of the usual ones from theirs.
+    fn room_for(&self, kind: impl Fn(PlaceReason) -> bool) -> usize {
+        let all = self.count(&kind);
+        let of_kind = self.batches.iter().filter(|(_, batch)| kind(batch.reason));
+        let parked = of_kind.filter(|(_, batch)| batch.fruitless >= PARKED_AFTER_ROUNDS).count();
+        let beside_parked = (GIVING_BATCHES_MAX + PARKED_BATCHES_MAX).saturating_sub(all);
+        GIVING_BATCHES_MAX.saturating_sub(all - parked).min(beside_parked)
+    }
+
     /// Forgets batches of a kind. Answers that still come find nothing.
     fn forget(&mut self, kind: impl Fn(PlaceReason) -> bool) {
         let gone: Vec<SlabId> =
@@ -162,7 +189,14 @@ impl Giving {
 
     fn begin(&mut self, reason: PlaceReason, shape: ShapeId, keys: Vec<BlockKey>, now: Tick) {
         let blocks = keys.into_iter().map(|key| Given { key, taken: Taken::No }).collect();
-        self.batches.insert(Batch { reason, shape, blocks, stage: Stage::Due(now), fruitless: 0 });
+        self.batches.insert(Batch {
+            reason,
+            shape,
+            blocks,
+            stage: Stage::Due(now),
+            unasked: 0,
+            fruitless: 0,
+        });
     }
 }
 
@@ -251,8 +285,10 @@ impl AgentCore {
     /// Asks about every batch whose time has come.
     fn ask_due(&mut self) {
         let due = self.giving.batches.iter().filter(|(_, batch)| batch.is_due(self.now));
-        let due: Vec<SlabId> = due.map(|(id, _)| id).collect();
-        for id in due {
+        let mut due: Vec<(u32, SlabId)> = due.map(|(id, batch)| (batch.fruitless, id)).collect();
+        // Those that get further first, as long as there is bandwidth.
+        due.sort_unstable();
+        for (_, id) in due {
             self.leave_out_gone(id);
             let Some(batch) = self.giving.batches.get_mut(id) else { continue };
             if batch.fruitless >= FRUITLESS_ROUNDS_MAX {
@@ -260,8 +296,7 @@ impl AgentCore {
                 self.giving.batches.remove(id);
                 self.count_nowhere(reason, blocks);
             } else if self.bandwidth.wait(self.now).is_zero() {
-                batch.fruitless += 1;
-                self.ask(id);
+                self.ask_or_hold(id);
             }
         }
     }
@@ -286,14 +321,39 @@ impl AgentCore {
         }
     }
 
-    fn ask(&mut self, id: SlabId) {
-        let expires = self.now.after(PLACE_TIMEOUT).after(LOOKUP_GRACE);
-        let ask = self.giving.asks.insert(Ask { batch: id, expires });
-        self.timers.set(expires, Timer::Place(ask));
+    /// Asks about a batch, unless open questions of others cover all that could be offered now.
+    fn ask_or_hold(&mut self, id: SlabId) {
+        let others: u64 = self.giving.asks.iter().map(|(_, ask)| ask.fresh_bytes).sum();
+        let available = self.bandwidth.available(self.now).saturating_sub(others);
         let Some(batch) = self.giving.batches.get_mut(id) else { return };
+        if available == 0 && others > 0 {
+            batch.stage = Stage::Due(self.now.after(PLACE_HELD));
+        } else {
+            batch.fruitless += 1;
+            self.ask(id, available);
+        }
+    }
+
+    /// Asks about the blocks of a batch that are on their way, and about as many others as could be offered now, one at the
+    /// least: the control plane charges every node with what it names it for.
+    fn ask(&mut self, id: SlabId, available: u64) {
+        let now = self.now;
+        let Some(batch) = self.giving.batches.get_mut(id) else { return };
+        let slot_bytes = self.shapes.get(batch.shape).slot_bytes;
+        let coming = batch.blocks.iter().filter(|block| block.is_coming(now)).count();
+        let fresh = (available / slot_bytes).max(1).min((batch.blocks.len() - coming) as u64);
+        let blocks = coming + fresh as usize;
+        if blocks < batch.blocks.len() {
+            batch.blocks.sort_by_key(|block| !block.is_coming(now));
+        }
+        let keys: Vec<BlockKey> = batch.blocks[..blocks].iter().map(|block| block.key).collect();
+        let reason = batch.reason;
+        let expires = now.after(PLACE_TIMEOUT).after(LOOKUP_GRACE);
+        let ask =
+            self.giving.asks.insert(Ask { batch: id, blocks, fresh_bytes: fresh * slot_bytes, expires });
         batch.stage = Stage::Asking(ask);
-        let keys: Vec<BlockKey> = batch.blocks.iter().map(|block| block.key).collect();
-        let (reason, slot_bytes) = (batch.reason, nvme_bytes(self.shapes.get(batch.shape).slot_bytes));
+        self.timers.set(expires, Timer::Place(ask));
+        let slot_bytes = nvme_bytes(slot_bytes);
         self.counters.places += 1;
         self.counters.place_keys += keys.len() as u64;
         let (place, timeout) = (PlaceId(ask.0), PLACE_TIMEOUT);
@@ -313,22 +373,27 @@ impl AgentCore {
         let Some(ask) = self.giving.asks.remove(id) else { return };
         self.timers.clear(ask.expires, Timer::Place(id));
         let Some(batch) = self.giving.batches.get_mut(ask.batch) else { return };
-        let (reason, shape, blocks) = (batch.reason, batch.shape, std::mem::take(&mut batch.blocks));
+        let (reason, shape, mut blocks) = (batch.reason, batch.shape, std::mem::take(&mut batch.blocks));
+        let unasked = blocks.split_off(ask.blocks.min(blocks.len()));
         let answers = answers.iter().copied().chain(std::iter::repeat(Placement::Unanswered));
         let (mut kept, mut offers) = (Vec::new(), BTreeMap::<NodeId, Vec<BlockKey>>::new());
-        let (mut answered, mut enough) = (0, 0);
+        let (mut answered, mut ended) = (0, 0);
         for (block, answer) in blocks.into_iter().zip(answers) {
             answered += u64::from(answer != Placement::Unanswered);
             match answer {
                 Placement::Enough => match self.finish(reason, shape, block) {
                     Dropped::NotNow => kept.push(block),
-                    Dropped::Done => enough += 1,
+                    Dropped::Done => ended += 1,
                 },
+                Placement::To(_) if block.is_coming(self.now) => kept.push(block),
                 Placement::To(node) => {
                     offers.entry(node).or_default().push(block.key);
                     kept.push(block);
                 }
-                Placement::Nowhere => self.count_nowhere(reason, 1),
+                Placement::Nowhere => {
+                    self.count_nowhere(reason, 1);
+                    ended += 1;
+                }
                 Placement::Unanswered if reason == PlaceReason::Hot => {}
                 Placement::Unanswered => kept.push(block),
             }
@@ -339,14 +404,19 @@ impl AgentCore {
         let open = offers.into_iter().map(|(node, keys)| self.offer(ask.batch, node, keys)).sum();
         if let Some(batch) = self.giving.batches.get_mut(ask.batch) {
             batch.stage = match open {
+                // The others have their turn at once.
+                0 if kept.is_empty() && answered > 0 && !unasked.is_empty() => Stage::Due(self.now),
                 0 => Stage::Due(self.now.after(PLACE_AGAIN)),
                 open => Stage::Offering { open, again: None },
             };
-            if enough > 0 || answered == 0 {
+            if ended > 0 || answered == 0 {
                 batch.fruitless = 0;
             }
         }
-        self.keep_blocks(ask.batch, kept);
+        if let Some(batch) = self.giving.batches.get_mut(ask.batch) {
+            batch.unasked = unasked.len();
+        }
+        self.keep_blocks(ask.batch, unasked.into_iter().chain(kept).collect());
         self.end_round_of_hot(ask.batch);
     }
 
@@ -360,7 +430,7 @@ impl AgentCore {
             }
         }
         self.count_walked(reason, 1);
-        if block.taken == Taken::Yes {
+        if block.taken != Taken::No {
             self.giving.given_bytes += bytes;
         }
         Dropped::Done
@@ -411,7 +481,8 @@ impl AgentCore {
         }
         let Some(batch) = self.giving.batches.get_mut(offer.batch) else { return };
         for block in batch.blocks.iter_mut().filter(|block| taken.contains(&block.key)) {
-            if std::mem::replace(&mut block.taken, Taken::Yes) == Taken::No {
+            let taken = Taken::Yes { since: self.now };
+            if std::mem::replace(&mut block.taken, taken) == Taken::No {
                 batch.fruitless = 0;
             }
         }
@@ -428,9 +499,11 @@ impl AgentCore {
 
     /// Hot blocks are asked about once: if they stay hot, they are again in the next window.
     fn end_round_of_hot(&mut self, id: SlabId) {
-        let over = |batch: &Batch| batch.reason == PlaceReason::Hot && matches!(batch.stage, Stage::Due(_));
-        if self.giving.batches.get(id).is_some_and(over) {
-            self.giving.batches.remove(id);
+        let Some(batch) = self.giving.batches.get_mut(id) else { return };
+        if batch.reason == PlaceReason::Hot && matches!(batch.stage, Stage::Due(_)) {
+            let mut left = std::mem::take(&mut batch.blocks);
+            left.truncate(batch.unasked);
+            self.keep_blocks(id, left);
         }
     }
 

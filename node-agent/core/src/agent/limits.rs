@@ -107,6 +107,13 @@ pub const PLACE_KEYS_MAX: usize = 1024;
 /// default bandwidth.
 pub const GIVING_BATCHES_MAX: usize = 4;
 
+/// A batch is parked after so many rounds without a block of it getting further: it is asked about as before, and others
+/// have its place.
+pub const PARKED_AFTER_ROUNDS: u32 = 3;
+
+/// Parked batches besides; each is one for 16 rounds at the most. 16 × 1,024 blocks of about 40 bytes.
+pub const PARKED_BATCHES_MAX: usize = 16;
+
 /// Batches of hot blocks besides.
 pub const HOT_BATCHES_MAX: usize = 2;
 
@@ -125,6 +132,9 @@ pub const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 /// A batch is asked about again after this time: a peer takes at once as much as it pulls in a second.
 pub const PLACE_AGAIN: Duration = Duration::from_secs(1);
 
+/// A batch waits so long while open questions of others cover all that could be offered: one takes some milliseconds.
+pub const PLACE_HELD: Duration = Duration::from_millis(100);
+
 /// Longest time for which a peer may put off what it did not take.
 pub const OFFER_RETRY_MAX: Duration = Duration::from_secs(10);
 
@@ -139,6 +149,11 @@ pub const WALK_AGAIN_NOWHERE: Duration = Duration::from_secs(10);
 
 /// The same when all is given away: replicas elsewhere may be lost. 10⁶ blocks are asked about in about a second.
 pub const WALK_AGAIN_DRAINED: Duration = Duration::from_secs(60);
+
+/// A draining node is drained after two walks in a row without a block that is short of a replica, the second so long after
+/// the first. Modes and announcements reach everybody within about 2 s (two reports): of two nodes that vouched for each
+/// other's blocks and then both drain, the second walk of each sees that the other one is to leave.
+pub const DRAINED_APART: Duration = Duration::from_secs(5);
 
 /// Of a tenant's stored bytes, the share that goes next by eviction, in thousandths: moving that is in vain.
 pub const MOVE_PASSES_PERMILLE: u64 = 60;

@@ -12,6 +12,8 @@
 //! about is offered again. The block is an ordinary one from the beginning of its fetch on: loads wait for it with the
 //! others, and a commit of the same block wins.
 
+mod coming;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -31,6 +33,7 @@ use super::tickets::TicketList;
 use super::writeback::Cause;
 use crate::effect::{Effect, LossReason, PeerBlock};
 use crate::event::PeerOffer;
+use coming::Coming;
 
 /// What is being taken; see the module.
 #[derive(Debug, Default)]
@@ -38,8 +41,8 @@ pub(super) struct Taking {
     waiting: VecDeque<Pull>,
     /// The same keys.
     keys: BTreeSet<BlockKey>,
-    /// Their slot bytes.
-    waiting_bytes: u64,
+    /// What will want room on the devices.
+    pub(super) coming: Coming,
     /// Slot bytes of blocks that are being fetched or written.
     in_flight_bytes: u64,
     /// The arena had no room: not before then.
@@ -66,6 +69,18 @@ enum Standing {
     /// Under another tenant or layout.
     Foreign,
     Unknown,
+}
+
+/// What became of a taken block whose turn it was.
+enum PullStart {
+    /// It is being fetched.
+    Fetched(PeerBlock),
+    /// The arena has no room for its shape now.
+    NoRoom,
+    /// It is here, comes for somebody else, or cannot be here.
+    Needless,
+    /// It waited for too long, or there is no room on the devices.
+    Dropped,
 }
 
 /// Blocks that may still be taken of one offer.
@@ -116,6 +131,7 @@ impl AgentCore {
     /// The shape of offered blocks, if this node takes any of them at all.
     fn shape_of_offer(&mut self, offered: &PeerOffer) -> Option<ShapeId> {
         let takes = self.giving.mode() == NodeMode::Active && !self.bandwidth.is_none();
+        let takes = takes && self.arena.may_take_unasked(offered.tenant);
         if !takes || offered.keys.len() > PLACE_KEYS_MAX {
             return None;
         }
@@ -165,13 +181,13 @@ impl AgentCore {
         if self.taking.waiting.len() >= PULLS_WAITING_MAX {
             return Err(PLACE_AGAIN);
         }
-        let slot_bytes = self.shapes.get(shape).slot_bytes;
+        let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(shape);
         if self.bandwidth.take(slot_bytes, self.now).is_err() {
             return Err(self.bandwidth.wait(self.now));
         }
         self.shapes.hold(shape);
         self.taking.keys.insert(key);
-        self.taking.waiting_bytes += slot_bytes;
+        self.taking.coming.enter(tenant_index, slot_bytes);
         self.taking.waiting.push_back(Pull { key, shape, from, since: self.now });
         Ok(())
     }
@@ -202,13 +218,11 @@ impl AgentCore {
         let bytes = nvme_bytes(slot_bytes);
         let usage = self.devices.usage();
         let kept_free = |of: u64| of * u64::from(self.settings.pool_free_permille) / 1000;
-        let coming_bytes =
-            self.taking.waiting_bytes + self.taking.in_flight_bytes + self.writeback.unsaved_bytes();
-        let coming = (self.taking.waiting.len() + self.fills.len() + self.writeback.unsaved.len()) as u64;
-        let free = usage.slot_bytes_free.saturating_sub(kept_free(usage.capacity_bytes) + coming_bytes);
-        let of_tenant = self.tenants.nvme(tenant_index).room().saturating_sub(coming_bytes);
-        let entries = usage.entries_free.saturating_sub(kept_free(usage.entries_max) + coming);
-        let slots = self.devices.slots_free(slot_bytes).saturating_sub(coming);
+        let coming = &self.taking.coming;
+        let free = usage.slot_bytes_free.saturating_sub(kept_free(usage.capacity_bytes) + coming.bytes());
+        let of_tenant = self.tenants.nvme(tenant_index).room().saturating_sub(coming.bytes_of(tenant_index));
+        let entries = usage.entries_free.saturating_sub(kept_free(usage.entries_max) + coming.blocks());
+        let slots = self.devices.slots_free(slot_bytes).saturating_sub(coming.blocks());
         let blocks = (free / bytes).min(of_tenant / bytes).min(entries).min(slots);
         Room { blocks }
     }
@@ -219,13 +233,17 @@ impl AgentCore {
         let is_read = matches!(fill.origin, Origin::Device(_));
         if !is_read && std::mem::replace(&mut fill.keep, Keep::Saved) == Keep::Cached {
             let frame = fill.frame;
-            self.taking.in_flight_bytes += self.frame_slot(frame).bytes;
+            let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(self.frames.get(frame).shape);
+            self.taking.in_flight_bytes += slot_bytes;
+            self.taking.coming.enter(tenant_index, slot_bytes);
         }
     }
 
     /// A fill has ended.
     pub(super) fn leave_taking(&mut self, fill: &Fill) {
         if fill.keep == Keep::Saved {
+            let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(self.frames.get(fill.frame).shape);
+            self.taking.coming.leave(tenant_index, slot_bytes);
             self.leave_taking_frame(fill.frame);
         }
     }
@@ -244,27 +262,47 @@ impl AgentCore {
         }
     }
 
-    /// Begins the fetches that there is room for.
+    /// Begins the fetches that there is room for, the oldest first. What finds no room in the arena does not hold up blocks
+    /// of other shapes behind it.
     pub(super) fn begin_pulls(&mut self) {
         if self.taking.waiting.is_empty() || self.taking.again.is_some_and(|again| again > self.now) {
             return;
         }
         self.taking.again = None;
         let mut groups: BTreeMap<(NodeId, ShapeId), Vec<PeerBlock>> = BTreeMap::new();
+        let (mut passed, mut stalled) = (Vec::new(), BTreeSet::new());
         while let Some(pull) = self.taking.waiting.front().copied() {
             let late = pull.since.after(PULL_PATIENCE) <= self.now;
-            if late || self.giving.mode() != NodeMode::Active {
-                self.counters.pulls_dropped += 1;
+            let begun = if late || self.giving.mode() != NodeMode::Active {
+                PullStart::Dropped
+            } else if stalled.contains(&pull.shape) {
+                PullStart::NoRoom
             } else if !self.may_pull(pull.shape) {
                 break;
-            } else if let Some(block) = self.begin_pull(&pull) {
-                groups.entry((pull.from, pull.shape)).or_default().push(block);
+            } else {
+                self.begin_pull(&pull)
+            };
+            self.taking.waiting.pop_front();
+            match begun {
+                PullStart::Fetched(block) => {
+                    groups.entry((pull.from, pull.shape)).or_default().push(block);
+                    self.forget_pull(&pull);
+                }
+                PullStart::NoRoom => {
+                    stalled.insert(pull.shape);
+                    passed.push(pull);
+                }
+                PullStart::Needless => self.forget_unfetched(&pull),
+                PullStart::Dropped => {
+                    self.counters.pulls_dropped += 1;
+                    self.forget_unfetched(&pull);
+                }
             }
-            if self.taking.again.is_some() {
-                break;
-            }
-            self.forget_first_pull();
         }
+        if !passed.is_empty() {
+            self.taking.again = Some(self.now.after(PULL_AGAIN));
+        }
+        passed.into_iter().rev().for_each(|pull| self.taking.waiting.push_front(pull));
         for ((node, shape), blocks) in groups {
             let layout = self.shapes.get(shape).layout;
             self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
@@ -278,53 +316,65 @@ impl AgentCore {
         taken == 0 || taken + self.shapes.get(shape).slot_bytes <= bytes_max
     }
 
-    /// Begins the fetch of a block, unless it has come here meanwhile. Sets `again` when the arena has no room.
-    fn begin_pull(&mut self, pull: &Pull) -> Option<PeerBlock> {
+    /// Begins the fetch of a block, unless it has come here meanwhile.
+    fn begin_pull(&mut self, pull: &Pull) -> PullStart {
         match self.standing(&pull.key, pull.shape) {
             Standing::Unknown => {}
             Standing::InDram(frame) => {
                 self.save_taken(frame);
-                return None;
+                return PullStart::Needless;
             }
             Standing::OnItsWay(fill) => {
                 self.keep_fill(fill);
-                return None;
+                return PullStart::Needless;
             }
-            Standing::Kept | Standing::Foreign => return None,
+            Standing::Kept | Standing::Foreign => return PullStart::Needless,
         }
-        if !self.devices.has_slot(self.shapes.get(pull.shape).slot_bytes) {
-            self.counters.pulls_dropped += 1;
-            return None;
+        if !self.has_room_still(pull.shape) {
+            return PullStart::Dropped;
         }
         match self.begin_peer_fill((pull.key, pull.shape), pull.from, None) {
             Ok((frame, block)) => {
                 if let FrameState::Filling(fill) = self.frames.get(frame).state {
                     self.keep_fill(fill);
                 }
-                Some(block)
+                PullStart::Fetched(block)
             }
-            Err(LossReason::NoSpace) => {
-                self.taking.again = Some(self.now.after(PULL_AGAIN));
-                None
-            }
-            Err(_) => None,
+            Err(LossReason::NoSpace) => PullStart::NoRoom,
+            Err(_) => PullStart::Needless,
         }
     }
 
-    fn forget_first_pull(&mut self) {
-        let Some(pull) = self.taking.waiting.pop_front() else { return };
+    /// Whether there is room for a pull of a shape beside all others, on the devices and in its tenant's memory. What was
+    /// seen when it was taken may have gone to engines and to other pulls.
+    fn has_room_still(&mut self, shape: ShapeId) -> bool {
+        let Shape { slot_bytes, tenant, tenant_index, .. } = *self.shapes.get(shape);
+        self.taking.coming.leave(tenant_index, slot_bytes);
+        let has_room = self.room_without_eviction(shape).take();
+        self.taking.coming.enter(tenant_index, slot_bytes);
+        has_room && self.arena.may_take_unasked(tenant)
+    }
+
+    /// A pull that no longer waits comes to nothing: the bytes that were taken for it are not moved.
+    fn forget_unfetched(&mut self, pull: &Pull) {
+        self.bandwidth.give_back(self.shapes.get(pull.shape).slot_bytes);
+        self.forget_pull(pull);
+    }
+
+    /// A pull no longer waits.
+    fn forget_pull(&mut self, pull: &Pull) {
         self.taking.keys.remove(&pull.key);
-        self.taking.waiting_bytes -= self.shapes.get(pull.shape).slot_bytes;
+        let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(pull.shape);
+        self.taking.coming.leave(tenant_index, slot_bytes);
         self.shapes.release(pull.shape);
     }
 
     /// What is being taken is counted, and a block waits once; for the audit.
     pub(super) fn audit_taking(&self) -> Result<(), String> {
-        let Taking { waiting, keys, waiting_bytes, in_flight_bytes, .. } = &self.taking;
+        let Taking { waiting, keys, in_flight_bytes, .. } = &self.taking;
         let same = waiting.iter().all(|pull| keys.contains(&pull.key)) && waiting.len() == keys.len();
-        let bytes: u64 = waiting.iter().map(|pull| self.shapes.get(pull.shape).slot_bytes).sum();
-        if !same || bytes != *waiting_bytes {
-            return Err(format!("{} pulls wait, {} keys, {bytes} bytes", waiting.len(), keys.len()));
+        if !same {
+            return Err(format!("{} pulls wait, {} keys", waiting.len(), keys.len()));
         }
         let fills =
             self.fills.iter().filter(|(_, fill)| fill.keep == Keep::Saved).map(|(_, fill)| fill.frame);
@@ -333,6 +383,22 @@ impl AgentCore {
         let sum: u64 = frames.map(|frame| self.frame_slot(frame).bytes).sum();
         if sum != *in_flight_bytes {
             return Err(format!("{sum} bytes of taken blocks in flight, {in_flight_bytes} counted"));
+        }
+        self.audit_coming()
+    }
+
+    fn audit_coming(&self) -> Result<(), String> {
+        let saved = self.fills.iter().filter(|(_, fill)| fill.keep == Keep::Saved);
+        let frames = saved.map(|(_, fill)| fill.frame);
+        let frames = frames.chain(self.writeback.unsaved.iter().map(|(_, block)| block.frame));
+        let shapes = frames.map(|frame| self.frames.get(frame).shape);
+        let mut coming = Coming::default();
+        for shape in shapes.chain(self.taking.waiting.iter().map(|pull| pull.shape)) {
+            let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(shape);
+            coming.enter(tenant_index, slot_bytes);
+        }
+        if coming != self.taking.coming {
+            return Err(format!("{coming:?} come, {:?} counted", self.taking.coming));
         }
         Ok(())
     }

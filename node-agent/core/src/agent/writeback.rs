@@ -155,6 +155,7 @@ impl AgentCore {
         let record = UnsavedBlock { frame, tickets, cause, since: self.now, attempts: 0, state };
         let id = self.writeback.unsaved.insert(record);
         self.writeback.unsaved_bytes += lane.slot_bytes;
+        self.taking.coming.enter(lane.tenant, lane.slot_bytes);
         self.writeback.queue.push(lane, id, self.now);
         self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
     }
@@ -392,7 +393,9 @@ impl AgentCore {
     /// A block is durable or never will be: either way its frame is clean.
     fn end_unsaved(&mut self, record: SlabId, end: ItemEnd) {
         let Some(ended) = self.writeback.unsaved.remove(record) else { return };
-        self.writeback.unsaved_bytes -= self.frame_slot(ended.frame).bytes;
+        let Lane { slot_bytes, tenant, .. } = self.lane_of(ended.frame, ended.cause);
+        self.writeback.unsaved_bytes -= slot_bytes;
+        self.taking.coming.leave(tenant, slot_bytes);
         if ended.cause == Cause::Taken {
             self.leave_taking_frame(ended.frame);
         }

@@ -1,15 +1,18 @@
 //! Blocks given to other nodes, because they are hot, this one is to leave, or they are to move: one behaviour at a time.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_agent_core::agent::limits::{FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX};
+use reprise_agent_core::agent::limits::{
+    DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX,
+};
 use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
-use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
-use crate::world::{Setup, World, key, keys, large_layout, small_layout};
+use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
 
 const ONE: NodeId = NodeId(1);
 const TWO: NodeId = NodeId(2);
@@ -55,6 +58,14 @@ fn move_to(world: &mut World, to: NodeId, blocks: u64) {
 
 fn progress(world: &World) -> DrainProgress {
     world.core.drain_progress()
+}
+
+/// After a walk in which all was enough: the same answers to the walk that confirms it.
+fn confirm_drained(world: &mut World, blocks: usize) {
+    assert!(!progress(world).drained, "one walk is not enough");
+    world.pass(DRAINED_APART + LATER);
+    answer(world, &vec![Placement::Enough; blocks]);
+    assert!(progress(world).drained);
 }
 
 /// Keys of the questions that wait for an answer, and why they were asked.
@@ -156,7 +167,7 @@ fn a_draining_node_gives_all_it_has_and_says_so() {
     save_durably(&mut world, session, &keys(0..20));
     drain(&mut world);
     assert!(!progress(&world).drained);
-    for _ in 0..6 {
+    for _ in 0..9 {
         world.finish_jobs();
         world.pass(Duration::from_secs(2));
     }
@@ -186,7 +197,7 @@ fn what_was_taken_is_asked_about_until_it_is_durable_elsewhere() {
     world.pass(Duration::from_secs(2));
     assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))], "a second walk makes sure");
     answer(&mut world, &[Placement::Enough; 2]);
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 2);
 }
 
 #[test]
@@ -208,7 +219,7 @@ fn what_is_saved_while_a_node_drains_is_given_as_well() {
     save_durably(&mut world, session, &keys(0..2));
     drain(&mut world);
     answer(&mut world, &[Placement::Enough; 2]);
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 2);
     world.reserve(session, 1);
     world.commit(session, &[key(7)], Priority::Normal);
     assert!(!progress(&world).drained, "a block waits to be saved");
@@ -217,7 +228,7 @@ fn what_is_saved_while_a_node_drains_is_given_as_well() {
     assert!(!progress(&world).drained, "a block was saved since");
     world.pass(Duration::from_secs(2));
     answer(&mut world, &[Placement::Enough; 3]);
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 3);
 }
 
 #[test]
@@ -226,10 +237,31 @@ fn a_drained_node_looks_again_and_notices_that_a_replica_was_lost() {
     save_durably(&mut world, session, &keys(0..1));
     drain(&mut world);
     answer(&mut world, &[Placement::Enough]);
+    confirm_drained(&mut world, 1);
     world.pass(Duration::from_secs(61));
     assert!(progress(&world).drained, "for as long as nothing else is known");
     answer(&mut world, &[Placement::Nowhere]);
     assert_eq!((progress(&world).drained, progress(&world).nowhere_blocks), (false, 1));
+}
+
+#[test]
+fn a_node_is_not_drained_when_the_second_walk_finds_that_the_other_replica_is_to_leave_too() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    answer(&mut world, &[Placement::Enough]);
+    world.pass(DRAINED_APART - LATER);
+    assert!(asked(&world).is_empty() && !progress(&world).drained);
+    world.pass(2 * LATER);
+    answer(&mut world, &[Placement::To(TWO)]);
+    assert!(!progress(&world).drained);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[0], Duration::ZERO);
+    for _ in 0..2 {
+        wait_for_question(&mut world);
+        answer(&mut world, &[Placement::Enough]);
+    }
+    confirm_drained(&mut world, 1);
 }
 
 #[test]
@@ -246,7 +278,7 @@ fn a_drain_waits_for_a_control_plane_that_does_not_answer() {
         wait_for_question(&mut world);
         answer(&mut world, answers);
     }
-    assert!(progress(&world).drained);
+    confirm_drained(&mut world, 1);
 }
 
 #[test]
@@ -262,6 +294,27 @@ fn blocks_that_no_peer_takes_do_not_hold_up_the_walk() {
     }
     assert_eq!((progress(&world).nowhere_blocks, progress(&world).drained), (1, false));
     wait_for_question(&mut world);
+}
+
+#[test]
+fn batches_that_nobody_takes_leave_their_places_to_others() {
+    let mut world = World::new(Setup { regions: 8, ..Setup::default() });
+    for layers in 1..=6 {
+        let session = world.open_session(TENANT, layout(layers, Parts::Latent, 64));
+        save_durably(&mut world, session, &[key(u64::from(layers))]);
+    }
+    drain(&mut world);
+    let mut seen = BTreeSet::new();
+    for _ in 0..FRUITLESS_ROUNDS_MAX / 2 {
+        while let Some((_, keys)) = asked(&world).first().cloned() {
+            seen.extend(keys);
+            answer(&mut world, &[Placement::To(ONE)]);
+            let offer = offered(&mut world);
+            take(&mut world, &offer, &[], Duration::ZERO);
+        }
+        world.pass(Duration::from_millis(1100));
+    }
+    assert_eq!((seen.len(), progress(&world).walked_blocks), (6, 0), "each of a shape of its own");
 }
 
 #[test]
@@ -313,7 +366,6 @@ fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
         world.pass(Duration::from_millis(2));
     }
     assert_eq!(seen, BLOCKS);
-    assert!(progress(&world).drained);
 }
 
 #[test]
@@ -346,6 +398,80 @@ fn blocks_are_offered_no_faster_than_the_bandwidth_allows() {
     world.pass(Duration::from_millis(1010));
     answer(&mut world, &[Placement::To(ONE); 8]);
     assert_eq!(offered(&mut world).keys.len(), 2, "what was not taken costs nothing");
+}
+
+#[test]
+fn a_question_covers_what_can_be_offered_now_and_what_is_on_its_way() {
+    let slot = large_layout().slot_bytes();
+    let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
+    save_durably(&mut world, session, &keys(0..8));
+    drain(&mut world);
+    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))]);
+    answer(&mut world, &[Placement::To(ONE); 2]);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[0, 1], Duration::ZERO);
+    world.pass(Duration::from_millis(1010));
+    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..4))]);
+    answer(&mut world, &[Placement::To(ONE); 4]);
+    let offer = offered(&mut world);
+    assert_eq!(offer.keys, keys(2..4), "the others were taken just now");
+    assert!(!world.jobs.iter().any(|job| matches!(job, Job::Offer(_))));
+}
+
+#[test]
+fn what_was_taken_and_does_not_come_about_is_offered_again_after_a_while() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE)]);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[0], Duration::ZERO);
+    for _ in 0..9 {
+        world.pass(Duration::from_millis(1010));
+        answer(&mut world, &[Placement::To(ONE)]);
+        assert!(!world.jobs.iter().any(|job| matches!(job, Job::Offer(_))), "the peer is at it");
+    }
+    world.pass(Duration::from_millis(1010));
+    answer(&mut world, &[Placement::To(TWO)]);
+    assert_eq!(offered(&mut world).node, TWO);
+}
+
+#[test]
+fn blocks_with_enough_replicas_are_walked_over_without_a_wait() {
+    let slot = large_layout().slot_bytes();
+    let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
+    save_durably(&mut world, session, &keys(0..8));
+    drain(&mut world);
+    for _ in 0..4 {
+        answer(&mut world, &[Placement::Enough; 2]);
+    }
+    assert_eq!(progress(&world).walked_blocks, 8);
+}
+
+#[test]
+fn each_of_many_hot_blocks_is_asked_about_once() {
+    let slot = large_layout().slot_bytes();
+    let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
+    save_durably(&mut world, session, &keys(0..7));
+    for key in keys(0..7) {
+        read_by_peer(&mut world, key, 4);
+    }
+    let mut seen = Vec::new();
+    for _ in 0..8 {
+        while let Some((reason, keys)) = asked(&world).first().cloned() {
+            assert!(reason == PlaceReason::Hot && keys.len() <= 2, "{} blocks", keys.len());
+            answer(&mut world, &[Placement::To(ONE); 2]);
+            let offer = offered(&mut world);
+            take(&mut world, &offer, &[0, 1], Duration::ZERO);
+            seen.extend(keys);
+        }
+        world.pass(Duration::from_millis(1010));
+    }
+    seen.sort();
+    let mut all = keys(0..7);
+    all.sort();
+    assert_eq!(seen, all);
+    assert_eq!(world.core.counters().hot_blocks_given, 7);
 }
 
 // ---- moving ----------------------------------------------------------------------------------------------------

@@ -240,6 +240,99 @@ fn a_pull_begins_when_the_arena_has_room_again() {
 }
 
 #[test]
+fn a_pull_without_room_in_the_arena_does_not_hold_up_those_of_another_tenant() {
+    let (mut world, session) = world();
+    let other = world.open_session(TenantId(3), large_layout());
+    world.reserve(other, 1);
+    world.reserve(session, 12);
+    world.peer_offer(ONE, TENANT, large_layout(), &keys(5..7));
+    assert!(world.fills().is_empty(), "the other region is another tenant's");
+    world.give_peer(ONE, key(8), Tier::Nvme);
+    world.peer_offer(ONE, TenantId(3), large_layout(), &[key(8)]);
+    world.pass(Duration::from_millis(20));
+    assert_eq!((world.fills().len(), world.core.counters().pulls_waiting), (1, 2));
+    world.finish_jobs();
+    world.pass(LATER);
+    world.finish_jobs();
+    assert!(is_durable_here(&world, key(8)));
+}
+
+#[test]
+fn what_was_taken_and_not_fetched_costs_no_bandwidth() {
+    let slot = large_layout().slot_bytes();
+    let mut world = World::new(with_settings(|settings| settings.placement_bandwidth = 4 * slot));
+    let session = world.open_session(TENANT, large_layout());
+    world.reserve(session, 16);
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &keys(0..9)).0.len(), 4);
+    world.apply(Event::Mode { mode: NodeMode::Cordoned, revision: 1 });
+    world.pass(Duration::from_millis(20));
+    assert_eq!(world.core.counters().pulls_dropped, 4);
+    world.apply(Event::Mode { mode: NodeMode::Active, revision: 2 });
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &keys(0..9)).0.len(), 4);
+}
+
+#[test]
+fn blocks_of_tenants_without_memory_here_are_refused_when_half_of_it_is_others() {
+    let mut world = World::new(Setup::default());
+    assert_eq!(world.peer_offer(ONE, TenantId(3), large_layout(), &keys(0..2)).0.len(), 2);
+    assert_eq!(world.fills().len(), 2, "as many as are pulled at once");
+    for tenant in [TenantId(4), TenantId(5)] {
+        let key = key(u64::from(tenant.0));
+        assert_eq!(world.peer_offer(ONE, tenant, large_layout(), &[key]).0, [0], "2 of 4 regions are left");
+    }
+    while let Some(fetch) = world.fills().first().copied() {
+        world.fail(fetch, FillError::PeerLost);
+    }
+    assert_eq!(world.core.counters().pulls_dropped, 1, "the second would leave one");
+    assert_eq!(
+        world.peer_offer(ONE, TenantId(6), large_layout(), &[key(6)]),
+        (vec![], Duration::from_secs(10))
+    );
+    assert_eq!(world.peer_offer(ONE, TenantId(3), large_layout(), &[key(7)]).0, [0], "it has a region");
+}
+
+#[test]
+fn what_comes_for_other_tenants_does_not_count_against_a_tenants_limit() {
+    let slot = large_layout().slot_bytes() + 4096;
+    let tenant = TenantId(1);
+    let quota = Quota::new(0, 3 * slot).expect("a quota");
+    let quotas = vec![TenantQuotas { tenant, dram: Quota::UNLIMITED, nvme: quota }];
+    let mut world = World::new(with_settings(|settings| settings.tenants = quotas));
+    let session = world.open_session(TENANT, large_layout());
+    world.reserve(session, 4);
+    world.commit(session, &keys(0..4), Priority::Normal);
+    assert!(world.core.counters().unsaved_blocks > 0);
+    assert_eq!(world.peer_offer(ONE, tenant, large_layout(), &keys(10..14)).0, [0, 1, 2]);
+}
+
+#[test]
+fn what_was_taken_counts_against_a_tenants_limit_with_its_header_pages() {
+    let slot = small_layout().slot_bytes() + 4096;
+    let tenant = TenantId(1);
+    let quota = Quota::new(0, 4 * slot).expect("a quota");
+    let quotas = vec![TenantQuotas { tenant, dram: Quota::UNLIMITED, nvme: quota }];
+    let mut world = World::new(with_settings(|settings| settings.tenants = quotas));
+    assert_eq!(world.peer_offer(ONE, tenant, small_layout(), &keys(1000..1003)).0.len(), 3);
+    assert_eq!(world.peer_offer(ONE, tenant, small_layout(), &keys(1003..1006)).0.len(), 1);
+}
+
+#[test]
+fn a_pull_is_not_begun_when_the_room_for_it_has_gone() {
+    let (mut world, session) = world();
+    world.reserve(session, 16);
+    world.give_peer(ONE, key(5), Tier::Nvme);
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &[key(5)]).0, [0]);
+    let nvme = Quota::new(0, 4096).expect("a quota");
+    world.apply(Event::Budget(Grant { tenant: TENANT, version: 1, dram: Quota::UNLIMITED, nvme }));
+    let leases = world.engines.get_mut(&session).expect("open").reserved.drain(..4);
+    let leases = leases.map(|(lease, _)| lease).collect();
+    world.request(session, Asked::Other, Request::Abort { leases });
+    world.pass(Duration::from_millis(20));
+    assert!(world.fills().is_empty());
+    assert_eq!(world.core.counters().pulls_dropped, 1);
+}
+
+#[test]
 fn another_tenants_block_of_the_same_key_is_not_taken() {
     let (mut world, session) = world();
     save_durably(&mut world, session, &keys(0..1));

@@ -38,12 +38,27 @@ impl Reservations {
         self.tenants.entry(tenant).or_default().owned += 1;
     }
 
+    /// Whether a tenant has a region, or one is kept for it.
+    pub(super) fn has_own(&self, tenant: TenantId) -> bool {
+        self.tenants.get(&tenant).is_some_and(|share| share.owned > 0 || share.owed() > 0)
+    }
+
+    /// Of so many regions that nobody has had, how many nobody is sure of once somebody without a claim has taken one.
+    /// O(tenants).
+    pub(super) fn left_after_one(&self, fresh: u64) -> u64 {
+        fresh.saturating_sub(1 + self.owed())
+    }
+
+    fn owed(&self) -> u64 {
+        self.tenants.values().map(Share::owed).sum()
+    }
+
     /// Whether a tenant may have one of so many regions that nobody has had. O(tenants).
     pub(super) fn may_own(&self, tenant: TenantId, fresh: u64) -> bool {
         if self.tenants.get(&tenant).is_some_and(|share| share.owed() > 0) {
             return true;
         }
-        fresh > self.tenants.values().map(Share::owed).sum()
+        fresh > self.owed()
     }
 }
 

@@ -2,19 +2,22 @@
 //!
 //! The walk goes in the order of the index, in which a block keeps its place for as long as it is here. (The order of
 //! eviction changes under a walk's feet: a block that is read moves to its end, and a walk would miss or meet for ever what
-//! is in use.) What is saved meanwhile may be behind the walk, so another walk follows. A node is drained after a walk
-//! in which every block had enough replicas when it was first asked about, nothing was saved since, and nothing waits to
-//! be saved. It walks again from time to time: replicas elsewhere may be lost.
+//! is in use.) What is saved meanwhile may be behind the walk, so another walk follows. A node is drained after two walks in
+//! a row, some seconds apart ([`DRAINED_APART`]), in which every block had enough replicas when it was first asked about, when
+//! nothing was saved since the first began and nothing waits to be saved. One walk does not do: its answers may be older than
+//! the news that the node with the other replica drains as well. It walks again from time to time: replicas elsewhere may
+//! be lost.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeMode, Tick};
 
 use super::super::AgentCore;
 use super::super::limits::{
-    GIVING_BATCHES_MAX, GIVING_STEP_ENTRIES, GIVING_STEP_EVERY, PLACE_KEYS_MAX, WALK_AGAIN,
-    WALK_AGAIN_DRAINED, WALK_AGAIN_NOWHERE,
+    DRAINED_APART, GIVING_STEP_ENTRIES, GIVING_STEP_EVERY, PLACE_KEYS_MAX, WALK_AGAIN, WALK_AGAIN_DRAINED,
+    WALK_AGAIN_NOWHERE,
 };
 use super::super::shapes::ShapeId;
 use super::Giving;
@@ -43,8 +46,18 @@ pub(super) struct Drain {
     nowhere: u64,
     /// Blocks that have become durable since the node drains.
     saves: u64,
-    /// What that was at the beginning of the walk after which the node was drained.
-    drained_at: Option<u64>,
+    /// Since then no walk has found a block that is short of a replica.
+    clean: Option<Clean>,
+    drained: bool,
+}
+
+/// Walks without a block that is short of a replica.
+#[derive(Clone, Copy, Debug)]
+struct Clean {
+    /// Saves at the beginning of the first.
+    saves: u64,
+    /// A walk that begins from then on can confirm the first.
+    confirmed_from: Tick,
 }
 
 #[derive(Debug, Default)]
@@ -60,6 +73,7 @@ enum DrainStage {
 
 #[derive(Debug)]
 struct Walk {
+    began: Tick,
     /// Where the index is looked at next.
     cursor: EntryIndex,
     /// Not before then.
@@ -70,6 +84,14 @@ struct Walk {
     /// No block was short of a replica.
     clean: bool,
     saves_before: u64,
+}
+
+/// What a walk has found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum WalkFound {
+    /// Every block had enough replicas when it was first asked about, and nothing was saved meanwhile.
+    AllEnough,
+    Unfinished,
 }
 
 impl Drain {
@@ -94,9 +116,30 @@ impl Drain {
         }
     }
 
+    /// Whether all that has become durable was seen elsewhere.
+    fn is_drained(&self) -> bool {
+        self.drained && self.clean.is_some_and(|clean| clean.saves == self.saves)
+    }
+
+    /// A walk is over; returns for how long the next one waits.
+    fn conclude(&mut self, began: Tick, found: WalkFound, now: Tick) -> Duration {
+        let saves = self.saves;
+        let known = self.clean.filter(|clean| found == WalkFound::AllEnough && clean.saves == saves);
+        self.drained = known.is_some_and(|clean| self.drained || clean.confirmed_from <= began);
+        let first = Clean { saves, confirmed_from: now.after(DRAINED_APART) };
+        self.clean = known.or((found == WalkFound::AllEnough).then_some(first));
+        match (self.clean, self.nowhere) {
+            (Some(_), _) if self.drained => WALK_AGAIN_DRAINED,
+            (Some(clean), _) => clean.confirmed_from.since(now),
+            (None, 0) => WALK_AGAIN,
+            (None, _) => WALK_AGAIN_NOWHERE,
+        }
+    }
+
     fn begin_walk(&mut self, now: Tick) {
         (self.walked, self.nowhere) = (0, 0);
         self.stage = DrainStage::Walking(Walk {
+            began: now,
             cursor: EntryIndex(0),
             step_at: now,
             found: VecDeque::new(),
@@ -111,7 +154,7 @@ impl Giving {
     /// How far the draining is, as far as this knows: blocks that are not durable yet are not looked at.
     pub(in crate::agent) fn progress(&self) -> DrainProgress {
         DrainProgress {
-            drained: self.drain.drained_at == Some(self.drain.saves),
+            drained: self.drain.is_drained(),
             walked_blocks: self.drain.walked,
             durable_blocks: 0,
             moved_bytes: self.given_bytes,
@@ -165,9 +208,8 @@ impl AgentCore {
         if matches!(self.giving.drain.stage, DrainStage::Resting { until } if until <= self.now) {
             self.giving.drain.begin_walk(self.now);
         }
-        let taken = self.giving.count(|reason| reason == PlaceReason::Drain);
+        let room = self.giving.room_for(|reason| reason == PlaceReason::Drain);
         let DrainStage::Walking(walk) = &self.giving.drain.stage else { return };
-        let room = GIVING_BATCHES_MAX.saturating_sub(taken);
         if room > 0 && walk.found.is_empty() && !walk.at_end && walk.step_at <= self.now {
             self.look_for_durable();
         }
@@ -203,13 +245,9 @@ impl AgentCore {
         if !walk.at_end || !walk.found.is_empty() || open > 0 {
             return;
         }
-        let done = walk.clean && walk.saves_before == drain.saves;
-        drain.drained_at = done.then_some(drain.saves);
-        let rest = match drain.nowhere {
-            _ if done => WALK_AGAIN_DRAINED,
-            0 => WALK_AGAIN,
-            _ => WALK_AGAIN_NOWHERE,
-        };
+        let all_enough = walk.clean && walk.saves_before == drain.saves;
+        let found = if all_enough { WalkFound::AllEnough } else { WalkFound::Unfinished };
+        let rest = drain.conclude(walk.began, found, self.now);
         drain.stage = DrainStage::Resting { until: self.now.after(rest) };
     }
 
@@ -220,8 +258,8 @@ impl AgentCore {
             DrainStage::Resting { until } => Some(*until),
             // With all batches taken, the end of one is an event.
             DrainStage::Walking(walk) => {
-                let taken = self.giving.count(|reason| reason == PlaceReason::Drain);
-                (taken < GIVING_BATCHES_MAX && !walk.at_end).then_some(walk.step_at)
+                let room = self.giving.room_for(|reason| reason == PlaceReason::Drain);
+                (room > 0 && !walk.at_end).then_some(walk.step_at)
             }
         }
     }

@@ -12,8 +12,7 @@ use reprise_policy::{BlockKey, NodeId, Tick};
 use super::super::AgentCore;
 use super::super::index::Dram;
 use super::super::limits::{
-    GIVING_BATCHES_MAX, GIVING_STEP_ENTRIES, GIVING_STEP_EVERY, MOVE_PASSES_PERMILLE, PLACE_KEYS_MAX,
-    WALK_AGAIN,
+    GIVING_STEP_ENTRIES, GIVING_STEP_EVERY, MOVE_PASSES_PERMILLE, PLACE_KEYS_MAX, WALK_AGAIN,
 };
 use super::super::shapes::ShapeId;
 use super::super::tenants::nvme_bytes;
@@ -72,7 +71,7 @@ impl AgentCore {
             return;
         }
         let to = moving.order.to;
-        let mut room = GIVING_BATCHES_MAX - self.move_batches();
+        let mut room = self.room_for_moves();
         for (shape, keys) in self.look_for_cold(wanted) {
             for keys in keys.chunks(PLACE_KEYS_MAX) {
                 if room > 0 {
@@ -86,7 +85,7 @@ impl AgentCore {
     /// Bytes that are still to be found; 0 while there are as many batches as there may be.
     fn wanted_of_move(&self) -> u64 {
         let Some(moving) = &self.giving.moving else { return 0 };
-        if self.move_batches() >= GIVING_BATCHES_MAX {
+        if self.room_for_moves() == 0 {
             return 0;
         }
         let of_move = self.giving.batches.iter().map(|(_, batch)| batch);
@@ -97,8 +96,8 @@ impl AgentCore {
         moving.order.bytes.saturating_sub(moving.moved + pending)
     }
 
-    fn move_batches(&self) -> usize {
-        self.giving.count(|reason| matches!(reason, PlaceReason::Move(_)))
+    fn room_for_moves(&self) -> usize {
+        self.giving.room_for(|reason| matches!(reason, PlaceReason::Move(_)))
     }
 
     /// Looks at the next blocks in the order of eviction; blocks of so many bytes at the most, or one.
