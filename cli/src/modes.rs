@@ -23,7 +23,7 @@ use crate::output::{Audience, bytes_text};
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 /// Nodes report once a second; twice as often shows each report within half of one.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// A node that has said nothing of its drain for so long does not know that it is to leave.
+/// So long nothing need be heard of a drain: members start anew, agents too, and a mode takes a moment to reach all members.
 const HEARD_WITHIN: Duration = Duration::from_secs(30);
 /// Waiting without a bound is said again at least so often.
 const SAY_EVERY: Duration = Duration::from_secs(10);
@@ -61,14 +61,27 @@ struct Set<'a> {
 }
 
 /// How far a drain is, for programs.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-struct Progress {
-    node: String,
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Drain {
     drained: bool,
     walked_blocks: u64,
     durable_blocks: u64,
     moved_bytes: u64,
     nowhere_blocks: u64,
+}
+
+/// The same with whose it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Progress {
+    node: String,
+    #[serde(flatten)]
+    drain: Drain,
+}
+
+/// How long a drain has not been heard of.
+#[derive(Debug)]
+struct Patience {
+    heard: Instant,
 }
 
 /// What a look at a draining node shows.
@@ -120,7 +133,7 @@ pub(crate) fn mode_name(mode: NodeMode) -> &'static str {
 }
 
 /// How far a drain is, in words.
-pub(crate) fn drain_text(drain: &DrainProgress) -> String {
+pub(crate) fn drain_text(drain: &Drain) -> String {
     if drain.drained {
         return format!("drained, {} given away", bytes_text(drain.moved_bytes));
     }
@@ -196,22 +209,17 @@ async fn wait(
     audience: Audience,
 ) -> anyhow::Result<()> {
     let (started, mut said) = (Instant::now(), None);
+    let mut patience = Patience { heard: started };
     loop {
-        let look = look(&nodes(addresses).await?, node)?;
+        let looked = nodes(addresses).await.and_then(|nodes| look(&nodes, node));
+        let look = patience.judge(node, looked, Instant::now())?;
         let elapsed = started.elapsed();
-        match &look {
-            Look::Unheard => ensure!(
-                elapsed < HEARD_WITHIN,
-                "{node} has said nothing of its drain within {HEARD_WITHIN:?}: does its agent reach the control plane, and \
-                 is it of this version?"
-            ),
-            Look::Draining(progress) | Look::Drained(progress) => {
-                let due = |(last, at): &(Progress, Instant)| last != progress || at.elapsed() >= SAY_EVERY;
-                if said.as_ref().is_none_or(due) {
-                    audience.emit(progress);
-                    audience.say(format!("{node}: {}", drain_text(&progress.drain())));
-                    said = Some((progress.clone(), Instant::now()));
-                }
+        if let Look::Draining(progress) | Look::Drained(progress) = &look {
+            let due = |(last, at): &(Progress, Instant)| last != progress || at.elapsed() >= SAY_EVERY;
+            if said.as_ref().is_none_or(due) {
+                audience.emit(progress);
+                audience.say(format!("{node}: {}", drain_text(&progress.drain)));
+                said = Some((progress.clone(), Instant::now()));
             }
         }
         if let Look::Drained(_) = look {
@@ -227,11 +235,11 @@ async fn wait(
 /// Why a drain has not ended in time, and what to do.
 fn not_drained(node: &str, look: &Look, bound: Duration) -> String {
     match look {
-        Look::Draining(progress) if progress.nowhere_blocks > 0 => format!(
+        Look::Draining(Progress { drain, .. }) if drain.nowhere_blocks > 0 => format!(
             "{node} is not drained after {bound:?}: {} of its blocks have nowhere to go, because every other node is full, \
              cordoned, draining or away. Add a node, take one back with `reprise uncordon`, or lose them with the node: \
              they are computed again",
-            progress.nowhere_blocks
+            drain.nowhere_blocks
         ),
         _ => {
             format!("{node} is not drained after {bound:?}; it goes on: wait longer, or see `reprise status`")
@@ -271,26 +279,37 @@ fn look(nodes: &[NodeInfo], name: &str) -> anyhow::Result<Look> {
         "{name} is silent: what only it has is lost unless its agent comes back, which then goes on with the drain"
     );
     let Some(drain) = &node.drain else { return Ok(Look::Unheard) };
-    let progress = Progress {
-        node: name.to_owned(),
-        drained: drain.drained,
-        walked_blocks: drain.walked_blocks,
-        durable_blocks: drain.durable_blocks,
-        moved_bytes: drain.moved_bytes,
-        nowhere_blocks: drain.nowhere_blocks,
-    };
+    let progress = Progress { node: name.to_owned(), drain: Drain::from(drain) };
     Ok(if drain.drained { Look::Drained(progress) } else { Look::Draining(progress) })
 }
 
-impl Progress {
-    fn drain(&self) -> DrainProgress {
-        DrainProgress {
-            drained: self.drained,
-            walked_blocks: self.walked_blocks,
-            durable_blocks: self.durable_blocks,
-            moved_bytes: self.moved_bytes,
-            nowhere_blocks: self.nowhere_blocks,
+impl From<&DrainProgress> for Drain {
+    fn from(drain: &DrainProgress) -> Drain {
+        Drain {
+            drained: drain.drained,
+            walked_blocks: drain.walked_blocks,
+            durable_blocks: drain.durable_blocks,
+            moved_bytes: drain.moved_bytes,
+            nowhere_blocks: drain.nowhere_blocks,
         }
+    }
+}
+
+impl Patience {
+    /// What a look says; why the waiting ends, when it is in vain and the last that was not is long ago.
+    fn judge(&mut self, node: &str, looked: anyhow::Result<Look>, now: Instant) -> anyhow::Result<Look> {
+        if let Ok(Look::Draining(_) | Look::Drained(_)) = looked {
+            self.heard = now;
+            return looked;
+        }
+        if now.duration_since(self.heard) < HEARD_WITHIN {
+            return Ok(Look::Unheard);
+        }
+        looked?;
+        bail!(
+            "{node} has said nothing of its drain for {HEARD_WITHIN:?}: does its agent reach the control plane, and is it of \
+             this version?"
+        )
     }
 }
 
@@ -318,7 +337,7 @@ mod tests {
         let Ok(Look::Draining(progress)) = seen(node(NodeMode::Draining, Some(halfway()))) else {
             panic!("at it")
         };
-        assert_eq!((progress.walked_blocks, progress.durable_blocks), (5, 10));
+        assert_eq!((progress.drain.walked_blocks, progress.drain.durable_blocks), (5, 10));
         let done = DrainProgress { drained: true, ..halfway() };
         assert!(matches!(seen(node(NodeMode::Draining, Some(done))), Ok(Look::Drained(_))));
         let taken_back = seen(node(NodeMode::Active, Some(done))).expect_err("taken back");
@@ -329,9 +348,40 @@ mod tests {
     }
 
     #[test]
+    fn looks_in_vain_end_the_waiting_only_when_nothing_was_heard_for_long() {
+        let started = Instant::now();
+        let at = |seconds| started + Duration::from_secs(seconds);
+        let seen = |node: NodeInfo| look(&[node], "a");
+        let draining = || seen(node(NodeMode::Draining, Some(halfway())));
+        let mut patience = Patience { heard: started };
+        let mut judge = |looked, seconds| patience.judge("a", looked, at(seconds));
+        assert!(matches!(judge(seen(node(NodeMode::Active, None)), 1), Ok(Look::Unheard)), "not seen yet");
+        assert!(matches!(judge(Err(anyhow::anyhow!("nobody answers")), 29), Ok(Look::Unheard)));
+        assert!(matches!(judge(draining(), 100), Ok(Look::Draining(_))), "heard, however late");
+        let silent = || NodeInfo { alive: false, ..node(NodeMode::Draining, Some(halfway())) };
+        assert!(
+            matches!(judge(seen(silent()), 129), Ok(Look::Unheard)),
+            "counted from the last that was heard"
+        );
+        assert!(judge(seen(silent()), 130).expect_err("for long").to_string().contains("is silent"));
+        let unheard = judge(seen(node(NodeMode::Draining, None)), 130).expect_err("for long");
+        assert!(unheard.to_string().contains("said nothing of its drain"), "{unheard}");
+    }
+
+    #[test]
+    fn what_programs_get_of_a_drain_is_one_object() {
+        let progress = Progress { node: "a".to_owned(), drain: Drain::from(&halfway()) };
+        let object = serde_json::to_value(&progress).expect("JSON");
+        assert_eq!((object["node"].as_str(), object["walked_blocks"].as_u64()), (Some("a"), Some(5)));
+    }
+
+    #[test]
     fn blocks_that_have_nowhere_to_go_are_said_with_what_to_do() {
         let stuck = DrainProgress { nowhere_blocks: 7, ..halfway() };
-        assert_eq!(drain_text(&stuck), "5 of 10 blocks walked, 3.0 MiB given away, 7 have nowhere to go");
+        assert_eq!(
+            drain_text(&Drain::from(&stuck)),
+            "5 of 10 blocks walked, 3.0 MiB given away, 7 have nowhere to go"
+        );
         let look = look(&[node(NodeMode::Draining, Some(stuck))], "a").expect("drains");
         let words = not_drained("a", &look, Duration::from_secs(60));
         assert!(

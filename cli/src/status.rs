@@ -17,7 +17,7 @@ use serde::Serialize;
 use crate::cluster::ClusterFile;
 use crate::config::Config;
 use crate::http;
-use crate::modes::{drain_text, mode_name};
+use crate::modes::{Drain, drain_text, mode_name};
 use crate::output::{Audience, Table, bytes_text};
 
 /// Bound on connecting to the control plane and both calls together.
@@ -96,7 +96,7 @@ struct NodeStatus {
     /// As the node last reported; none before its first report.
     usage: Option<Usage>,
     /// How far it is, while it drains.
-    drain: Option<String>,
+    drain: Option<Drain>,
     replicas_dram: u64,
     replicas_nvme: u64,
     dram_bytes: u64,
@@ -251,7 +251,7 @@ fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
         peer_address: node.peer_address,
         mode: mode_name(mode),
         usage: node.usage.map(|usage| usage_of(&usage)),
-        drain: node.drain.filter(|_| mode == NodeMode::Draining).map(|drain| drain_text(&drain)),
+        drain: node.drain.filter(|_| mode == NodeMode::Draining).map(|drain| Drain::from(&drain)),
         replicas_dram: replicas.iter().map(|replicas| replicas.dram).sum(),
         replicas_nvme: replicas.iter().map(|replicas| replicas.nvme).sum(),
         dram_bytes: node.dram_bytes,
@@ -279,7 +279,7 @@ fn text(status: &Status) -> String {
             node.replicas_dram.to_string(),
             node.replicas_nvme.to_string(),
             match &node.agent {
-                Ok(_) => node.drain.clone().unwrap_or_else(|| "answers".to_owned()),
+                Ok(_) => node.drain.as_ref().map_or_else(|| "answers".to_owned(), drain_text),
                 Err(error) => error.clone(),
             },
         ]);

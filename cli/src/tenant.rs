@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use reprise_policy::{ByteSize, TenantName};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
     Bytes, ListTenantsReply, ListTenantsRequest, RemoveTenantRequest, SetTenantRequest, Tenant, TenantState,
 };
 use serde::Serialize;
+use tonic::Code;
 use tonic::transport::Channel;
 
 use crate::cluster::ClusterFile;
@@ -110,6 +111,20 @@ struct Share {
     used: Amounts,
 }
 
+/// What was changed, for programs.
+#[derive(Debug, Serialize)]
+struct Changed {
+    tenant: String,
+    /// None: it has no budget any more.
+    budget: Option<ChangedBudget>,
+}
+
+#[derive(Debug, Serialize)]
+struct ChangedBudget {
+    reserved: Amounts,
+    limit: Amounts,
+}
+
 /// `reprise tenant`.
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let addresses = match &args.controlplane {
@@ -125,14 +140,19 @@ pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) ->
             Action::List => list(&addresses, audience).await,
             Action::Set(set) => {
                 let request = set.request()?;
-                let mut client = connect_any(&addresses).await?;
-                within(client.set_tenant(request)).await?;
+                let call =
+                    async |mut client: PlacementClient<Channel>| client.set_tenant(request.clone()).await;
+                at_any(&addresses, call).await?;
+                audience.emit(&Changed::to(&request));
                 audience.say(format!("the budget of tenant '{}' is set", set.name));
                 Ok(())
             }
             Action::Remove { name } => {
-                let mut client = connect_any(&addresses).await?;
-                within(client.remove_tenant(RemoveTenantRequest { name: name.to_string() })).await?;
+                let request = RemoveTenantRequest { name: name.to_string() };
+                let call =
+                    async |mut client: PlacementClient<Channel>| client.remove_tenant(request.clone()).await;
+                at_any(&addresses, call).await?;
+                audience.emit(&Changed { tenant: name.to_string(), budget: None });
                 audience.say(format!("tenant '{name}' has no budget any more"));
                 Ok(())
             }
@@ -155,14 +175,30 @@ impl SetArgs {
     }
 }
 
-/// A connection to the first member that can be reached; the error is the last one's.
-async fn connect_any(addresses: &[String]) -> anyhow::Result<PlacementClient<Channel>> {
+impl Changed {
+    fn to(request: &SetTenantRequest) -> Changed {
+        let Tenant { name, reserved, limit } = request.tenant.clone().unwrap_or_default();
+        let budget = ChangedBudget { reserved: amounts(reserved), limit: amounts(limit) };
+        Changed { tenant: name, budget: Some(budget) }
+    }
+}
+
+/// The answer of the first member that can give one; the error is the last one's. A refusal is one for all.
+async fn at_any<T>(
+    addresses: &[String],
+    call: impl AsyncFn(PlacementClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
+) -> anyhow::Result<T> {
     let mut outcome = Err(anyhow::anyhow!("the cluster has no member of the control plane"));
     for address in addresses {
-        outcome = connect(address).await;
-        if outcome.is_ok() {
-            break;
-        }
+        outcome = match connect(address).await {
+            Err(error) => Err(error),
+            Ok(client) => match tokio::time::timeout(ANSWERED_WITHIN, call(client)).await {
+                Ok(Ok(reply)) => return Ok(reply.into_inner()),
+                Ok(Err(status)) if status.code() != Code::Unavailable => bail!("{}", status.message()),
+                Ok(Err(status)) => Err(anyhow::anyhow!("{}", status.message())),
+                Err(_) => Err(anyhow::anyhow!("the member at {address} did not answer in time")),
+            },
+        };
     }
     outcome
 }
@@ -314,6 +350,35 @@ mod tests {
         let page = text(&listed, &BTreeMap::new());
         assert!(page.contains("no limit") && !page.contains("EXCEED"), "{page}");
         assert!(super::listed(Vec::new()).is_err());
+    }
+
+    #[test]
+    fn what_one_member_cannot_do_now_the_next_one_is_asked_and_a_refusal_is_one_for_all() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let listeners = [0, 1].map(|_| std::net::TcpListener::bind("127.0.0.1:0").expect("a free port"));
+        let addresses =
+            listeners.each_ref().map(|listener| listener.local_addr().expect("bound").to_string());
+        let asked = |first: fn() -> tonic::Status| {
+            let calls = std::cell::Cell::new(0);
+            let outcome = runtime.block_on(at_any(&addresses, async |_| {
+                calls.set(calls.get() + 1);
+                if calls.get() == 1 { Err(first()) } else { Ok(tonic::Response::new(())) }
+            }));
+            (outcome.map_err(|error| error.to_string()), calls.get())
+        };
+        assert_eq!(asked(|| tonic::Status::unavailable("not now")), (Ok(()), 2));
+        assert_eq!(asked(|| tonic::Status::failed_precondition("no")), (Err("no".to_owned()), 1));
+    }
+
+    #[test]
+    fn programs_get_what_was_set_as_one_object_in_which_no_limit_is_null() {
+        let limit = Some(Bytes { dram: 100, nvme: u64::MAX });
+        let tenant = Tenant { name: "a".to_owned(), reserved: Some(Bytes::default()), limit };
+        let changed = Changed::to(&SetTenantRequest { tenant: Some(tenant) });
+        let object = serde_json::to_value(&changed).expect("JSON");
+        assert_eq!(object["tenant"].as_str(), Some("a"));
+        assert_eq!(object["budget"]["limit"]["dram"].as_u64(), Some(100));
+        assert!(object["budget"]["limit"]["nvme"].is_null());
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! has not been answered then is unknown, and counted. A chain of 8,192 keys over 16 members is 512 keys a question and
 //! 8 KiB there and about 4 KiB back.
 //!
+//! A member that does not answer keeps questions waiting for as long, but only those to itself ([`ASKED_AT_ONCE`]).
+//!
 //! Deliberately absent: a second question after a change of the map, which costs less than it saves here: those keys are
 //! unknown for one answer.
 
@@ -19,6 +21,7 @@ use reprise_proto::connection::{Connection, LOOKUP};
 use reprise_proto::controlplane::{LookupReply, LookupRequest};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
@@ -27,8 +30,8 @@ use crate::shards::{MemberView, Shards};
 
 /// For the answers of all members.
 pub(crate) const ANSWERED_WITHIN: Duration = Duration::from_millis(200);
-/// Members asked at once: their answers to a chain are 64 × 512 KiB at the most.
-const ASKED_AT_ONCE: usize = 64;
+/// Questions to one member at once: its answers are 16 × 512 KiB at the most, of a chain each.
+const ASKED_AT_ONCE: usize = 16;
 
 /// Asks owners; see the module.
 #[derive(Debug)]
@@ -36,7 +39,13 @@ pub struct Chains {
     directory: Arc<DirectoryService>,
     shards: Arc<Shards>,
     /// To other members, by address.
-    connections: Mutex<BTreeMap<String, Connection>>,
+    lines: Mutex<BTreeMap<String, Line>>,
+}
+
+/// To one member.
+#[derive(Clone, Debug)]
+struct Line {
+    connection: Connection,
     asking: Arc<Semaphore>,
 }
 
@@ -63,8 +72,7 @@ enum OfKey {
 impl Chains {
     /// Asks by the map of `shards`, and `directory` for this member's own keys.
     pub fn new(directory: Arc<DirectoryService>, shards: Arc<Shards>) -> Chains {
-        let asking = Arc::new(Semaphore::new(ASKED_AT_ONCE));
-        Chains { directory, shards, connections: Mutex::default(), asking }
+        Chains { directory, shards, lines: Mutex::default() }
     }
 
     /// What is known of a chain, 200 ms from now at the latest.
@@ -82,8 +90,9 @@ impl Chains {
         let own_places = own.map(|own| std::mem::take(&mut by_owner[own])).unwrap_or_default();
         let mut others = self.ask_others(&view, by_owner, keys, deadline);
         if !own_places.is_empty() {
-            let answer = self.directory.look_up(&at(keys, &own_places), None).await;
-            chain.take(&own_places, answer);
+            let own_keys = at(keys, &own_places);
+            let answer = timeout_at(deadline, self.directory.look_up(&own_keys, None)).await;
+            chain.take(&own_places, answer.unwrap_or_else(late));
         }
         while let Some(answered) = others.join_next().await {
             // A task that panicked has said so; its keys stay unknown.
@@ -103,15 +112,14 @@ impl Chains {
     ) -> JoinSet<(Vec<u32>, Result<LookupReply, Status>)> {
         let mut others = JoinSet::new();
         for (member, places) in view.members.iter().zip(by_owner).filter(|(_, places)| !places.is_empty()) {
-            let Some(connection) = self.connection(view, &member.address) else { continue };
+            let Some(Line { connection, asking }) = self.line(view, &member.address) else { continue };
             let request = LookupRequest { keys: BlockKey::pack(&at(keys, &places)).into(), asking_node: 0 };
-            let (asking, name) = (self.asking.clone(), member.name.clone());
+            let name = member.name.clone();
             others.spawn(async move {
                 let call = async {
                     let _asking = asking.acquire().await.expect("the semaphore is never closed");
                     connection.call(LOOKUP, &request).await
                 };
-                let late = |_| Err(Status::deadline_exceeded("no answer in time"));
                 let answer = timeout_at(deadline, call).await.unwrap_or_else(late);
                 if let Err(status) = &answer {
                     tracing::debug!(member = %name, %status, "a member has not answered for its part of a chain");
@@ -122,18 +130,19 @@ impl Chains {
         others
     }
 
-    /// The connection to a member; made by its first call.
-    fn connection(&self, view: &MemberView, address: &str) -> Option<Connection> {
-        let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(connection) = connections.get(address) {
-            return Some(connection.clone());
+    /// The line to a member; connected by its first call.
+    fn line(&self, view: &MemberView, address: &str) -> Option<Line> {
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(line) = lines.get(address) {
+            return Some(line.clone());
         }
-        connections.retain(|known, _| view.members.iter().any(|member| member.address == *known));
+        lines.retain(|known, _| view.members.iter().any(|member| member.address == *known));
         let connection = Connection::to(address)
             .inspect_err(|error| tracing::warn!(address, %error, "a member's address is none"))
             .ok()?;
-        connections.insert(address.to_owned(), connection.clone());
-        Some(connection)
+        let line = Line { connection, asking: Arc::new(Semaphore::new(ASKED_AT_ONCE)) };
+        lines.insert(address.to_owned(), line.clone());
+        Some(line)
     }
 }
 
@@ -182,6 +191,10 @@ impl Chain {
         self.unanswered = u32::try_from(unanswered).expect("as many as keys of one call");
         self
     }
+}
+
+fn late(_: Elapsed) -> Result<LookupReply, Status> {
+    Err(Status::deadline_exceeded("no answer in time"))
 }
 
 fn at(keys: &[BlockKey], places: &[u32]) -> Vec<BlockKey> {

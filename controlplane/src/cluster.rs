@@ -5,7 +5,7 @@
 //! * None is held across an await, nor members' and directory's at once.
 //! * The locks of modes and of the table for look-ups ([`choosing`]) are taken inside of the members', and take none
 //!   themselves; that of the moves is taken outside of them.
-//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of the members', and takes none itself.
+//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of no other, because it is held for long, and takes none itself.
 //! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
 
@@ -35,6 +35,8 @@ const NODE_NEWS_MAX: usize = 4096;
 /// Places of the directory's tables that one sweep looks at: about 0.3 ms under the lock. Ten million entries are
 /// swept in 200 sweeps.
 const SWEEP_PLACES: usize = 1 << 16;
+/// Time for nodes that the store knows to register with a member that has started: they try at least once a second.
+pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 
 /// See the module.
 #[derive(Debug)]
@@ -186,7 +188,6 @@ impl Cluster {
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
         members.register(self.now(), record)?;
-        self.ledgers.register(node, epoch);
         let (record, state) = members.get(node).expect("it was just registered");
         if let Some((address, MemberState::Alive)) = before
             && address != record.details.peer_address
@@ -202,6 +203,8 @@ impl Cluster {
         tracing::info!(node = node.0, name = record.name, epoch = epoch.0, "node registered");
         self.metrics.registrations.inc();
         self.tell_node(&members, record, state);
+        drop(members);
+        self.ledgers.register(node, epoch);
         Ok(())
     }
 
@@ -289,6 +292,13 @@ impl Cluster {
             dram: sum.dram.saturating_add(record.details.dram_bytes),
             nvme: sum.nvme.saturating_add(record.details.nvme_bytes),
         })
+    }
+
+    /// The same; `None` while this member has just started and no node has registered with it.
+    pub fn capacity_known(&self) -> Option<Amounts> {
+        let is_alive = |(_, state): (&NodeRecord, MemberState)| state == MemberState::Alive;
+        let settled = self.start.elapsed() >= EXPECTED_FOR || self.members().iter().any(is_alive);
+        settled.then(|| self.capacity())
     }
 
     /// All nodes, as ledgers want to know them.

@@ -7,7 +7,7 @@
 //!
 //! Nodes that were known when a ledger began and do not come are waited for as long as for their inventories.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,8 @@ struct Inner {
     /// Of this member, in the map that the ledgers are of.
     incarnation: Option<u64>,
     ledgers: BTreeMap<TenantName, Ledger>,
+    /// The nodes that all ledgers follow already.
+    followed: Vec<KnownNode>,
 }
 
 #[derive(Debug)]
@@ -86,6 +88,15 @@ impl OwnPlace<'_> {
     }
 }
 
+impl Said {
+    fn tenant(&self) -> &TenantName {
+        match self {
+            Said::Here(report) => &report.tenant,
+            Said::Elsewhere(tenant) => tenant,
+        }
+    }
+}
+
 impl Ledgers {
     /// Brings the ledgers in line with a map in which this member's place is certain, with the budgets of the store and with
     /// the nodes; then moves bytes. For a timer of a second, and before reports of a map that is new.
@@ -103,12 +114,23 @@ impl Ledgers {
         }
         let is_own = |tenant: &TenantName| place.owns(tenant);
         inner.ledgers.retain(|tenant, _| budgets.contains_key(tenant) && is_own(tenant));
+        let followed = std::mem::take(&mut inner.followed);
         for (tenant, budget) in budgets.iter().filter(|(tenant, _)| is_own(tenant)) {
-            let ledger = inner.ledgers.entry(tenant.clone()).or_insert_with(|| Ledger::begin(nodes));
+            if !inner.ledgers.contains_key(tenant) {
+                let mut ledger = Ledger::begin(nodes);
+                ledger.budgets.set_budget(tenant, *budget);
+                ledger.follow(nodes);
+                inner.ledgers.insert(tenant.clone(), ledger);
+            }
+            let ledger = inner.ledgers.get_mut(tenant).expect("there is one now");
             ledger.budgets.set_budget(tenant, *budget);
-            ledger.follow(nodes, patience);
+            if followed != nodes {
+                ledger.follow(nodes);
+            }
+            ledger.give_up(nodes, patience);
             ledger.budgets.rebalance();
         }
+        inner.followed = nodes.to_vec();
     }
 
     /// This member's place is not certain: whoever is certain has the ledgers.
@@ -123,7 +145,10 @@ impl Ledgers {
 
     /// A node is fenced.
     pub fn forget(&self, node: NodeId) {
-        self.inner().ledgers.values_mut().for_each(|ledger| ledger.budgets.forget(node));
+        let mut inner = self.inner();
+        // Where a newer registration has come first, it is followed again.
+        inner.followed.clear();
+        inner.ledgers.values_mut().for_each(|ledger| ledger.budgets.forget(node));
     }
 
     /// A node reports; returns its orders. `place` is this member's.
@@ -139,13 +164,11 @@ impl Ledgers {
             return Vec::new();
         }
         inner.ledgers.retain(|tenant, _| budgets.contains_key(tenant) && place.owns(tenant));
+        let by_tenant: BTreeMap<&TenantName, &Said> =
+            said.iter().rev().map(|said| (said.tenant(), said)).collect();
         let mut orders = Vec::new();
         for (tenant, ledger) in &mut inner.ledgers {
-            let of_tenant = |said: &&Said| match said {
-                Said::Here(report) => report.tenant == *tenant,
-                Said::Elsewhere(name) => name == tenant,
-            };
-            let tenants = match said.iter().find(of_tenant) {
+            let tenants = match by_tenant.get(tenant) {
                 Some(Said::Elsewhere(_)) => continue,
                 Some(Said::Here(report)) => vec![report.clone()],
                 None => Vec::new(),
@@ -188,20 +211,23 @@ impl Ledger {
         Ledger { budgets, begun: Instant::now() }
     }
 
-    /// Whoever is registered here takes part; who was away for too long is not waited for.
-    fn follow(&mut self, nodes: &[KnownNode], patience: Duration) {
+    /// Whoever is registered here takes part.
+    fn follow(&mut self, nodes: &[KnownNode]) {
         for (node, epoch, presence) in nodes {
             if *presence == Presence::Here {
                 self.budgets.register(*node, *epoch);
             }
         }
-        if self.begun.elapsed() < patience {
+    }
+
+    /// Who was away for too long is not waited for.
+    fn give_up(&mut self, nodes: &[KnownNode], patience: Duration) {
+        let unheard: Vec<NodeId> = self.budgets.unheard().collect();
+        if unheard.is_empty() || self.begun.elapsed() < patience {
             return;
         }
-        let unheard: Vec<NodeId> = self.budgets.unheard().collect();
-        let is_here = |unheard: &NodeId| {
-            nodes.iter().any(|(node, _, presence)| node == unheard && *presence == Presence::Here)
-        };
-        unheard.into_iter().filter(|node| !is_here(node)).for_each(|node| self.budgets.forget(node));
+        let here = nodes.iter().filter(|(_, _, presence)| *presence == Presence::Here);
+        let here: BTreeSet<NodeId> = here.map(|(node, ..)| *node).collect();
+        unheard.into_iter().filter(|node| !here.contains(node)).for_each(|node| self.budgets.forget(node));
     }
 }

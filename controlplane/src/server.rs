@@ -21,7 +21,7 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 
 use crate::admin::{self, Admin};
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, EXPECTED_FOR};
 use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
@@ -52,8 +52,6 @@ const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// Never expire in a tighter loop than this.
 const EXPIRE_MIN: Duration = Duration::from_millis(1);
-/// Time for nodes that the store knows to register with a member that has started: they try at least once a second.
-const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Pause between two looks at the ledgers.
 const REBALANCE_EVERY: Duration = Duration::from_secs(1);
 /// Time for calls under way at shutdown; streams are told to end.
@@ -103,6 +101,10 @@ impl ControlPlane {
         let events = Events::new(history);
         let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, events, metrics));
         cluster.restore(known);
+        // Before anybody is served: a node that is to leave is chosen for nothing, also just after the start.
+        let modes = store.range(MODES_PREFIX.as_bytes(), NODES_MAX).await;
+        let modes = modes.context("cannot read the modes of nodes")?;
+        modes.entries.iter().for_each(|entry| learn_mode(&cluster, entry));
 
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
@@ -316,12 +318,16 @@ async fn follow_nodes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
     followed::follow(&store, NODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
 }
 
-/// Learns what nodes are for.
-async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
-    let take = |entry: &KeyValue| match modes::read(entry) {
+fn learn_mode(cluster: &Cluster, entry: &KeyValue) {
+    match modes::read(entry) {
         Ok((name, set)) => cluster.set_mode(name, set),
         Err(error) => tracing::error!(%error, "a node's mode is passed over"),
-    };
+    }
+}
+
+/// Learns what nodes are for from now on.
+async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
+    let take = |entry: &KeyValue| learn_mode(&cluster, entry);
     followed::follow(&store, MODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
 }
 
@@ -345,7 +351,8 @@ async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<T
             }
             (None, _) | (_, None) => cluster.ledgers.end(),
         }
-        let now = tenants.overcommitted(cluster.capacity());
+        let capacity = cluster.capacity_known();
+        let now = capacity.map_or(Amounts::default(), |capacity| tenants.overcommitted(capacity));
         cluster.metrics.set_overcommitted(now);
         if now != overcommitted && now != Amounts::default() {
             tracing::warn!(

@@ -5,8 +5,9 @@
 //! | `tenants/<name>`  | JSON: bytes reserved and bytes at most, of DRAM and of NVMe |
 //! | `tenants_changed` | empty; every change puts it, so that two at once do not both count as the first |
 //!
-//! Reservations are checked together against what the nodes have whenever one is set, and again when nodes come and go
-//! ([`Tenants::overcommitted`]): then nothing is refused any more, but it is said.
+//! Reservations are checked together against what the nodes have whenever a change makes them more, and again when nodes come
+//! and go ([`Tenants::overcommitted`]): then nothing is refused any more, but it is said. A change that promises no more than
+//! before is taken also when nodes have gone.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -56,6 +57,9 @@ pub enum TenantsError {
         /// How.
         error: QuotaError,
     },
+    /// What there is to reserve is not known yet.
+    #[error("nodes are still registering: try again")]
+    Registering,
     /// There are as many as there can be.
     #[error("{TENANTS_MAX} tenants have budgets already: remove one that is not used any more")]
     Full,
@@ -95,7 +99,7 @@ impl Tenants {
         self.budgets.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets a tenant's budget; `capacity` is what the living nodes have.
+    /// Sets a tenant's budget; `capacity` is what the living nodes have, `None` while they have had no time to register.
     ///
     /// # Errors
     /// [`TenantsError`]; nothing has changed then.
@@ -103,14 +107,15 @@ impl Tenants {
         &self,
         name: &TenantName,
         budget: Budget,
-        capacity: Amounts,
+        capacity: Option<Amounts>,
     ) -> Result<(), TenantsError> {
         self.change(name, |budgets| {
+            let before = reserved(budgets);
             budgets.insert(name.clone(), budget);
             if budgets.len() > TENANTS_MAX {
                 return Err(TenantsError::Full);
             }
-            check(budgets, capacity)?;
+            check(budgets, before, capacity)?;
             let (key, value) = (key(name), written(&budget));
             Ok(Write::Put { key, value, lease: None })
         })
@@ -132,12 +137,8 @@ impl Tenants {
     /// By how much reservations exceed what there is.
     pub fn overcommitted(&self, capacity: Amounts) -> Amounts {
         let Some(budgets) = self.budgets() else { return Amounts::default() };
-        let reserved =
-            |kind: Kind| budgets.values().map(|budget| kind(&budget.reserved)).fold(0, u64::saturating_add);
-        Amounts {
-            dram: reserved(|amounts| amounts.dram).saturating_sub(capacity.dram),
-            nvme: reserved(|amounts| amounts.nvme).saturating_sub(capacity.nvme),
-        }
+        let Amounts { dram, nvme } = reserved(&budgets);
+        Amounts { dram: dram.saturating_sub(capacity.dram), nvme: nvme.saturating_sub(capacity.nvme) }
     }
 
     /// Makes a change that `decide` makes of all budgets, unless another comes between.
@@ -193,13 +194,28 @@ fn apply(budgets: &mut BTreeMap<TenantName, Budget>, event: &Event) {
     }
 }
 
-/// Every budget by itself, and all reservations together.
-fn check(budgets: &BTreeMap<TenantName, Budget>, capacity: Amounts) -> Result<(), TenantsError> {
+/// All reservations together.
+fn reserved(budgets: &BTreeMap<TenantName, Budget>) -> Amounts {
+    let sum = |kind: Kind| budgets.values().map(|budget| kind(&budget.reserved)).fold(0, u64::saturating_add);
+    Amounts { dram: sum(|amounts| amounts.dram), nvme: sum(|amounts| amounts.nvme) }
+}
+
+/// Every budget by itself, and all reservations together where they are more than before.
+fn check(
+    budgets: &BTreeMap<TenantName, Budget>,
+    before: Amounts,
+    capacity: Option<Amounts>,
+) -> Result<(), TenantsError> {
+    let now = reserved(budgets);
     for (room, kind) in ROOMS {
         let refuse = |error| TenantsError::Quota { room, error };
         let quotas: Result<Vec<Quota>, QuotaError> =
             budgets.values().map(|budget| Quota::new(kind(&budget.reserved), kind(&budget.limit))).collect();
-        quota::check_reservations(kind(&capacity), 1, quotas.map_err(refuse)?).map_err(refuse)?;
+        let quotas = quotas.map_err(refuse)?;
+        if kind(&now) > kind(&before) {
+            let capacity = capacity.ok_or(TenantsError::Registering)?;
+            quota::check_reservations(kind(&capacity), 1, quotas).map_err(refuse)?;
+        }
     }
     Ok(())
 }
@@ -247,7 +263,7 @@ mod tests {
 
     use super::*;
 
-    const CAPACITY: Amounts = Amounts { dram: 100, nvme: 1000 };
+    const CAPACITY: Option<Amounts> = Some(Amounts { dram: 100, nvme: 1000 });
 
     fn name(text: &str) -> TenantName {
         text.parse().expect("a name")
@@ -296,11 +312,31 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn when_nodes_have_gone_reservations_can_be_lowered_and_limits_set_and_none_raised() {
+        let tenants = tenants().await;
+        tenants.set(&name("a"), budget(60, 200), CAPACITY).await.expect("there is room");
+        tenants.set(&name("b"), budget(30, 200), CAPACITY).await.expect("there is room");
+        let half = Some(Amounts { dram: 50, nvme: 500 });
+        tenants.set(&name("a"), budget(40, 200), half).await.expect("lowered, and still too much");
+        tenants.set(&name("a"), budget(40, 300), half).await.expect("as sure as before");
+        let refused = tenants.set(&name("a"), budget(41, 300), half).await.expect_err("71 of 50");
+        assert!(matches!(refused, TenantsError::Quota { room: "dram", .. }), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn while_nodes_register_nothing_is_reserved_and_what_reserves_nothing_is_set() {
+        let tenants = tenants().await;
+        let refused = tenants.set(&name("a"), budget(1, 200), None).await.expect_err("of what?");
+        assert!(matches!(refused, TenantsError::Registering), "{refused}");
+        tenants.set(&name("a"), budget(0, 200), None).await.expect("it reserves nothing");
+    }
+
+    #[tokio::test]
     async fn capacity_that_has_gone_is_told_by_how_much() {
         let tenants = tenants().await;
         tenants.set(&name("a"), budget(60, 200), CAPACITY).await.expect("there is room");
         tenants.take(News::All(&tenants.store.range(b"tenants/", 10).await.expect("readable").entries));
-        assert_eq!(tenants.overcommitted(CAPACITY), Amounts::default());
+        assert_eq!(tenants.overcommitted(CAPACITY.expect("known")), Amounts::default());
         let half = Amounts { dram: 50, nvme: 500 };
         assert_eq!(tenants.overcommitted(half), Amounts { dram: 10, nvme: 0 });
     }

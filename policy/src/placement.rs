@@ -8,9 +8,10 @@
 //!       ▼ hash of key and node      so that blocks spread
 //! ```
 //!
-//! A key looks at the nodes that have it in DRAM and at [`DRAWN`] candidates drawn by its hash ("the power of two choices
-//! in load balancing", Mitzenmacher, 2001), at all of them only when none of those will do. About 1 µs a key, whatever the
-//! number of nodes.
+//! A key looks at [`IN_DRAM`] of the nodes that have it in DRAM and at [`DRAWN`] candidates, both drawn by its hash ("the
+//! power of two choices in load balancing", Mitzenmacher, 2001), at all of them only when none of those will do. Who has it
+//! is marked once a key, so that a look at a candidate costs the same however many have it: about 1 µs a key, whatever the
+//! number of nodes, and some nanoseconds for each copy of the block.
 //!
 //! What is placed is charged to its target, so that a batch spreads like single questions would.
 //!
@@ -22,8 +23,14 @@ use crate::key::BlockKey;
 use crate::routing::{Domain, LoadHint, preference};
 use crate::tier::Tier;
 
+mod holders;
+
+use holders::Holders;
+
 /// Candidates that one key looks at.
 pub const DRAWN: usize = 8;
+/// Nodes with the block in DRAM that one key looks at.
+pub const IN_DRAM: usize = 16;
 /// Blocks that a target must have room for beside the one: it has writes of its own under way.
 pub const ROOM_BLOCKS: u64 = 64;
 /// And the part of its pool that must be free, whichever is more.
@@ -101,6 +108,8 @@ pub struct Placement {
     open: Vec<usize>,
     /// Placed by this batch, node for node.
     charged: Vec<u64>,
+    /// Who has the block of the key that is looked at.
+    holders: Holders,
 }
 
 /// What candidates are compared by; the smallest is best.
@@ -143,7 +152,8 @@ impl Placement {
         };
         let open = (0..nodes.len()).filter(|at| fits(&nodes[*at])).collect();
         let charged = vec![0; nodes.len()];
-        Placement { holder, reason, slot_bytes, nodes, open, charged }
+        let holders = Holders::of(&nodes);
+        Placement { holder, reason, slot_bytes, nodes, open, charged, holders }
     }
 
     /// The answer for a block that these nodes hold, as far as is known; charges its target.
@@ -151,7 +161,8 @@ impl Placement {
         if self.is_enough(holdings) {
             return Placed::Enough;
         }
-        let Some(at) = self.best(key, holdings) else { return Placed::Nowhere };
+        self.holders.mark(&self.nodes, self.holder, holdings, &self.open);
+        let Some(at) = self.best(key) else { return Placed::Nowhere };
         self.charged[at] = self.charged[at].saturating_add(self.slot_bytes);
         if !self.nodes[at].has_room(self.slot_bytes, self.charged[at]) {
             self.open.retain(|open| *open != at);
@@ -178,60 +189,41 @@ impl Placement {
     }
 
     fn node(&self, node: NodeId) -> Option<&PlacementNode> {
-        self.position(node).map(|at| &self.nodes[at])
-    }
-
-    fn position(&self, node: NodeId) -> Option<usize> {
-        self.nodes.binary_search_by_key(&node, |known| known.node).ok()
+        self.holders.position(node).map(|at| &self.nodes[at])
     }
 
     /// Position of the best candidate.
-    fn best(&self, key: &BlockKey, holdings: &[Holding]) -> Option<usize> {
-        let fits = |at: &usize| self.is_candidate(*at, holdings);
-        let rank = |at: &usize| self.rank(key, *at, holdings);
-        let in_dram = holdings.iter().filter(|holding| holding.tier == Tier::Dram);
-        let holders = in_dram.filter_map(|holding| self.position(holding.node));
-        let holder = holders.filter(|at| self.open.binary_search(at).is_ok()).filter(fits).min_by_key(rank);
-        holder
-            .or_else(|| self.drawn(key).filter(fits).min_by_key(rank))
+    fn best(&self, key: &BlockKey) -> Option<usize> {
+        let fits = |at: &usize| !self.holders.is_durable(*at);
+        let rank = |at: &usize| self.rank(key, *at);
+        drawn(key, self.holders.in_dram(), IN_DRAM)
+            .min_by_key(rank)
+            .or_else(|| drawn(key, &self.open, DRAWN).filter(fits).min_by_key(rank))
             .or_else(|| self.open.iter().copied().filter(fits).min_by_key(rank))
     }
 
-    /// Candidates drawn by the key's hash; all when they are few. One may be drawn twice.
-    fn drawn(&self, key: &BlockKey) -> impl Iterator<Item = usize> {
-        let (open, hash) = (&self.open, key.table_hash());
-        let count = open.len();
-        (0..count.min(DRAWN)).map(move |draw| {
-            if count <= DRAWN {
-                return open[draw];
-            }
-            let number = crate::shards::mix(hash ^ crate::shards::mix(draw as u64));
-            open[((u128::from(number) * count as u128) >> 64) as usize]
-        })
-    }
-
-    /// Whether an open node has no durable copy.
-    fn is_candidate(&self, at: usize, holdings: &[Holding]) -> bool {
-        let node = self.nodes[at].node;
-        !holdings.iter().any(|holding| holding.node == node && holding.tier == Tier::Nvme)
-    }
-
-    fn rank(&self, key: &BlockKey, at: usize, holdings: &[Holding]) -> Rank {
+    fn rank(&self, key: &BlockKey, at: usize) -> Rank {
         let node = &self.nodes[at];
-        let has_it = |holding: &Holding| holding.node == node.node;
-        let others = holdings.iter().map(|holding| holding.node).chain([self.holder]);
-        let shares = others
-            .filter(|holder| *holder != node.node)
-            .filter_map(|holder| self.node(holder))
-            .any(|holder| holder.domain.is_shared_with(node.domain));
         (
-            u8::from(!holdings.iter().any(has_it)),
-            u8::from(shares),
+            u8::from(!self.holders.has(at)),
+            u8::from(self.holders.shares_domain(at, node.domain)),
             node.score(self.charged[at]),
             preference(key, node.node),
             node.node,
         )
     }
+}
+
+/// Some of these positions, drawn by the key's hash; all when they are few. One may be drawn twice.
+fn drawn(key: &BlockKey, of: &[usize], draws: usize) -> impl Iterator<Item = usize> {
+    let (count, hash) = (of.len(), key.table_hash());
+    (0..count.min(draws)).map(move |draw| {
+        if count <= draws {
+            return of[draw];
+        }
+        let number = crate::shards::mix(hash ^ crate::shards::mix(draw as u64));
+        of[((u128::from(number) * count as u128) >> 64) as usize]
+    })
 }
 
 #[cfg(test)]

@@ -177,14 +177,15 @@ impl Budgets {
 
     /// Sets a tenant's budget. A lower one is met as nodes follow their orders.
     pub fn set_budget(&mut self, tenant: &TenantName, budget: Budget) {
+        let is_same = |ledger: &Ledger| ledger.reserved == budget.reserved && ledger.budget == budget.limit;
+        if self.tenants.get(tenant).is_some_and(is_same) {
+            return;
+        }
         let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
         let ledger = self.tenants.entry(tenant.clone()).or_default();
-        let before = Budget { reserved: ledger.reserved, limit: ledger.budget };
         (ledger.reserved, ledger.budget) = (budget.reserved, budget.limit);
-        if before != budget {
-            // What nodes keep for the tenant follows from both.
-            ledger.shares.values_mut().for_each(Share::repeat);
-        }
+        // What nodes keep for the tenant follows from both.
+        ledger.shares.values_mut().for_each(Share::repeat);
         for node in nodes {
             ledger.shares.entry(node).or_default();
         }

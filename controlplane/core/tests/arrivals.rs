@@ -86,3 +86,13 @@ fn all_that_hold_a_key_are_told_however_many_and_of_a_slot_of_others_nothing() {
     directory.own(&SlotSet::ALL.without(&[key(1).hash_slot()].into_iter().collect()));
     assert_eq!(holdings(&directory, &key(1)), None);
 }
+
+#[test]
+fn of_a_key_in_the_memory_of_many_some_are_told_and_everyone_who_has_it_durably() {
+    let mut held: Vec<(u16, Tier)> = (1..=100).map(|node| (node, Tier::Dram)).collect();
+    held.extend((90..=105).map(|node| (node, Tier::Nvme)));
+    let directory = directory(&held, &[key(1)]);
+    let told: Vec<Holding> = directory.holdings(&key(1)).expect("owned").collect();
+    let of = |tier| told.iter().filter(|holding| holding.tier == tier).count();
+    assert_eq!((of(Tier::Nvme), of(Tier::Dram)), (16, 64 + 11));
+}

@@ -23,7 +23,7 @@ pub(super) async fn set(service: &PlacementService, request: SetTenantRequest) -
     let budget = Budget { reserved: amounts(tenant.reserved), limit: amounts(Some(limit)) };
     service
         .tenants
-        .set(&name, budget, service.cluster.capacity())
+        .set(&name, budget, service.cluster.capacity_known())
         .await
         .map_err(|error| refuse(&name, &error))
 }
@@ -83,6 +83,9 @@ fn refuse(name: &TenantName, error: &TenantsError) -> Status {
         TenantsError::Quota { .. } => Status::failed_precondition(text),
         TenantsError::Full => Status::resource_exhausted(text),
         TenantsError::Unknown(_) => Status::not_found(error.to_string()),
-        TenantsError::Busy | TenantsError::OtherStore | TenantsError::Store(_) => Status::unavailable(text),
+        TenantsError::Registering
+        | TenantsError::Busy
+        | TenantsError::OtherStore
+        | TenantsError::Store(_) => Status::unavailable(text),
     }
 }

@@ -105,7 +105,13 @@ async fn a_mode_that_one_member_is_told_holds_with_all_and_after_all_were_away()
     a.shutdown().await;
     b.shutdown().await;
     let c = member(&store, "c").await;
-    named(&c, "n", |node| node.mode() == NodeMode::Draining).await;
+    let mut membership = harness::membership(&c).await;
+    let nodes = membership.list_nodes(ListNodesRequest {}).await.expect("answered").into_inner().nodes;
+    assert_eq!(
+        nodes.iter().map(NodeInfo::mode).collect::<Vec<_>>(),
+        [NodeMode::Draining],
+        "from its first answer on"
+    );
     let node = Node::register_only(&c, "n").await;
     let report = ReportRequest { node: number, epoch: node.granted.epoch, ..ReportRequest::default() };
     let again = placement(&c).await.report(report).await.expect("answered").into_inner();
@@ -153,6 +159,29 @@ async fn keys_of_a_member_that_does_not_answer_are_counted_in_time_and_end_no_no
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_does_not_answer_keeps_nobody_from_asking_the_others() {
+    let store = store();
+    let (a, b) = (member(&store, "a").await, member(&store, "b").await);
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let value = format!("{{\"address\":\"{}\"}}", silent.local_addr().expect("bound")).into_bytes();
+    let write = Write::Put { key: b"members/silent".to_vec(), value, lease: None };
+    store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
+    listed(&a, 3).await;
+    listed(&b, 3).await;
+    let placement = placement(&a).await;
+    let alone = route(&mut placement.clone()).await.unanswered;
+    let mut asking = tokio::task::JoinSet::new();
+    for _ in 0..200 {
+        let mut placement = placement.clone();
+        asking.spawn(async move { route(&mut placement).await.unanswered });
+    }
+    let answered = asking.join_all().await.into_iter().filter(|unanswered| *unanswered == alone).count();
+    assert!(answered > 150, "{answered} of 200 had the answer of the one that speaks");
+    a.shutdown().await;
+    b.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_member_alone_tells_a_full_node_to_give_to_an_empty_one() {
     let store = store();
     let (a, b) = (member(&store, "a").await, member(&store, "b").await);
@@ -160,7 +189,7 @@ async fn one_member_alone_tells_a_full_node_to_give_to_an_empty_one() {
     listed(&b, 2).await;
     let mut deciders = 0;
     for member in [&a, &b] {
-        let (full, empty) =
+        let (mut full, mut empty) =
             (Node::register_only(member, "full").await, Node::register_only(member, "empty").await);
         let report = |node: &Node, nvme: u64| ReportRequest {
             node: node.granted.node,
@@ -177,6 +206,7 @@ async fn one_member_alone_tells_a_full_node_to_give_to_an_empty_one() {
         // The decision is at most a second old when it is told.
         let give_up = Instant::now() + Duration::from_millis(1500);
         while Instant::now() < give_up {
+            assert!(full.beat().await && empty.beat().await);
             let told = placement.report(report(&full, 1 << 29)).await.expect("answered").into_inner().r#move;
             if let Some(told) = told {
                 assert_eq!((told.to, told.bytes), (empty.granted.node, 1 << 28));

@@ -104,6 +104,29 @@ fn blocks_of_one_node_spread_over_many_others() {
 }
 
 #[test]
+fn of_many_that_have_a_block_in_dram_a_key_looks_at_some_and_keys_spread() {
+    let half = |number| PlacementNode { used: POOL / 2, ..node(number) };
+    let nodes = (1..=1000).map(|number| if number == 500 { node(number) } else { half(number) });
+    let mut placement = hot(nodes.collect());
+    let holdings: Vec<Holding> = [nvme(1)].into_iter().chain((2..=1000).map(dram)).collect();
+    let targets = (0..1000).map(|number| placement.place(&key(number), &holdings));
+    let emptiest = targets.filter(|placed| *placed == Placed::On(NodeId(500))).count();
+    assert!((5..40).contains(&emptiest), "16 of 999 are drawn for each of 1,000 keys: {emptiest}");
+}
+
+#[test]
+fn a_node_that_has_a_block_itself_shares_its_failure_domain_with_others_only() {
+    let together = |number| PlacementNode { domain: Domain(7), ..node(number) };
+    let nodes = || vec![node(1), PlacementNode { used: POOL / 2, ..node(2) }, together(3), together(4)];
+    let place = |holdings: &[Holding]| hot(nodes()).place(&key(1), holdings);
+    assert_eq!(place(&[nvme(1), dram(2), dram(3)]), Placed::On(NodeId(3)), "alone in its domain");
+    assert_eq!(place(&[nvme(1), dram(2), dram(3), dram(4)]), Placed::On(NodeId(2)));
+    let mut batch = hot(nodes());
+    batch.place(&key(1), &[nvme(1), dram(3), dram(4)]);
+    assert_eq!(batch.place(&key(2), &[nvme(1), dram(2), dram(3)]), Placed::On(NodeId(3)), "nothing stays");
+}
+
+#[test]
 fn a_batch_fills_nobody_beyond_its_room_and_then_there_is_nowhere() {
     // Room for 65 blocks beside the 64 that must be free: each node takes 66, the last of which leaves it below.
     let used = POOL - POOL / ROOM_PART - 65 * SLOT;

@@ -8,7 +8,7 @@ use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::placement::Holding;
 use reprise_policy::{BlockKey, NodeId, Tier};
 
-use super::Directory;
+use super::{CONSIDERED_MAX, Directory, Entry};
 
 /// How far a reading has come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,12 +36,17 @@ impl Cursor {
 }
 
 impl Directory {
-    /// All replicas of a key in current inventories, whether their nodes live or not; `None` when its slot is not owned.
+    /// Replicas of a key in current inventories, whether their nodes live or not: all of nodes that have it durably, and of
+    /// others the first [`CONSIDERED_MAX`]; `None` when its slot is not owned.
     pub fn holdings(&self, key: &BlockKey) -> Option<impl Iterator<Item = Holding>> {
-        let current =
-            |entry: &&super::Entry| entry.generation == self.nodes[usize::from(entry.node.0)].generation;
+        let current = |entry: &&Entry| entry.generation == self.nodes[usize::from(entry.node.0)].generation;
+        let mut passing = 0;
+        let counts = move |entry: &&Entry| {
+            passing += usize::from(!entry.tiers.contains(Tier::Nvme));
+            entry.tiers.contains(Tier::Nvme) || passing <= CONSIDERED_MAX
+        };
         self.owned.contains(key.hash_slot()).then(|| {
-            self.slot(key).of_key(key).filter(current).flat_map(|entry| {
+            self.slot(key).of_key(key).filter(current).filter(counts).flat_map(|entry| {
                 let tiers = [Tier::Dram, Tier::Nvme].into_iter().filter(|tier| entry.tiers.contains(*tier));
                 tiers.map(|tier| Holding { node: entry.node, tier })
             })
