@@ -21,6 +21,7 @@ use anyhow::Context;
 use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::config::Config;
 use crate::interrupt;
 use configuration::{AgentConfig, StoreChoice};
 use directory::ClusterDirectory;
@@ -109,6 +110,22 @@ impl ClusterFile {
             )
         })?;
         serde_json::from_str(&text).with_context(|| format!("{} is not a cluster file", path.display()))
+    }
+
+    /// Where a command finds members of the control plane: at the address that it is given, or where those of the running
+    /// cluster are, in its directory.
+    ///
+    /// # Errors
+    /// No address, and no running cluster.
+    pub(crate) fn members_of(
+        address: Option<&String>,
+        directory: Option<&Path>,
+        config: &Config,
+    ) -> anyhow::Result<Vec<String>> {
+        match address {
+            Some(address) => Ok(vec![address.clone()]),
+            None => Ok(ClusterFile::read(&config.cluster.directory(directory))?.grpc_addresses()),
+        }
     }
 
     /// Where the members' gRPC services are.

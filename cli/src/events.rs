@@ -67,10 +67,7 @@ struct Streams {
 
 /// `reprise events`.
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = match &args.controlplane {
-        Some(address) => vec![address.clone()],
-        None => ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses(),
-    };
+    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {
         let (mut terminate, mut interrupt) =

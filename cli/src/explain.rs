@@ -114,10 +114,7 @@ impl FromStr for Subject {
 /// `reprise explain`.
 pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let keys = keys(args)?;
-    let addresses = match &args.controlplane {
-        Some(address) => vec![address.clone()],
-        None => ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses(),
-    };
+    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let explained = runtime.block_on(async {
         let (address, members, nodes) = status::members_and_nodes(&addresses).await?;

@@ -154,10 +154,7 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 }
 
 fn addresses(args: &ModeArgs, config: &Config) -> anyhow::Result<Vec<String>> {
-    match &args.controlplane {
-        Some(address) => Ok(vec![address.clone()]),
-        None => Ok(ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?.grpc_addresses()),
-    }
+    ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)
 }
 
 /// Sets the mode at the first member that can.

@@ -117,13 +117,7 @@ struct Usage {
 
 /// `reprise status`.
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = match &args.controlplane {
-        Some(address) => vec![address.clone()],
-        None => {
-            let directory = config.cluster.directory(args.cluster.as_deref());
-            ClusterFile::read(&directory)?.grpc_addresses()
-        }
-    };
+    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let Answers { address, members, nodes, directories } = runtime.block_on(ask_any(&addresses))?;
     let answered: Vec<&DescribeReply> = directories.iter().flatten().collect();

@@ -127,13 +127,7 @@ struct ChangedBudget {
 
 /// `reprise tenant`.
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = match &args.controlplane {
-        Some(address) => vec![address.clone()],
-        None => {
-            let directory = config.cluster.directory(args.cluster.as_deref());
-            ClusterFile::read(&directory)?.grpc_addresses()
-        }
-    };
+    let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         match &args.action {

@@ -178,11 +178,6 @@ impl Ledgers {
         orders
     }
 
-    /// Whether this member has a tenant's ledger.
-    pub fn has(&self, tenant: &TenantName) -> bool {
-        self.inner().ledgers.contains_key(tenant)
-    }
-
     /// How much of a budget is where; `None` when the ledger is another member's.
     pub fn state(&self, tenant: &TenantName) -> Option<LedgerState> {
         let inner = self.inner();

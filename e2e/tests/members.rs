@@ -17,6 +17,19 @@ const FAILOVER_WITHIN: Duration = Duration::from_secs(10);
 /// A node that is silent is not offered after 1.5 s; what a busy machine adds.
 const NOT_OFFERED_WITHIN: Duration = Duration::from_secs(4);
 
+/// A cluster whose member `c` reaches etcd through a relay.
+fn with_a_member_behind_a_relay() -> (Cluster, Relay) {
+    let world = World::new();
+    let etcd = world.etcd();
+    let endpoint = etcd.endpoint();
+    let relay = Relay::to(&etcd.address());
+    let behind = format!("http://{}", relay.address());
+    let members =
+        vec![world.member("a", &endpoint), world.member("b", &endpoint), world.member("c", &behind)];
+    let cluster = Cluster::of(world, etcd, members).with_agents([&Host::LOOPBACK, &Host::LOOPBACK]);
+    (cluster, relay)
+}
+
 #[test]
 fn a_member_that_is_killed_costs_its_part_for_seconds_and_comes_back_for_it() {
     let (mut cluster, saver, reader) = Cluster::holding(200);
@@ -141,14 +154,7 @@ fn members_whose_etcd_was_emptied_end_and_their_next_processes_begin_anew() {
 
 #[test]
 fn a_member_that_cannot_reach_etcd_answers_for_nothing_and_the_others_take_over() {
-    let world = World::new();
-    let etcd = world.etcd();
-    let endpoint = etcd.endpoint();
-    let relay = Relay::to(&etcd.address());
-    let behind = format!("http://{}", relay.address());
-    let members =
-        vec![world.member("a", &endpoint), world.member("b", &endpoint), world.member("c", &behind)];
-    let cluster = Cluster::of(world, etcd, members).with_agents([&Host::LOOPBACK, &Host::LOOPBACK]);
+    let (cluster, relay) = with_a_member_behind_a_relay();
     let (cluster, saver, reader) = cluster.hold(100);
     relay.cut();
     // Its own lease runs out on its own clock; the others have its slots as soon as etcd has seen that too.
@@ -196,14 +202,7 @@ fn an_etcd_that_answers_late_delays_nothing_but_changes_of_members() {
 
 #[test]
 fn a_member_that_missed_changes_which_etcd_has_compacted_reads_everything_again() {
-    let world = World::new();
-    let etcd = world.etcd();
-    let endpoint = etcd.endpoint();
-    let relay = Relay::to(&etcd.address());
-    let behind = format!("http://{}", relay.address());
-    let members =
-        vec![world.member("a", &endpoint), world.member("b", &endpoint), world.member("c", &behind)];
-    let cluster = Cluster::of(world, etcd, members).with_agents([&Host::LOOPBACK, &Host::LOOPBACK]);
+    let (cluster, relay) = with_a_member_behind_a_relay();
     let (mut cluster, saver, reader) = cluster.hold(100);
     relay.cut();
     // Members come and go behind its back, and etcd forgets that they have.

@@ -423,11 +423,13 @@ impl Executor {
         let IncomingOffer { offer: id, from, tenant, layout, keys, .. } = offer;
         let offer = PeerOfferId(id);
         let node = self.parts.directory.node_of(&from);
-        let tenant = lock(&self.parts.tenants).enter(&tenant, None);
-        if let (Some(from), Ok(tenant)) = (node, &tenant) {
-            return Some(PeerOffer { offer, from, tenant: *tenant, layout, keys });
-        }
-        let reason = tenant.err().map_or("the control plane has not named it".to_owned(), |e| e.to_string());
+        // Who is no node of the cluster gives no names to this one.
+        let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter(&tenant, None)));
+        let reason = match tenant {
+            Some((from, Ok(tenant))) => return Some(PeerOffer { offer, from, tenant, layout, keys }),
+            Some((_, Err(error))) => error.to_string(),
+            None => "the control plane has not named it".to_owned(),
+        };
         tracing::debug!(node = from, reason, "an offer of a peer is refused");
         self.with_peers(|peers| peers.answer_offer(offer, &[], OFFER_RETRY_MAX));
         None

@@ -1,5 +1,5 @@
-//! Stores of the control plane's small, slow-changing facts: node identities and epochs today, shard maps and tenants
-//! to come. The directory is not among them; it is soft state.
+//! Stores of the control plane's small, slow-changing facts: nodes with their epochs and modes, members, tenants' budgets.
+//! The directory is not among them; it is soft state.
 //!
 //! [`Store`] has the shape of etcd: revisions, transactions with conditions, ranges by prefix, watches that begin at a
 //! revision and say so when that has been compacted away, leases with which entries go. [`EmbeddedStore`] keeps one file,
