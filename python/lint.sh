@@ -3,6 +3,10 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 cargo fmt --check
+# Without it the caller says that licences are not checked.
+if command -v cargo-deny > /dev/null; then
+    cargo deny --locked check --config ../deny.toml bans licenses sources
+fi
 venv=$(./venv.sh) || {
     [ $? -eq 3 ] || exit 1
     printf '\n%s\n\n' "######## SKIPPED: the lints of the Python package (the reason is above) ########" >&2

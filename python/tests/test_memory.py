@@ -29,6 +29,18 @@ class Elsewhere:
         raise AssertionError("memory of a device was asked for")
 
 
+class Nowhere(Elsewhere):
+    """A tensor without memory, as PyTorch's on its device "meta"."""
+
+    def __init__(self) -> None:
+        """Of no device."""
+        super().__init__(0, 0)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Not there."""
+        raise ValueError("meta tensors have no memory")
+
+
 def refused(layers: list[Any], layout: Layout, words: str, kind: type[Exception] = ValueError) -> None:
     """The memory is refused with these words."""
     with pytest.raises(kind, match=words):
@@ -154,4 +166,5 @@ def test_memory_that_cannot_be_written_or_reached_is_refused(layout: Layout) -> 
     first = tensors(4)[0]
     refused([first, Elsewhere(2, 1)], layout, "layer 1: the tensor lies on CUDA device 1: only host memory")
     refused([Elsewhere(10, 0)], layout, "layer 0: the tensor lies on ROCm device 0")
+    refused([Nowhere()], layout, "layer 0: the tensor does not say where it lies: .*meta")
     refused([[1, 2, 3]], layout, "layer 0: .*list.* is no tensor", TypeError)

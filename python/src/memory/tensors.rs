@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{PoisonError, RwLock};
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyAttributeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3_dlpack::PyTensor;
 use reprise_policy::Layout;
@@ -214,9 +214,14 @@ impl Shape {
 
 /// Checks that a tensor lies in host memory, before anything is asked of it that a device would have to wait for.
 fn check_device(object: &Bound<'_, PyAny>, layer: usize) -> PyResult<()> {
-    let device = object.call_method0("__dlpack_device__").map_err(|_| {
-        let kind = object.get_type();
-        PyTypeError::new_err(format!("layer {layer}: {kind} is no tensor: it has no __dlpack_device__"))
+    let device = object.call_method0("__dlpack_device__").map_err(|error| {
+        if error.is_instance_of::<PyAttributeError>(object.py()) {
+            let kind = object.get_type();
+            return PyTypeError::new_err(format!(
+                "layer {layer}: {kind} is no tensor: it has no __dlpack_device__"
+            ));
+        }
+        PyValueError::new_err(format!("layer {layer}: the tensor does not say where it lies: {error}"))
     })?;
     let (kind, number): (i32, i32) = device.extract()?;
     if kind == DEVICE_CPU || kind == DEVICE_CUDA_HOST {
