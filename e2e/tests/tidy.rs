@@ -24,8 +24,7 @@ const RATCHET: &[(&str, usize)] = &[];
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Where unsafe code may live (docs/ARCHITECTURE.md, "Folders and crates").
-const UNSAFE_PLACES: &[&str] =
-    &["node-agent/buffers/", "node-agent/io/", "python/src/memory/tensors.rs"];
+const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/", "python/src/memory/tensors.rs"];
 
 /// Every dependency that one of our crates may have on another, development dependencies included.
 const EDGES: &[(&str, &[&str])] = &[

@@ -159,6 +159,7 @@ impl Layout {
 #[pyclass(frozen, eq, hash, skip_from_py_object, module = "reprise")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Namespace {
+    /// Geometry of the blocks on one rank.
     #[pyo3(get)]
     pub(crate) layout: Layout,
     pub(crate) digest: NamespaceDigest,

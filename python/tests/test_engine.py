@@ -152,6 +152,44 @@ def test_an_agent_that_hangs_costs_one_transfer_its_patience_and_is_used_again_w
         assert save.unsaved == 0
 
 
+def test_whatever_happens_to_the_agent_every_transfer_ends_and_no_byte_is_wrong(
+    cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
+) -> None:
+    """Saves and loads go on while the agent is killed, started again, stopped and let go on."""
+    keys = keys_of(namespace, range(BLOCKS))
+    memory = tensors(2 * BLOCKS, seed=1)
+    expected = [layer[:BLOCKS].copy() for layer in memory]
+    agent = cluster.agents[0]
+    loaded_blocks = 0
+    with Transfers(session, memory_of(memory, layout), load_stall=0.2, save_stall=0.2) as transfers:
+        for round_number in range(16):
+            save = transfers.save(keys, range(BLOCKS))
+            load = transfers.load(keys, range(BLOCKS, 2 * BLOCKS))
+            match round_number % 4:
+                case 1:
+                    agent.kill()
+                case 2:
+                    agent.restart()
+                    assert session.wait_connected(LONG)
+                case 3:
+                    freeze(agent)
+            _, loaded = ended(transfers, save, load)
+            if round_number % 4 == 3:
+                thaw(agent)
+                assert session.wait_connected(LONG)
+            for block, is_ok in enumerate(loaded.ok):
+                loaded_blocks += is_ok
+                if is_ok:
+                    assert all(
+                        np.array_equal(layer[BLOCKS + block], bytes_of[block])
+                        for layer, bytes_of in zip(memory, expected, strict=True)
+                    )
+            for layer in memory:
+                layer[BLOCKS:] = 0
+    assert loaded_blocks > 0
+    assert all(np.array_equal(layer[:BLOCKS], bytes_of) for layer, bytes_of in zip(memory, expected, strict=True))
+
+
 def test_python_goes_on_while_native_threads_copy(session: Session, namespace: Namespace, layout: Layout) -> None:
     """The interpreter never waits: the thread that has the GIL keeps it, and transfers end all the same."""
     keys = keys_of(namespace, range(BLOCKS))
