@@ -109,10 +109,13 @@ impl Transfers {
         self.lock().as_ref().map_or(0, |transfers| transfers.unfinished())
     }
 
-    /// Ends the threads: what is being copied is copied to its end or given up, what waits ends undone. The memory is not
+    /// Ends the threads: transfers at work end with the part that they are at, what waits ends undone. The memory is not
     /// touched after it.
     fn close(&self, py: Python<'_>) {
         let transfers = self.lock().take();
+        if let Some(transfers) = &transfers {
+            transfers.cancel();
+        }
         py.detach(|| drop(transfers));
     }
 

@@ -61,6 +61,14 @@ pub trait PagedMemory: fmt::Debug + Send + Sync {
     fn write_object(&self, block: PhysicalBlock, object: u32, write: &mut dyn FnMut(&mut [u8]));
 }
 
+/// Whether a save or load is to go on: asked between its windows, and between layers.
+pub(crate) type GoOn<'a> = &'a dyn Fn() -> bool;
+
+/// Why a save or load ends that was told not to go on.
+pub(crate) fn cancelled() -> ClientError {
+    ClientError::AgentLost { reason: "the transfer was cancelled by this process".to_owned() }
+}
+
 /// Checks that a call fits the session and the memory.
 fn check(
     client: &Client,

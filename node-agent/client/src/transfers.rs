@@ -11,8 +11,8 @@
 //! agent, the session or the memory; none starts while the agent is suspected. A transfer of an agent that hangs ends
 //! after its `stall_timeout` and makes the agent suspected, so that those behind it end at once.
 //!
-//! Dropping it waits for the transfers at work, each for its `stall_timeout` at the most when the agent hangs, and
-//! ends those in the queues undone: no byte of the memory is touched after that.
+//! Dropping it cancels: transfers in the queues end undone, those at work end with the part that they are at, or after
+//! their `stall_timeout` when the agent hangs. It waits for that: no byte of the memory is touched after it.
 //!
 //! Deliberately absent: retries, order between loads and saves (a caller that loads what it saves waits in between).
 
@@ -29,7 +29,7 @@ use crate::deadline;
 use crate::error::ClientError;
 use crate::keeper::SessionKeeper;
 use crate::paged::{
-    LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, check_blocks,
+    LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled, check_blocks,
     check_layout,
 };
 
@@ -104,7 +104,7 @@ struct Board {
     last: u64,
     unfinished: BTreeSet<TransferId>,
     finished: VecDeque<Finished>,
-    is_ending: bool,
+    is_cancelled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -203,6 +203,11 @@ impl Transfers {
         }
     }
 
+    /// Ends all transfers as soon as possible, those that are yet to be submitted as well. Does not wait.
+    pub fn cancel(&self) {
+        self.shared.lock().is_cancelled = true;
+    }
+
     /// Transfers that have not ended.
     pub fn unfinished(&self) -> usize {
         self.shared.lock().unfinished.len()
@@ -242,7 +247,7 @@ impl Transfers {
 
 impl Drop for Transfers {
     fn drop(&mut self) {
-        self.shared.lock().is_ending = true;
+        self.cancel();
         self.queues = None;
         for thread in self.threads.drain(..) {
             // It catches what its transfers panic with.
@@ -275,16 +280,18 @@ impl Job {
 
     fn attempt(&self) -> Result<Outcome, ClientError> {
         let shared = &self.shared;
-        if shared.lock().is_ending {
-            return Err(ending());
+        let go_on = || !shared.lock().is_cancelled;
+        if !go_on() {
+            return Err(cancelled());
         }
         let client = shared.keeper.answering().ok_or_else(|| shared.keeper.absence())?;
+        let (memory, options) = (&*shared.memory, &shared.options);
         match self.direction {
             Direction::Save => {
-                client.save_blocks(&self.blocks, &*shared.memory, &shared.options.save).map(Outcome::Saved)
+                client.save_blocks_while(&self.blocks, memory, &options.save, &go_on).map(Outcome::Saved)
             }
             Direction::Load => {
-                client.load_blocks(&self.blocks, &*shared.memory, &shared.options.load).map(Outcome::Loaded)
+                client.load_blocks_while(&self.blocks, memory, &options.load, &go_on).map(Outcome::Loaded)
             }
         }
     }
@@ -307,17 +314,12 @@ impl Drop for Job {
         if !self.shared.lock().unfinished.contains(&self.id) {
             return;
         }
-        let (blocks, reason) = (self.blocks.len(), self.undone.take().unwrap_or_else(ending));
+        let (blocks, reason) = (self.blocks.len(), self.undone.take().unwrap_or_else(cancelled));
         self.end(match self.direction {
             Direction::Save => Outcome::Saved(SavedBlocks::unsaved(blocks, reason)),
             Direction::Load => Outcome::Loaded(LoadedBlocks::failed(blocks, reason)),
         });
     }
-}
-
-/// Why transfers end that nobody has begun when their threads end.
-fn ending() -> ClientError {
-    ClientError::AgentLost { reason: "the transfers are ending".to_owned() }
 }
 
 impl Shared {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use reprise_policy::BlockKey;
 
-use super::{PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, check, window_blocks};
+use super::{GoOn, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, cancelled, check, window_blocks};
 use crate::client::Client;
 use crate::deadline;
 use crate::error::ClientError;
@@ -50,6 +50,7 @@ struct Loading<'a> {
     /// `None`: blocks only have to be in the arena.
     memory: Option<&'a dyn PagedMemory>,
     options: LoadOptions,
+    go_on: GoOn<'a>,
     until: Instant,
     /// Blocks that are to be asked for, in order.
     rest: VecDeque<usize>,
@@ -99,8 +100,19 @@ impl Client {
         memory: &dyn PagedMemory,
         options: &LoadOptions,
     ) -> Result<LoadedBlocks, ClientError> {
+        self.load_blocks_while(blocks, memory, options, &|| true)
+    }
+
+    /// As [`Client::load_blocks`], as long as `go_on` says so.
+    pub(crate) fn load_blocks_while(
+        &self,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        options: &LoadOptions,
+        go_on: GoOn<'_>,
+    ) -> Result<LoadedBlocks, ClientError> {
         check(self, blocks, memory)?;
-        let mut loading = Loading::new(self, blocks, Some(memory), *options);
+        let mut loading = Loading { go_on, ..Loading::new(self, blocks, Some(memory), *options) };
         let stopped_by = loading.run().err();
         Ok(LoadedBlocks { stopped_by, ..loading.loaded })
     }
@@ -130,6 +142,7 @@ impl<'a> Loading<'a> {
             blocks,
             memory,
             options,
+            go_on: &|| true,
             until: deadline::after(options.deadline),
             rest: (0..blocks.len()).collect(),
             loaded: LoadedBlocks::none_yet(blocks.len()),
@@ -172,6 +185,9 @@ impl<'a> Loading<'a> {
     fn finish_window(&mut self, blocks: &[usize], load: &Load) -> Result<(), ClientError> {
         let mut statuses: Vec<BlockStatus> = load.blocks().iter().map(|block| block.status()).collect();
         for layer in 0..self.client.layout().layers() {
+            if !(self.go_on)() {
+                return Err(cancelled());
+            }
             load.wait_layer(layer, self.options.stall_timeout)?;
             self.copy_layer(layer, blocks, &mut statuses, load);
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_policy::BlockKey;
 
-use super::{PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, check, window_blocks};
+use super::{GoOn, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, cancelled, check, window_blocks};
 use crate::client::Client;
 use crate::commit::{CommitStatus, Priority};
 use crate::durable::Ticket;
@@ -92,9 +92,24 @@ impl Client {
         memory: &dyn PagedMemory,
         options: &SaveOptions,
     ) -> Result<SavedBlocks, ClientError> {
+        self.save_blocks_while(blocks, memory, options, &|| true)
+    }
+
+    /// As [`Client::save_blocks`], as long as `go_on` says so.
+    pub(crate) fn save_blocks_while(
+        &self,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        options: &SaveOptions,
+        go_on: GoOn<'_>,
+    ) -> Result<SavedBlocks, ClientError> {
         check(self, blocks, memory)?;
         let mut saved = SavedBlocks { statuses: Vec::new(), tickets: Vec::new(), stopped_by: None };
         while saved.statuses.len() < blocks.len() && saved.stopped_by.is_none() {
+            if !go_on() {
+                saved.stopped_by = Some(cancelled());
+                break;
+            }
             let rest = &blocks[saved.statuses.len()..];
             match self.save_window(rest, memory, options) {
                 Ok(None) => break,

@@ -148,7 +148,7 @@ fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
 }
 
 #[test]
-fn dropping_waits_for_the_transfer_at_work_and_ends_the_others_undone() {
+fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone() {
     let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
     let (go_on, told_to_go_on) = mpsc::channel::<()>();
     let agent = FakeAgent::start(move |peer| {
@@ -159,18 +159,50 @@ fn dropping_waits_for_the_transfer_at_work_and_ends_the_others_undone() {
         peer.reply_reserved(id, 1, Grant::First);
         let (id, _) = peer.expect_commit();
         peer.reply_committed(id, 1, &[CommitStatus::Committed]);
-        assert!(peer.receive().is_none(), "the second save is not begun");
+        assert!(peer.receive().is_none(), "neither the rest nor the second save is begun");
     });
-    let memory = Arc::new(Memory::filled(1));
+    let memory = Arc::new(Memory::filled(2));
     let transfers = transfers(&agent, &memory, LONG);
-    for _ in 0..2 {
-        transfers.submit_save(placed([(0, 0)])).expect("a right call");
-    }
+    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)])).expect("a right call");
+    let ids = [submit(), submit()];
     told_that_it_is_at_work.recv().expect("the agent says so");
-    let dropping = std::thread::spawn(move || drop(transfers));
+    transfers.cancel();
     go_on.send(()).expect("the agent lives");
-    dropping.join().expect("no panic");
+    let ids = [ids[0], ids[1], submit()];
+    assert!(transfers.wait(&ids, LONG));
+    use SaveStatus::{Committed, Unsaved};
+    for (ended, first) in transfers.finished().iter().zip([Committed, Unsaved, Unsaved]) {
+        assert_eq!(save_statuses(&ended.outcome), [first, Unsaved]);
+        let words = ended.outcome.stopped_by().expect("cancelled").to_string();
+        assert!(words.contains("cancelled"), "{words}");
+    }
+    drop(transfers);
     assert_eq!(Arc::strong_count(&memory), 1, "nobody touches the memory any more");
+    agent.join();
+}
+
+#[test]
+fn a_load_is_cancelled_between_its_layers() {
+    let (answered, told_that_it_is_at_work) = mpsc::channel::<()>();
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        answered.send(()).expect("the test waits");
+        told_to_go_on.recv().expect("the test says when");
+        peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
+        assert_eq!(peer.expect_release(), 1);
+    });
+    let memory = Arc::new(Memory::new(1));
+    let transfers = transfers(&agent, &memory, LONG);
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    told_that_it_is_at_work.recv().expect("the agent says so");
+    transfers.cancel();
+    go_on.send(()).expect("the agent lives");
+    assert!(transfers.wait(&[load], LONG));
+    assert_eq!(load_statuses(&transfers.finished()[0].outcome), [BlockStatus::Failed]);
+    assert!(memory.block(0).iter().all(|byte| *byte == 0), "nothing was copied any more");
+    drop(transfers);
     agent.join();
 }
 
