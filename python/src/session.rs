@@ -14,7 +14,8 @@ use crate::geometry::{Layout, Namespace};
 use crate::outcome::source_numbers;
 
 /// A session with this node's agent that is opened anew by itself: the agent may start later, stop, and come back.
-/// Constructing it does not wait for the agent, nor does any method but ``wait_connected`` and ``stats``.
+/// Constructing it does not wait for the agent, nor does any method but ``wait_connected`` and ``stats``. What becomes of the
+/// session is logged by ``reprise`` when ``connected``, ``start_match`` or ``wait_connected`` next look at it.
 ///
 /// Args:
 ///     socket: path of the agent's unix socket.
@@ -28,6 +29,8 @@ use crate::outcome::source_numbers;
 pub(crate) struct Session {
     /// `None`: closed.
     keeper: Mutex<Option<Arc<SessionKeeper>>>,
+    /// What was logged last.
+    told: Mutex<KeeperStatus>,
 }
 
 /// A match that was asked for. Dropping it is fine.
@@ -54,12 +57,13 @@ impl Session {
             .client_name(name)
             .call_timeout(seconds("timeout", timeout)?);
         let keeper = SessionKeeper::new(options).map_err(|error| raised(&error))?;
-        Ok(Session { keeper: Mutex::new(Some(Arc::new(keeper))) })
+        Ok(Session { keeper: Mutex::new(Some(Arc::new(keeper))), told: Mutex::default() })
     }
 
     /// Whether there is a session now.
     #[getter]
-    fn connected(&self) -> bool {
+    fn connected(&self, py: Python<'_>) -> bool {
+        self.tell(py);
         self.status().is_connected
     }
 
@@ -84,6 +88,7 @@ impl Session {
     /// Asks where leading blocks are, at most 8,192; None when there is no agent that answers. Takes 5 ms at the most.
     #[pyo3(signature = (keys, local=false))]
     fn start_match(&self, py: Python<'_>, keys: Keys, local: bool) -> PyResult<Option<PendingMatch>> {
+        self.tell(py);
         let Some(client) = self.keeper().and_then(|keeper| keeper.answering()) else {
             return Ok(None);
         };
@@ -109,7 +114,9 @@ impl Session {
     fn wait_connected(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
         let keeper = self.keeper();
-        Ok(py.detach(|| keeper.is_some_and(|keeper| keeper.wait_until_connected(timeout))))
+        let is_connected = py.detach(|| keeper.is_some_and(|keeper| keeper.wait_until_connected(timeout)));
+        self.tell(py);
+        Ok(is_connected)
     }
 
     /// The agent's counters by name.
@@ -142,6 +149,37 @@ impl Session {
     /// The keeper, until the session is closed.
     pub(crate) fn keeper(&self) -> Option<Arc<SessionKeeper>> {
         self.lock().clone()
+    }
+
+    /// Logs what has changed since it was told last.
+    fn tell(&self, py: Python<'_>) {
+        let status = self.status();
+        let told = {
+            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            if *told == status {
+                return;
+            }
+            std::mem::replace(&mut *told, status.clone())
+        };
+        match &status.last_error {
+            Some(error) if status.last_error != told.last_error => {
+                write_log(
+                    py,
+                    "warning",
+                    &format!("no session with the agent, another is tried for: {error}"),
+                );
+            }
+            _ => {}
+        }
+        if status.sessions != told.sessions {
+            write_log(py, "info", "connected to the agent");
+        }
+        let (level, words) = match (told.is_suspected, status.is_suspected) {
+            (false, true) => ("warning", "the agent does not answer: it gets no questions until it does"),
+            (true, false) if status.is_connected => ("info", "the agent answers again"),
+            _ => return,
+        };
+        write_log(py, level, words);
     }
 
     fn status(&self) -> KeeperStatus {
@@ -186,10 +224,15 @@ pub(crate) fn closed() -> ClientError {
 
 /// An error that nobody is bothered with, for who looks at the log of `reprise` at level debug.
 fn log(py: Python<'_>, error: &ClientError) {
+    write_log(py, "debug", &described(error));
+}
+
+/// Writes to Python's log of `reprise`.
+fn write_log(py: Python<'_>, level: &str, words: &str) {
     let logged = py
         .import("logging")
         .and_then(|logging| logging.call_method1("getLogger", ("reprise",)))
-        .and_then(|logger| logger.call_method1("debug", (described(error),)));
+        .and_then(|logger| logger.call_method1(level, ("%s", words)));
     if let Err(error) = logged {
         error.write_unraisable(py, None);
     }

@@ -152,6 +152,30 @@ def test_an_agent_that_hangs_costs_one_transfer_its_patience_and_is_used_again_w
         assert save.unsaved == 0
 
 
+def test_what_becomes_of_the_session_is_logged_once(
+    cluster: Cluster, session: Session, layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "reprise")
+    freeze(cluster.agents[0])
+    session.suspect()
+    assert [session.connected for _ in range(3)] == [True] * 3
+    thaw(cluster.agents[0])
+    assert session.wait_connected(LONG)
+    cluster.agents[0].kill()
+    give_up = time.monotonic() + LONG
+    while session.connected or session.last_error is None or "no agent at" not in session.last_error:
+        assert time.monotonic() < give_up
+    cluster.agents[0].restart()
+    assert session.wait_connected(LONG)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[0] == ("WARNING", "the agent does not answer: it gets no questions until it does")
+    assert told[1] == ("INFO", "the agent answers again")
+    assert told[-1] == ("INFO", "connected to the agent")
+    lost = [words for level, words in told[2:-1] if level == "WARNING"]
+    assert "no agent at" in lost[-1]
+    assert len(lost) == len(set(lost)) <= 3
+
+
 def test_whatever_happens_to_the_agent_every_transfer_ends_and_no_byte_is_wrong(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
