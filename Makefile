@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python wheel etcd bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
+	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 
@@ -45,6 +46,7 @@ test: lint etcd
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
 	python/test.sh
+	python/test-vllm.sh
 
 wheel:
 	python/wheel.sh
@@ -53,6 +55,10 @@ wheel:
 test-python:
 	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
 	python/test.sh
+
+test-vllm:
+	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
+	python/test-vllm.sh
 
 etcd:
 	e2e/etcd/build.sh

