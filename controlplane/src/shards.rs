@@ -33,6 +33,8 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::followed::{self, News};
+
 const MEMBERS_PREFIX: &str = "members/";
 /// Pause after the store failed.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
@@ -179,16 +181,18 @@ impl Shards {
 
     /// Follows the members in the store; never returns.
     pub async fn follow(&self) {
-        loop {
-            match self.follow_on().await {
-                // Read the range again, at once.
-                StoreError::Compacted { .. } => {}
-                error => {
-                    tracing::warn!(%error, "the members of the control plane cannot be followed; trying again");
-                    sleep(RETRY_AFTER).await;
+        let mut members = BTreeMap::new();
+        followed::follow(&self.store, MEMBERS_PREFIX, MEMBERS_MAX, |news| {
+            match news {
+                News::All(range) => {
+                    let all = range.entries.iter().filter_map(read);
+                    members = all.map(|member| (member.name.clone(), member)).collect();
                 }
+                News::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut members, event)),
             }
-        }
+            self.publish(news.revision(), &members);
+        })
+        .await;
     }
 
     /// Registers this member and registers it again whenever its lease is lost, until `stop`; then gives it back.
@@ -268,28 +272,6 @@ impl Shards {
             Outcome::Committed(revision) => Joined::At(revision),
             Outcome::Conflict => Joined::NameTaken,
         })
-    }
-
-    /// Follows until the store fails.
-    async fn follow_on(&self) -> StoreError {
-        let follow = async {
-            let range = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
-            let mut members: BTreeMap<MemberName, Member> =
-                range.entries.iter().filter_map(read).map(|member| (member.name.clone(), member)).collect();
-            self.publish(range.revision, &members);
-            let from = Revision(range.revision.0 + 1);
-            let mut watch = self.store.watch(MEMBERS_PREFIX.as_bytes(), from).await?;
-            loop {
-                let batch = watch.next().await?;
-                for event in &batch.events {
-                    apply(&mut members, event);
-                }
-                self.publish(batch.revision, &members);
-            }
-        };
-        let ended: Result<std::convert::Infallible, StoreError> = follow.await;
-        let Err(error) = ended;
-        error
     }
 
     /// Makes a list of members known, if it is another than the last.
