@@ -230,7 +230,7 @@ pub(super) fn now() -> Seconds {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::time::Duration;
 
     use reprise_controlplane_core::{Changes, MemberSettings, Opening, Scope, Update};
@@ -243,7 +243,7 @@ mod tests {
 
     const NODE: NodeId = NodeId(7);
 
-    fn cluster() -> Arc<Cluster> {
+    pub(crate) fn cluster() -> Arc<Cluster> {
         let settings =
             MemberSettings { dead_after: Duration::from_secs(1), forget_after: Duration::from_secs(1) };
         let cluster = Cluster::new(settings, 1, Events::new(1 << 20), Metrics::new().0);
