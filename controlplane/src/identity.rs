@@ -95,7 +95,7 @@ impl Identity {
                     Err(error) => tracing::debug!(%error, "the identity of the store cannot be watched"),
                 },
                 Err(StoreError::Replaced { reason }) => {
-                    tracing::error!(reason, "the store was restored from a backup, or emptied");
+                    tracing::info!(reason, "the store is another than before: its identity is taken from it");
                     return self.end(store.as_ref()).await;
                 }
                 Err(error) => tracing::debug!(%error, "the identity of the store cannot be read"),
