@@ -3,8 +3,7 @@
 //! Each member is told about once a second, on the link's connection; heartbeats are apart, and judge life alone.
 //!
 //! A tenant's budget is kept by the owner of the tenant's hash slot. Every report names all tenants, those of other owners by
-//! name only, so that who has become the owner does not take a node for heard that has told its former one. For a tenant that
-//! is not named at all the digest of the map says by which owners the report was made. An order is
+//! name only, so that who has become the owner does not take a node for heard that has told its former one. An order is
 //! taken when it answers the newest report of its tenant: what a former owner had ordered and this node hears late is
 //! dropped, because the new owner has been told what was held before.
 
@@ -159,6 +158,7 @@ fn request(
         usage: Some(usage),
         drain: Some(drain_progress(state.drain)),
         tenants,
+        // Of a tenant that is not named nothing else says by which owners this report was made.
         map_digest: routes.map_or(0, Routes::digest),
     };
     (request, number)
