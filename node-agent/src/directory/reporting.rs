@@ -158,6 +158,8 @@ fn request(
         usage: Some(usage),
         drain: Some(drain_progress(state.drain)),
         tenants,
+        // Of a tenant that is not named nothing else says by which owners this report was made.
+        map_digest: routes.map_or(0, Routes::digest),
     };
     (request, number)
 }
