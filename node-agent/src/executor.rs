@@ -26,7 +26,7 @@ use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOff
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NamespaceDigest, SessionId, TenantId};
+use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
@@ -45,6 +45,8 @@ pub(crate) struct Executor {
     fetches: HashMap<FillId, Fetching>,
     /// Tenants that were said to have no name; as many as the core has tenants.
     unnamed: BTreeSet<TenantId>,
+    /// Tenants whose names the core knows; as many as the registry has.
+    named: BTreeSet<TenantId>,
 }
 
 /// What an executor is made of.
@@ -113,7 +115,7 @@ impl Executor {
 
     pub(crate) fn new(parts: ExecutorParts) -> Executor {
         let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
-        Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new() }
+        Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new(), named: BTreeSet::new() }
     }
 
     /// An event that an effect has brought at once.
@@ -416,6 +418,16 @@ impl Executor {
                 "blocks of a tenant without a name stay on this node; list it under [[tenants]] in the agent's configuration, or let one of its engines connect"
             );
         }
+    }
+
+    /// The name of a tenant that the core is to be told: once, and not the default tenant's, which everybody knows.
+    pub(crate) fn name_for_core(&mut self, tenant: TenantId) -> Option<TenantName> {
+        if tenant == TenantId::DEFAULT || self.named.contains(&tenant) {
+            return None;
+        }
+        let name = lock(&self.parts.tenants).name(tenant).cloned()?;
+        self.named.insert(tenant);
+        Some(name)
     }
 
     /// A peer's offer, for the core; answered here when node or tenant have no number on this node.

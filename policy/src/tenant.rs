@@ -43,6 +43,19 @@ pub enum TenantError {
     /// Not a name.
     #[error("'{0}' is no tenant's name: use 1 to {TENANT_NAME_BYTES_MAX} of a-z, 0-9 and '-'")]
     Name(String),
+    /// One name has two numbers.
+    #[error(
+        "blocks of tenant '{name}' from before carry the number {kept}, and it has {number} now: set `number = {kept}` \
+         for it under [[tenants]] in the agent's configuration, or those blocks are nobody's"
+    )]
+    Renumbered {
+        /// Whose blocks.
+        name: TenantName,
+        /// The number that they carry.
+        kept: u16,
+        /// The tenant's number.
+        number: u16,
+    },
     /// Two names have one number.
     #[error(
         "tenant '{name}' has the number {number}, which is tenant '{other}''s on this node: give one of them another \
@@ -182,6 +195,19 @@ impl TenantRegistry {
         Ok(id)
     }
 
+    /// A tenant's blocks are found again, with its name and the number that they carry. What is known of either goes before.
+    ///
+    /// # Errors
+    /// [`TenantError::Number`] when another one has the number, [`TenantError::Renumbered`] when the name has another number,
+    /// [`TenantError::Full`].
+    pub fn recall(&mut self, name: &TenantName, number: TenantId) -> Result<(), TenantError> {
+        let known = self.numbers.get(name).filter(|known| **known != number);
+        if let Some(known) = known {
+            return Err(TenantError::Renumbered { name: name.clone(), kept: number.0, number: known.0 });
+        }
+        self.enter(name, Some(number)).map(drop)
+    }
+
     /// A session of a tenant names a namespace: from now on it is that tenant's.
     ///
     /// # Errors
@@ -262,6 +288,25 @@ mod tests {
         assert!(registry.enter(&name("b"), Some(TenantId(7))).is_ok());
         assert_eq!(registry.bind(&name("b"), &namespace(2)), Ok(TenantId(7)));
         assert!(registry.enter(&name("c"), Some(TenantId::DEFAULT)).is_err(), "0 is the default tenant's");
+    }
+
+    #[test]
+    fn a_name_that_is_found_again_keeps_the_number_of_its_blocks_unless_the_configuration_says_otherwise() {
+        let mut registry = TenantRegistry::default();
+        registry.enter(&name("listed"), Some(TenantId(5))).expect("free");
+        assert_eq!(registry.recall(&name("gone"), TenantId(9)), Ok(()));
+        assert_eq!(registry.name(TenantId(9)), Some(&name("gone")));
+        assert_eq!(
+            registry.bind(&name("gone"), &namespace(1)),
+            Ok(TenantId(9)),
+            "its sessions find its blocks"
+        );
+        assert_eq!(registry.recall(&name("listed"), TenantId(5)), Ok(()));
+        let error = registry.recall(&name("listed"), TenantId(6)).expect_err("it has 5").to_string();
+        assert!(error.contains("'listed'") && error.contains("`number = 6`"), "{error}");
+        let error = registry.recall(&name("other"), TenantId(5)).expect_err("it is taken");
+        assert!(matches!(error, TenantError::Number { .. }));
+        assert_eq!(registry.enter(&name("listed"), None), Ok(TenantId(5)), "nothing was changed");
     }
 
     #[test]

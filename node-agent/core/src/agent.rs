@@ -222,6 +222,7 @@ impl AgentCore {
 
     fn dispatch(&mut self, event: Event) {
         match event {
+            Event::TenantNamed { tenant, name } => self.name_tenant(tenant, name),
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
             Event::Request { session, request, body, received } => {

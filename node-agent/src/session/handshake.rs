@@ -143,9 +143,10 @@ fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refu
     tenants.bind(&hello.tenant, &hello.namespace).map_err(|error| {
         let kind = match error {
             TenantError::Full(_) => FailureKind::Busy,
-            TenantError::Name(_) | TenantError::Number { .. } | TenantError::Namespace { .. } => {
-                FailureKind::BadRequest
-            }
+            TenantError::Name(_)
+            | TenantError::Number { .. }
+            | TenantError::Renumbered { .. }
+            | TenantError::Namespace { .. } => FailureKind::BadRequest,
         };
         Refused { id: hello.id, kind, message: error.to_string() }
     })

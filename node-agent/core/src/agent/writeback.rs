@@ -302,10 +302,12 @@ impl AgentCore {
     fn block_write(&self, frame: FrameIndex, page: crate::pool::PageNumber) -> BlockWrite {
         let state = self.frames.get(frame);
         let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
+        let Shape { tenant, tenant_index, layout, .. } = *self.shapes.get(state.shape);
         BlockWrite {
             key: entry.key(),
-            tenant: self.shapes.get(state.shape).tenant,
-            layout: self.shapes.get(state.shape).layout,
+            tenant,
+            tenant_name: self.tenants.get(tenant_index).name.clone(),
+            layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),
             checksums: self.checksums(frame).into(),
