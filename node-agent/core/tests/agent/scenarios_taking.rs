@@ -74,6 +74,67 @@ fn a_block_that_is_durable_here_is_taken_and_not_fetched_again() {
     assert!(world.jobs.is_empty());
 }
 
+/// Pulls a block and makes it durable.
+fn pull(world: &mut World, key: BlockKey) {
+    world.give_peer(ONE, key, Tier::Nvme);
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &[key]).0, [0]);
+    world.finish_jobs();
+    world.pass(LATER);
+    world.finish_jobs();
+    assert!(is_durable_here(world, key));
+}
+
+fn in_dram(world: &World, keys: &[BlockKey]) -> usize {
+    keys.iter().filter(|key| world.announced.contains(&(**key, Tier::Dram))).count()
+}
+
+#[test]
+fn blocks_that_nobody_asked_for_displace_each_other_in_memory_and_not_what_engines_use() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..16));
+    assert_eq!(in_dram(&world, &keys(0..16)), 16, "the arena is full");
+    for number in 100..108 {
+        pull(&mut world, key(number));
+    }
+    assert_eq!(in_dram(&world, &keys(0..16)), 15, "one place is enough for all of them");
+    assert_eq!(in_dram(&world, &keys(100..108)), 1);
+}
+
+#[test]
+fn a_pulled_block_that_an_engine_reads_stays_in_memory_like_any_other() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..16));
+    world.give_peer(ONE, key(100), Tier::Nvme);
+    world.peer_offer(ONE, TENANT, large_layout(), &[key(100)]);
+    while let Some(fetch) = world.fills().first().copied() {
+        world.advance_to(fetch, large_layout().layers());
+    }
+    assert!(!is_durable_here(&world, key(100)), "it is being saved");
+    world.load(session, &[key(100)], LATER, Scope::Local);
+    let load = *world.engines[&session].loads.keys().next().expect("held");
+    world.release(session, load);
+    world.pass(LATER);
+    world.finish_jobs();
+    pull(&mut world, key(101));
+    assert_eq!((in_dram(&world, &[key(100)]), in_dram(&world, &keys(0..16))), (1, 14));
+}
+
+#[test]
+fn what_was_pulled_and_is_not_saved_yet_leaves_engines_their_share_of_memory() {
+    let mut world = World::new(with_settings(|settings| settings.arena_unsaved_permille = 750));
+    let session = world.open_session(TENANT, large_layout());
+    for number in 100..102 {
+        world.give_peer(ONE, key(number), Tier::Nvme);
+    }
+    world.peer_offer(ONE, TENANT, large_layout(), &keys(100..102));
+    while let Some(fetch) = world.fills().first().copied() {
+        world.advance_to(fetch, large_layout().layers());
+    }
+    assert_eq!(world.core.counters().unsaved_blocks, 2);
+    world.reserve(session, 16);
+    assert_eq!(world.engines[&session].reserved.len(), 12, "three quarters of 16 slots");
+}
+
 #[test]
 fn a_block_that_was_fetched_for_an_engine_is_only_written() {
     let (mut world, session) = world();
