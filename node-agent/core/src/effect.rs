@@ -200,7 +200,8 @@ pub enum Effect {
         place: PlaceId,
         /// Durable blocks of this node, of one size.
         keys: Vec<BlockKey>,
-        /// Bytes that each takes on a device, header page included.
+        /// Bytes that each takes on a device, header page included: what its target is charged for. 1 where the answer is not
+        /// acted on.
         slot_bytes: u64,
         /// Why.
         reason: PlaceReason,

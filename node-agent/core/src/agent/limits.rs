@@ -158,6 +158,10 @@ pub const DRAINED_APART: Duration = Duration::from_secs(5);
 /// Of a tenant's stored bytes, the share that goes next by eviction, in thousandths: moving that is in vain.
 pub const MOVE_PASSES_PERMILLE: u64 = 60;
 
+/// Bytes a block for which a control plane charges the nodes that it names in a question that only sifts: next to none. A
+/// question of none at all makes no sense to it.
+pub const SIFT_BYTES: u64 = 1;
+
 /// Keys whose reads by peers are counted; about 100 bytes each.
 pub const HOT_KEYS_MAX: usize = 4096;
 

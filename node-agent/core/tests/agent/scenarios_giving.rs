@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::agent::limits::{
-    DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX,
+    DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX, SIFT_BYTES,
 };
 use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
@@ -72,6 +72,15 @@ fn confirm_drained(world: &mut World, blocks: usize) {
 fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
     let asked = world.jobs.iter().filter_map(|job| match job {
         Job::Place { keys, reason, .. } => Some((*reason, keys.clone())),
+        _ => None,
+    });
+    asked.collect()
+}
+
+/// Keys of the questions whose answers cost the nodes that they name room.
+fn charged(world: &World) -> Vec<Vec<BlockKey>> {
+    let asked = world.jobs.iter().filter_map(|job| match job {
+        Job::Place { keys, slot_bytes, .. } if *slot_bytes > SIFT_BYTES => Some(keys.clone()),
         _ => None,
     });
     asked.collect()
@@ -214,6 +223,32 @@ fn a_peer_without_room_does_not_hold_up_what_others_take() {
 }
 
 #[test]
+fn a_peer_without_room_is_left_in_peace_for_as_long_as_it_wished_whoever_else_answers() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE), Placement::To(TWO)]);
+    let (first, second) = (offered(&mut world), offered(&mut world));
+    take(&mut world, &first, &[], Duration::from_secs(9));
+    take(&mut world, &second, &[0], Duration::ZERO);
+    let rounds = 2 * FRUITLESS_ROUNDS_MAX;
+    for _ in 0..rounds {
+        world.pass(Duration::from_millis(8900) / rounds);
+        while let Some((_, keys)) = asked(&world).first().cloned() {
+            let first = |wanted: &BlockKey| *wanted == key(0);
+            let answers =
+                keys.iter().map(|key| if first(key) { Placement::To(ONE) } else { Placement::Enough });
+            answer(&mut world, &answers.collect::<Vec<_>>());
+        }
+        assert!(!world.jobs.iter().any(|job| matches!(job, Job::Offer(_))), "it has said when");
+    }
+    world.pass(Duration::from_millis(1100));
+    answer(&mut world, &[Placement::To(ONE)]);
+    assert_eq!(offered(&mut world).node, ONE);
+    assert_eq!(progress(&world).nowhere_blocks, 0);
+}
+
+#[test]
 fn what_is_saved_while_a_node_drains_is_given_as_well() {
     let (mut world, session) = world();
     save_durably(&mut world, session, &keys(0..2));
@@ -338,21 +373,27 @@ fn of_two_modes_that_with_the_higher_revision_holds() {
     assert_eq!(world.core.mode(), NodeMode::Cordoned);
 }
 
-#[test]
-fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
-    const BLOCKS: usize = GIVING_STEP_ENTRIES + 200;
+/// With so many durable blocks of the small layout.
+fn world_with_small_blocks(count: usize) -> (World, Vec<BlockKey>) {
     let settings = Settings { writeback_bytes: 8 << 20, ..Setup::default().settings };
     let setup = Setup { disks: vec![128 << 20], region_bytes: 2 << 20, settings, ..Setup::default() };
     let mut world = World::new(setup);
     let session = world.open_session(TENANT, small_layout());
-    let blocks: Vec<BlockKey> = (0..BLOCKS as u64).map(|number| key(1_000_000 + number)).collect();
+    let blocks: Vec<BlockKey> = (0..count as u64).map(|number| key(1_000_000 + number)).collect();
     for keys in blocks.chunks(800) {
         world.reserve(session, 800);
         world.commit(session, keys, Priority::Normal);
         world.pass(Duration::from_millis(6));
         world.finish_device_ops();
     }
-    assert_eq!(progress(&world).durable_blocks, BLOCKS as u64);
+    assert_eq!(progress(&world).durable_blocks, count as u64);
+    (world, blocks)
+}
+
+#[test]
+fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
+    const BLOCKS: usize = GIVING_STEP_ENTRIES + 200;
+    let (mut world, _) = world_with_small_blocks(BLOCKS);
     drain(&mut world);
     let mut seen = 0;
     while seen < BLOCKS {
@@ -387,34 +428,39 @@ fn blocks_are_offered_no_faster_than_the_bandwidth_allows() {
     let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut world, session, &keys(0..8));
     drain(&mut world);
-    answer(&mut world, &[Placement::To(ONE); 8]);
+    let ask_twice = |world: &mut World| (0..2).for_each(|_| answer(world, &[Placement::To(ONE); 8]));
+    ask_twice(&mut world);
     let offer = offered(&mut world);
     assert_eq!(offer.keys.len(), 2, "a second's worth");
     take(&mut world, &offer, &[0, 1], Duration::ZERO);
     world.pass(Duration::from_millis(1010));
-    answer(&mut world, &[Placement::To(ONE); 8]);
+    ask_twice(&mut world);
     let offer = offered(&mut world);
     take(&mut world, &offer, &[], Duration::ZERO);
     world.pass(Duration::from_millis(1010));
-    answer(&mut world, &[Placement::To(ONE); 8]);
+    ask_twice(&mut world);
     assert_eq!(offered(&mut world).keys.len(), 2, "what was not taken costs nothing");
 }
 
 #[test]
-fn a_question_covers_what_can_be_offered_now_and_what_is_on_its_way() {
+fn a_question_that_costs_room_covers_what_can_be_offered_now_and_nothing_that_is_on_its_way() {
     let slot = large_layout().slot_bytes();
     let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut world, session, &keys(0..8));
     drain(&mut world);
-    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))]);
+    assert_eq!((asked(&world), charged(&world)), (vec![(PlaceReason::Drain, keys(0..8))], vec![]));
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    assert_eq!(charged(&world), [keys(0..2)], "what was only sifted is asked about at once");
     answer(&mut world, &[Placement::To(ONE); 2]);
     let offer = offered(&mut world);
     take(&mut world, &offer, &[0, 1], Duration::ZERO);
     world.pass(Duration::from_millis(1010));
-    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..4))]);
-    answer(&mut world, &[Placement::To(ONE); 4]);
-    let offer = offered(&mut world);
-    assert_eq!(offer.keys, keys(2..4), "the others were taken just now");
+    let (_, sifted) = asked(&world).remove(0);
+    assert_eq!((sifted.len(), charged(&world).len()), (8, 0), "all of them, and nobody pays");
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    assert_eq!(charged(&world), [keys(2..4)], "the others were taken just now");
+    answer(&mut world, &[Placement::To(ONE); 2]);
+    assert_eq!(offered(&mut world).keys, keys(2..4));
     assert!(!world.jobs.iter().any(|job| matches!(job, Job::Offer(_))));
 }
 
@@ -442,10 +488,34 @@ fn blocks_with_enough_replicas_are_walked_over_without_a_wait() {
     let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut world, session, &keys(0..8));
     drain(&mut world);
-    for _ in 0..4 {
-        answer(&mut world, &[Placement::Enough; 2]);
-    }
+    answer(&mut world, &[Placement::Enough; 8]);
     assert_eq!(progress(&world).walked_blocks, 8);
+}
+
+#[test]
+fn few_blocks_that_are_short_of_a_replica_do_not_slow_the_walk_over_many_that_are_not() {
+    const BLOCKS: usize = GIVING_STEP_ENTRIES + 2 * PLACE_KEYS_MAX;
+    let (mut world, blocks) = world_with_small_blocks(BLOCKS);
+    drain(&mut world);
+    let (mut seen, began) = (BTreeSet::new(), world.now);
+    while seen.len() < blocks.len() {
+        while let Some((_, keys)) = asked(&world).first().cloned() {
+            let short = |key: &BlockKey| blocks.iter().step_by(500).any(|short| short == key);
+            let answers =
+                keys.iter().map(|key| if short(key) { Placement::To(ONE) } else { Placement::Enough });
+            answer(&mut world, &answers.collect::<Vec<_>>());
+            seen.extend(keys);
+        }
+        while world.jobs.iter().any(|job| matches!(job, Job::Offer(_))) {
+            let offer = offered(&mut world);
+            let all: Vec<u32> = (0..offer.keys.len() as u32).collect();
+            take(&mut world, &offer, &all, Duration::ZERO);
+        }
+        world.pass(Duration::from_millis(2));
+    }
+    let took = world.now.since(began);
+    assert!(took < Duration::from_millis(500), "{took:?}");
+    assert_eq!(progress(&world).walked_blocks, (BLOCKS - BLOCKS.div_ceil(500)) as u64);
 }
 
 #[test]
