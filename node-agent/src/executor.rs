@@ -329,6 +329,12 @@ impl Executor {
                 };
                 tracing::warn!(room, %error, "tenants are promised more than there is; reservations of devices shrink in proportion");
             }
+            Report::OffersRefused { layouts } => {
+                tracing::warn!(
+                    layouts,
+                    "peers offer blocks of further layouts, and this node has blocks of so many that it takes no other: what is left of its table is for its own engines"
+                );
+            }
             Report::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
                 let device_at = self.parts.devices.get(usize::from(device.0));
@@ -436,7 +442,7 @@ impl Executor {
         let offer = PeerOfferId(id);
         let node = self.parts.directory.node_of(&from);
         // Who is no node of the cluster gives no names to this one.
-        let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter(&tenant, None)));
+        let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter_offered(&tenant)));
         let reason = match tenant {
             Some((from, Ok(tenant))) => return Some(PeerOffer { offer, from, tenant, layout, keys }),
             Some((_, Err(error))) => error.to_string(),

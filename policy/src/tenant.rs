@@ -26,6 +26,9 @@ pub const TENANT_NAME_BYTES_MAX: usize = 63;
 /// Tenants of one node at the most: each costs a few hundred bytes and a step in decisions that look at all.
 pub const TENANTS_MAX: usize = 1024;
 
+/// How many there may be when a peer's offer brings another one: the rest is kept for sessions on this node.
+pub const TENANTS_OF_OFFERS_MAX: usize = TENANTS_MAX / 2;
+
 /// Namespaces that one node binds to tenants at the most: 65,536 × 34 bytes are 2 MiB, and a node serves tens of models.
 pub const NAMESPACES_MAX: usize = 65_536;
 
@@ -80,6 +83,12 @@ pub enum TenantError {
         /// Whose it is.
         owner: TenantName,
     },
+    /// A peer's offer would bring one more than the node leaves to offers.
+    #[error(
+        "this node knows {0} tenants, and what it can know besides is left to its own sessions: restart its agent to forget \
+         those that are gone"
+    )]
+    Offered(usize),
     /// The node knows as many as it can.
     #[error(
         "this node knows {0} already, as many as it can: restart its agent to forget those that are gone"
@@ -195,6 +204,18 @@ impl TenantRegistry {
         Ok(id)
     }
 
+    /// Enters a tenant whose blocks a peer offers.
+    ///
+    /// # Errors
+    /// As [`TenantRegistry::enter`], and [`TenantError::Offered`].
+    pub fn enter_offered(&mut self, name: &TenantName) -> Result<TenantId, TenantError> {
+        let id = self.numbers.get(name).copied().unwrap_or_else(|| name.number());
+        if !self.by_number.contains_key(&id) && self.by_number.len() >= TENANTS_OF_OFFERS_MAX {
+            return Err(TenantError::Offered(self.by_number.len()));
+        }
+        self.enter(name, None)
+    }
+
     /// A tenant's blocks are found again, with its name and the number that they carry. What is known of either goes before.
     ///
     /// # Errors
@@ -307,6 +328,19 @@ mod tests {
         let error = registry.recall(&name("other"), TenantId(5)).expect_err("it is taken");
         assert!(matches!(error, TenantError::Number { .. }));
         assert_eq!(registry.enter(&name("listed"), None), Ok(TenantId(5)), "nothing was changed");
+    }
+
+    #[test]
+    fn offers_fill_half_of_a_registry_and_sessions_all_of_it() {
+        let mut registry = TenantRegistry::default();
+        let entered = (0..2 * TENANTS_MAX)
+            .filter_map(|number| registry.enter_offered(&name(&format!("t{number}"))).ok())
+            .count();
+        assert_eq!(entered, TENANTS_OF_OFFERS_MAX - 1, "with the default tenant");
+        let error = registry.enter_offered(&name("one-more")).expect_err("half is full").to_string();
+        assert!(error.contains("512 tenants") && error.contains("left to its own sessions"), "{error}");
+        assert_eq!(registry.enter_offered(&name("t0")), Ok(name("t0").number()), "it is known");
+        assert!(registry.bind(&name("one-more"), &namespace(1)).is_ok());
     }
 
     #[test]

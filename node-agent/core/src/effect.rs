@@ -519,6 +519,12 @@ pub enum Report {
         /// By how much, and what to do.
         error: QuotaError,
     },
+    /// A peer offers blocks of a layout that is new here, and half of the table of tenants' layouts is in use: the other half is
+    /// kept for this node's engines, and such offers are refused. Said once.
+    OffersRefused {
+        /// Layouts of tenants in use.
+        layouts: usize,
+    },
     /// A device had too many errors and is no longer used.
     DeviceLost {
         /// Which.

@@ -52,6 +52,9 @@ pub const SERVE_ROUND_BYTES: u64 = 1 << 20;
 /// Pairs of tenant and layout at once: 8 ranks × a few hundred models.
 pub const SHAPES_MAX: usize = 4096;
 
+/// Of these, how many may be in use when a peer's offer brings another one: the rest is kept for this node's own engines.
+pub const SHAPES_OF_OFFERS_MAX: usize = SHAPES_MAX / 2;
+
 /// Tenants at once, those of blocks on devices included: as many as there can be shapes. A decision on NVMe looks at all,
 /// which is 4 µs for so many and nothing for a few.
 pub const TENANTS_MAX: usize = SHAPES_MAX;

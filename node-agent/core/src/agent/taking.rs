@@ -26,13 +26,13 @@ use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::{
     OFFER_RETRY_MAX, PLACE_AGAIN, PLACE_KEYS_MAX, PULL_AGAIN, PULL_ARENA_PERMILLE, PULL_BYTES_MAX,
-    PULL_PATIENCE, PULLS_WAITING_MAX,
+    PULL_PATIENCE, PULLS_WAITING_MAX, SHAPES_OF_OFFERS_MAX,
 };
 use super::shapes::{Shape, ShapeId};
 use super::tenants::nvme_bytes;
 use super::tickets::TicketList;
 use super::writeback::{Cause, Worth};
-use crate::effect::{Effect, LossReason, PeerBlock};
+use crate::effect::{Effect, LossReason, PeerBlock, Report};
 use crate::event::PeerOffer;
 use coming::Coming;
 
@@ -48,6 +48,8 @@ pub(super) struct Taking {
     in_flight_bytes: u64,
     /// The arena had no room: not before then.
     again: Option<Tick>,
+    /// The operator knows that offers of further layouts are refused.
+    told_of_layouts: bool,
 }
 
 /// A taken block that is not being fetched yet. It holds its shape.
@@ -138,6 +140,13 @@ impl AgentCore {
         }
         let slot_bytes = offered.layout.slot_bytes();
         if slot_bytes > self.arena.region_bytes_max() || !self.devices.can_hold(slot_bytes) {
+            return None;
+        }
+        let known = self.shapes.find(offered.tenant, offered.layout);
+        if known.is_none() && self.shapes.in_use() >= SHAPES_OF_OFFERS_MAX {
+            if !std::mem::replace(&mut self.taking.told_of_layouts, true) {
+                self.emit(Effect::Report(Report::OffersRefused { layouts: SHAPES_OF_OFFERS_MAX }));
+            }
             return None;
         }
         self.intern(offered.tenant, offered.layout)

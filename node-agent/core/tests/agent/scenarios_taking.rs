@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
+use reprise_agent_core::agent::limits::SHAPES_OF_OFFERS_MAX;
 use reprise_agent_core::agent::{Settings, TenantQuotas};
-use reprise_agent_core::effect::{CommitStatus, LoadedBlock, Reply, Source};
+use reprise_agent_core::effect::{CommitStatus, LoadedBlock, Reply, Report, Source};
 use reprise_agent_core::event::{Event, FillError, Grant, Priority, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, TenantId, Tier};
+use reprise_policy::{
+    BlockKey, Dtype, Layout, LayoutSpec, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier,
+};
 
 use crate::engine::Asked;
 use crate::scenarios_giving::save_durably;
-use crate::world::{Setup, World, key, keys, large_layout, small_layout};
+use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
 
 const ONE: NodeId = NodeId(1);
 const TWO: NodeId = NodeId(2);
@@ -350,6 +353,39 @@ fn blocks_of_tenants_without_memory_here_are_refused_when_half_of_it_is_others()
         (vec![], Duration::from_secs(10))
     );
     assert_eq!(world.peer_offer(ONE, TenantId(3), large_layout(), &[key(7)]).0, [0], "it has a region");
+}
+
+/// Layouts of one page a block, each another one.
+fn rank_of_many(number: u16) -> Layout {
+    let spec = LayoutSpec {
+        layers: 1,
+        parts: Parts::Latent,
+        kv_heads: 1,
+        head_dim: 1 + number / 64,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: number % 64,
+        tp_size: 64,
+    };
+    spec.validate().expect("a valid layout")
+}
+
+#[test]
+fn offers_of_new_layouts_leave_half_of_the_table_to_engines_and_the_operator_hears_of_it() {
+    const OFFERED: usize = SHAPES_OF_OFFERS_MAX + 200;
+    let mut world = World::new(Setup { disks: vec![128 << 20], ..Setup::default() });
+    world.open_session(TENANT, large_layout());
+    let mut refused = 0;
+    for number in 0..OFFERED as u16 {
+        let layout = rank_of_many(number);
+        let (taken, _) = world.peer_offer(ONE, TENANT, layout, &[key(10_000 + u64::from(number))]);
+        refused += usize::from(taken.is_empty());
+    }
+    assert_eq!(world.reports, [Report::OffersRefused { layouts: SHAPES_OF_OFFERS_MAX }]);
+    assert_eq!(OFFERED - refused, SHAPES_OF_OFFERS_MAX - 1, "all but the session's");
+    let own = world.open_session(TENANT, layout(7, Parts::Latent, 64));
+    world.match_keys(own, &[key(1)], Scope::Local);
+    assert!(matches!(last_reply(&world, own), Reply::Matched { .. }), "engines bring theirs");
 }
 
 #[test]
