@@ -10,12 +10,12 @@ mod pulse;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::agent::{AgentCore, Counters, DrainProgress, TenantUsage};
+use reprise_agent_core::agent::{AgentCore, Counters, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, OpToken};
 use reprise_buffers::ProgressWriter;
-use reprise_policy::{NodeMode, SessionId, TenantId, Tick};
+use reprise_policy::{DrainProgress, NodeMode, SessionId, TenantId, Tick};
 use reprise_transport::IncomingOffer;
 
 use crate::directory::OwnState;

@@ -1,8 +1,8 @@
 //! Reports of nodes: what they have and do goes to the members' table, what they say of tenants to the ledgers.
 
-use reprise_controlplane_core::{Amounts, DrainProgress, NodeReport, Order, TenantReport};
+use reprise_controlplane_core::{Amounts, NodeReport, Order, TenantReport};
 use reprise_policy::tenant::TENANTS_MAX;
-use reprise_policy::{Epoch, TenantName};
+use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
 use tonic::Status;
 

@@ -65,7 +65,6 @@ mod usage;
 mod writeback;
 
 pub use counters::Counters;
-pub use giving::DrainProgress;
 pub use settings::Settings;
 pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
 pub use usage::NodeUsage;

@@ -41,7 +41,6 @@ use super::timers::Timer;
 use crate::effect::{Effect, Offer, OfferId, PlaceReason};
 pub(super) use asking::Ask;
 use drain::Drain;
-pub use drain::DrainProgress;
 use moves::Moving;
 
 /// What is being given away; see the module.

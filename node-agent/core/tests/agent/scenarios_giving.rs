@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use reprise_agent_core::agent::Settings;
 use reprise_agent_core::agent::limits::{
     DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX, SIFT_BYTES,
 };
-use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
-use reprise_policy::{BlockKey, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
 use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
