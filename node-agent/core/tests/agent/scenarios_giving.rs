@@ -1,4 +1,4 @@
-//! Blocks given to other nodes, because they are hot, this one is to leave, or they are to move: one behaviour at a time.
+//! Blocks given to other nodes because they are hot or this one is to leave: one behaviour at a time.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -8,20 +8,20 @@ use reprise_agent_core::agent::limits::{
     DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX, SIFT_BYTES,
 };
 use reprise_agent_core::effect::{Offer, PlaceReason};
-use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
-use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier};
+use reprise_agent_core::event::{Event, Move, Placement, Priority};
+use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Parts, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
 use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
 
-const ONE: NodeId = NodeId(1);
+pub(crate) const ONE: NodeId = NodeId(1);
 const TWO: NodeId = NodeId(2);
-const LATER: Duration = Duration::from_millis(50);
+pub(crate) const LATER: Duration = Duration::from_millis(50);
 /// Longer than anything that is asked again waits.
-const LONG: Duration = Duration::from_secs(12);
-const TENANT: TenantId = TenantId::DEFAULT;
+pub(crate) const LONG: Duration = Duration::from_secs(12);
+pub(crate) const TENANT: TenantId = TenantId::DEFAULT;
 
-fn world() -> (World, SessionId) {
+pub(crate) fn world() -> (World, SessionId) {
     world_of(Setup::default())
 }
 
@@ -51,7 +51,7 @@ fn drain(world: &mut World) {
     world.apply(Event::Mode { mode: NodeMode::Draining, revision: 1 });
 }
 
-fn move_to(world: &mut World, to: NodeId, blocks: u64) {
+pub(crate) fn move_to(world: &mut World, to: NodeId, blocks: u64) {
     let bytes = blocks * (large_layout().slot_bytes() + 4096);
     world.apply(Event::Move(Some(Move { to, bytes })));
 }
@@ -69,7 +69,7 @@ fn confirm_drained(world: &mut World, blocks: usize) {
 }
 
 /// Keys of the questions that wait for an answer, and why they were asked.
-fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
+pub(crate) fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
     let asked = world.jobs.iter().filter_map(|job| match job {
         Job::Place { keys, reason, .. } => Some((*reason, keys.clone())),
         _ => None,
@@ -87,7 +87,7 @@ fn charged(world: &World) -> Vec<Vec<BlockKey>> {
 }
 
 /// Answers the only question that waits.
-fn answer(world: &mut World, answers: &[Placement]) {
+pub(crate) fn answer(world: &mut World, answers: &[Placement]) {
     let at = world.jobs.iter().position(|job| matches!(job, Job::Place { .. })).expect("a question");
     let Job::Place { place, .. } = world.jobs.swap_remove(at) else { unreachable!("just seen") };
     world.apply(Event::Placed { place, answers: answers.to_vec() });
@@ -104,13 +104,13 @@ fn wait_for_question(world: &mut World) {
 }
 
 /// The only offer that waits, taken out.
-fn offered(world: &mut World) -> Offer {
+pub(crate) fn offered(world: &mut World) -> Offer {
     let at = world.jobs.iter().position(|job| matches!(job, Job::Offer(_))).expect("an offer");
     let Job::Offer(offer) = world.jobs.swap_remove(at) else { unreachable!("just seen") };
     offer
 }
 
-fn take(world: &mut World, offer: &Offer, taken: &[u32], retry_after: Duration) {
+pub(crate) fn take(world: &mut World, offer: &Offer, taken: &[u32], retry_after: Duration) {
     world.apply(Event::OfferAnswered { offer: offer.offer, taken: taken.to_vec(), retry_after });
 }
 
@@ -542,74 +542,4 @@ fn each_of_many_hot_blocks_is_asked_about_once() {
     all.sort();
     assert_eq!(seen, all);
     assert_eq!(world.core.counters().hot_blocks_given, 7);
-}
-
-// ---- moving ----------------------------------------------------------------------------------------------------
-
-#[test]
-fn a_moved_block_is_dropped_here_when_it_is_durable_there_and_not_before() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..4));
-    move_to(&mut world, ONE, 2);
-    let (reason, moved) = asked(&world).remove(0);
-    assert_eq!((reason, moved.len()), (PlaceReason::Move(ONE), 2));
-    answer(&mut world, &[Placement::To(ONE); 2]);
-    let offer = offered(&mut world);
-    take(&mut world, &offer, &[0, 1], Duration::ZERO);
-    assert!(moved.iter().all(|key| is_durable_here(&world, *key)), "taken is not durable");
-    for key in &moved {
-        world.give_peer(ONE, *key, Tier::Nvme);
-    }
-    world.pass(Duration::from_millis(1100));
-    answer(&mut world, &[Placement::Enough; 2]);
-    assert!(!moved.iter().any(|key| is_durable_here(&world, *key)));
-    assert_eq!(world.core.counters().moved_blocks, 2);
-    world.pass(LONG);
-    assert!(world.jobs.iter().all(|job| matches!(job, Job::Device { .. })), "so much was to move");
-}
-
-#[test]
-fn a_block_that_is_read_is_not_dropped_until_it_is_released() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..1));
-    world.load(session, &keys(0..1), LATER, Scope::Local);
-    world.give_peer(ONE, key(0), Tier::Nvme);
-    move_to(&mut world, ONE, 1);
-    answer(&mut world, &[Placement::Enough]);
-    assert!(is_durable_here(&world, key(0)));
-    let load = *world.engines[&session].loads.keys().next().expect("held");
-    world.release(session, load);
-    world.pass(Duration::from_millis(1100));
-    answer(&mut world, &[Placement::Enough]);
-    assert!(!is_durable_here(&world, key(0)));
-}
-
-#[test]
-fn what_was_used_last_stays() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..20));
-    world.load(session, &keys(0..2), LATER, Scope::Local);
-    world.finish_jobs();
-    move_to(&mut world, ONE, 10);
-    let moved: Vec<BlockKey> = asked(&world).into_iter().flat_map(|(_, keys)| keys).collect();
-    assert_eq!(moved.len(), 10);
-    assert!(!moved.contains(&key(0)) && !moved.contains(&key(1)), "they were read just now");
-    let slot = large_layout().slot_bytes() + 4096;
-    let nvme = Quota::new(0, 19 * slot).expect("a quota");
-    world.apply(Event::Budget(Grant { tenant: TENANT, version: 1, dram: Quota::UNLIMITED, nvme }));
-    let evicted: Vec<BlockKey> =
-        keys(0..20).into_iter().filter(|key| !is_durable_here(&world, *key)).collect();
-    assert!(evicted.len() == 1 && !moved.contains(&evicted[0]), "what goes next is not worth the way");
-}
-
-#[test]
-fn a_move_that_is_withdrawn_drops_nothing_any_more() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..2));
-    world.give_peer(ONE, key(0), Tier::Nvme);
-    move_to(&mut world, ONE, 9);
-    world.apply(Event::Move(None));
-    answer(&mut world, &[Placement::Enough; 2]);
-    assert!(is_durable_here(&world, key(0)));
-    assert_eq!(world.core.next_deadline(), None);
 }
