@@ -4,9 +4,9 @@
 //! something of; whose map is older may be granted one that it does not name, by the member that it takes for the owner.
 //! What is compared is the list of members: two members may know one list under two epochs.
 
-use reprise_controlplane_core::{Amounts, DrainProgress, NodeReport, Order, TenantReport};
+use reprise_controlplane_core::{Amounts, NodeReport, Order, TenantReport};
 use reprise_policy::tenant::TENANTS_MAX;
-use reprise_policy::{Epoch, TenantName};
+use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
 use tonic::Status;
 

@@ -11,11 +11,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantUsage};
+use reprise_agent_core::agent::{NodeUsage, TenantUsage};
 use reprise_agent_core::event::Grant;
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NodeId, TenantName};
+use reprise_policy::{DrainProgress, NodeId, TenantName};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder, TenantReport};
 use tokio::time::{MissedTickBehavior, interval};

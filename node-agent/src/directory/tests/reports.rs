@@ -1,9 +1,9 @@
 //! What a node reports, and which of the answers it follows.
 
-use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantCounts, TenantUsage};
-use reprise_policy::TenantName;
+use reprise_agent_core::agent::{NodeUsage, TenantCounts, TenantUsage};
 use reprise_policy::quota::{Holding, Quota};
 use reprise_policy::shards::{MemberName, ShardMap};
+use reprise_policy::{DrainProgress, TenantName};
 use reprise_proto::controlplane::{
     Bytes, MemberInfo, MemberList, Move, ReportReply, TenantOrder, TenantReport,
 };
