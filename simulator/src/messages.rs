@@ -6,7 +6,7 @@ use std::time::Duration;
 use reprise_agent_core::effect::FetchId;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{Answer, Batch};
-use reprise_controlplane_core::Standing;
+use reprise_controlplane_core::{NodeReport, Standing};
 use reprise_policy::{BlockKey, Epoch, Layout, NodeId, Tier};
 
 use crate::memory::Tag;
@@ -45,10 +45,19 @@ pub(crate) enum Request {
         keys: Vec<BlockKey>,
         asking: Option<NodeId>,
     },
+    Report(Box<NodeSays>),
     /// The list of members.
     Members,
     /// The lists of members and nodes, and every later one.
     Watch,
+}
+
+/// A report of a node.
+#[derive(Clone, Debug)]
+pub(crate) struct NodeSays {
+    pub(crate) node: NodeId,
+    pub(crate) epoch: Epoch,
+    pub(crate) report: NodeReport,
 }
 
 /// What a member answers.
@@ -61,6 +70,7 @@ pub(crate) enum Reply {
     Found(Answered),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
+    Reported { fenced: bool },
     Unavailable,
 }
 
@@ -152,6 +162,7 @@ impl Request {
             Request::Slots { .. } => 5,
             Request::Members => 6,
             Request::Watch => 7,
+            Request::Report(says) => 8 + (says.report.used.nvme << 8),
         }
     }
 }
@@ -169,6 +180,7 @@ impl Reply {
             Reply::Members(list) => 18 + (list.epoch.0 << 8),
             Reply::Nodes(nodes) => 19 + ((nodes.len() as u64) << 8),
             Reply::Unavailable => 20,
+            Reply::Reported { fenced } => 51 + (u64::from(*fenced) << 8),
         }
     }
 }

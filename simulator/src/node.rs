@@ -21,6 +21,7 @@ use crate::jobs::Job;
 use crate::memory::{Memory, overlap};
 use crate::network::{Host, LineId};
 use crate::peers::{Fetch, Serve};
+use crate::reporting::OwnState;
 use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
 use crate::tenants::Tenants;
 use crate::world::{Action, Local, World};
@@ -92,6 +93,8 @@ pub(crate) struct Process {
     /// Connections that this agent has opened to others, by their index.
     pub(crate) peer_lines: BTreeMap<usize, LineId>,
     pub(crate) tenants: Tenants,
+    /// As the core last said.
+    pub(crate) told: OwnState,
     /// The largest inventory so far.
     pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
@@ -149,12 +152,14 @@ impl World {
             serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
             tenants: Tenants::default(),
+            told: OwnState::default(),
             inventory_max: 0,
             tick_at: None,
         });
         effects.into_iter().for_each(|effect| self.execute(node, effect));
         // Nobody is registered yet, so nothing is sent: the world learns what the core has.
         self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+        self.tell_state(node);
         self.client(node).begin(node);
         self.later(node, Duration::ZERO, Local::Follow);
     }
@@ -390,7 +395,7 @@ impl World {
             Report::CorruptBlock { .. } => self.count("corrupt blocks"),
             Report::CorruptMemory { .. } => self.count("corrupt memory"),
             Report::DeviceLost { .. } => self.count("devices lost"),
-            Report::Unstorable { .. } | Report::Overcommitted { .. } => {}
+            Report::Unstorable { .. } | Report::Overcommitted { .. } | Report::OffersRefused { .. } => {}
         }
     }
 

@@ -1,6 +1,6 @@
 //! Members among the hosts: calls of agents that arrive, and what their followers are told.
 //!
-//! As the services of the binary, `controlplane/src/{membership,directory,cluster}.rs`. A follower is told of all nodes a
+//! As the services of the binary, `controlplane/src/{membership,directory,cluster}.rs` and `placement/reports.rs`. A follower is told of all nodes a
 //! moment after something changed, where the binary tells each change.
 
 use std::time::Duration;
@@ -10,7 +10,7 @@ use reprise_controlplane_core::NodeRecord;
 use reprise_policy::{BlockKey, Epoch, NodeId};
 
 use crate::joining::MemberStep;
-use crate::messages::{CallId, Message, Reply, Request};
+use crate::messages::{CallId, Message, NodeSays, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::setup::BEAT_EVERY;
 use crate::world::World;
@@ -31,6 +31,7 @@ impl World {
             }
             Request::Update(batch) => self.take_update(member, &batch),
             Request::Lookup { keys, asking } => self.find(member, &keys, asking),
+            Request::Report(says) => self.take_report(member, &says),
             Request::Members => self.members_now(member),
             Request::Watch => return self.follow(member, from),
         };
@@ -63,6 +64,11 @@ impl World {
             self.count("partial answers");
         }
         Reply::Found(answered)
+    }
+
+    fn take_report(&mut self, member: usize, says: &NodeSays) -> Reply {
+        let known = self.member(member).report(says.node, says.epoch, says.report);
+        Reply::Reported { fenced: !known }
     }
 
     fn members_now(&mut self, member: usize) -> Reply {

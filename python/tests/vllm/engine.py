@@ -142,7 +142,8 @@ class Engine:
         assert self._ask({"do": "reset"})["reset"], "requests still hold blocks"
 
     def metrics(self) -> dict[str, float]:
-        """The connector's metrics."""
+        """The connector's metrics. A request makes the engine collect what has happened since the last."""
+        self.generate([[VOCABULARY - 1]], max_tokens=1)
         return dict(self._ask({"do": "metrics"})["metrics"])
 
     def stop(self) -> None:
