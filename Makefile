@@ -1,4 +1,5 @@
-# Reprise. `make demo` shows it, `make test` proves it. Both need a Rust toolchain and nothing else.
+# Reprise. `make demo` shows it, `make test` proves it. Both need a Rust toolchain and nothing else; with a Python from 3.11
+# on `make test` also proves the Python package.
 #
 # Builds go to one folder outside the tree: $REPRISE_CACHE, by default ~/.cache/reprise.
 
@@ -9,12 +10,15 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint test test-quick etcd bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
 	@echo "make test        everything: formatting, lints, unit, model, conformance and end-to-end tests, a demo"
 	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
+	@echo "make wheel       the Python package, for every Python from 3.11 on"
+	@echo "make test-python its tests, against real processes"
+	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 
@@ -24,11 +28,14 @@ build:
 demo: build
 	$(RELEASE)/reprise demo $(if $(TRACE),--trace $(TRACE))
 
-lint:
+lint: lint-python
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
 	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
+
+lint-python:
+	python/lint.sh
 
 test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e
@@ -38,6 +45,20 @@ test-quick: lint
 test: lint etcd
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
+	python/test.sh
+	python/test-vllm.sh
+
+wheel:
+	python/wheel.sh
+
+# Against the debug binaries, as the end-to-end tests.
+test-python:
+	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
+	python/test.sh
+
+test-vllm:
+	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
+	python/test-vllm.sh
 
 etcd:
 	e2e/etcd/build.sh

@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use crossbeam_channel::bounded;
+use crossbeam_channel::{Sender, bounded};
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
@@ -18,7 +18,7 @@ use crate::deadline;
 use crate::durable::{DurableOutcome, Ticket};
 use crate::error::ClientError;
 use crate::load::{Load, LoadRequest, PendingLoad};
-use crate::matching::{Scope, Source};
+use crate::matching::{PendingMatch, Scope, Sending, Source};
 use crate::reservation::{Reservation, reservations};
 
 /// How long a call waits for its answer unless told otherwise. Calls other than loads take microseconds; this is
@@ -174,6 +174,16 @@ impl Client {
     /// # Errors
     /// `BadRequest`, `Timeout`, `AgentLost`.
     pub fn reserve(&self, count: u32, wait: Duration) -> Result<Vec<Reservation>, ClientError> {
+        self.reserve_within(count, wait, self.session.call_timeout)
+    }
+
+    /// As [`Client::reserve`], with another patience for each answer.
+    pub(crate) fn reserve_within(
+        &self,
+        count: u32,
+        wait: Duration,
+        answer_timeout: Duration,
+    ) -> Result<Vec<Reservation>, ClientError> {
         if count == 0 || count as usize > KEYS_PER_CALL_MAX {
             return Err(ClientError::BadRequest(format!(
                 "reserve 1 to {KEYS_PER_CALL_MAX} slots, not {count}"
@@ -182,7 +192,7 @@ impl Client {
         let deadline = deadline::after(wait);
         loop {
             let reserve = request::Body::Reserve(local::Reserve { count });
-            let retry_after = match self.session.call("reserve", reserve) {
+            let retry_after = match self.session.call_within("reserve", reserve, answer_timeout) {
                 Ok(response::Body::Reserved(reserved)) if !reserved.leases.is_empty() => {
                     return reservations(&self.session, &reserved)
                         .map_err(|error| self.session.broken(error));
@@ -209,9 +219,21 @@ impl Client {
         items: Vec<(Reservation, BlockKey)>,
         priority: Priority,
     ) -> Result<CommitOutcome, ClientError> {
+        self.commit_within(items, priority, self.session.call_timeout)
+    }
+
+    /// As [`Client::commit`], with another patience for the answer.
+    pub(crate) fn commit_within(
+        &self,
+        items: Vec<(Reservation, BlockKey)>,
+        priority: Priority,
+        answer_timeout: Duration,
+    ) -> Result<CommitOutcome, ClientError> {
         check_count("commit", items.len())?;
         let body = request::Body::Commit(commit_message(&items, priority)?);
-        let response::Body::Committed(committed) = self.session.call("commit", body)? else {
+        let response::Body::Committed(committed) =
+            self.session.call_within("commit", body, answer_timeout)?
+        else {
             return Err(self.session.broken(ClientError::unexpected("commit")));
         };
         let outcome = commit_outcome(&committed, items.len()).map_err(|error| self.session.broken(error))?;
@@ -234,21 +256,24 @@ impl Client {
     /// # Errors
     /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
     pub fn match_keys(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
+        self.ask(keys, scope, Sending::Waits)?.wait()
+    }
+
+    /// Asks where blocks are without waiting for the answer; at most 8,192 keys. Takes 5 ms at the most, also when the
+    /// agent does not read.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
+    pub fn start_match(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
+        self.ask(keys, scope, Sending::AtOnce)
+    }
+
+    fn ask(&self, keys: &[BlockKey], scope: Scope, sending: Sending) -> Result<PendingMatch, ClientError> {
         if keys.is_empty() {
-            return Ok(Vec::new());
+            return Ok(PendingMatch::known(&self.session, Vec::new()));
         }
         check_count("match", keys.len())?;
-        let body =
-            local::Match { keys: Bytes::from(BlockKey::pack(keys)), local_only: scope.is_local_only() };
-        let response::Body::Matched(matched) = self.session.call("match", request::Body::Match(body))? else {
-            return Err(self.session.broken(ClientError::unexpected("match")));
-        };
-        let sources: Option<Vec<Source>> =
-            matched.sources.iter().map(|number| Source::from_wire(u32::from(*number))).collect();
-        match sources {
-            Some(sources) if sources.len() <= keys.len() => Ok(sources),
-            _ => Err(self.session.broken(ClientError::Protocol("sources of a match".into()))),
-        }
+        PendingMatch::start(&self.session, keys, scope, sending)
     }
 
     /// Loads blocks into the arena: returns when every block is placed and layer 0 is verified, or it failed.
@@ -281,6 +306,14 @@ impl Client {
         }
     }
 
+    /// Asks whether the agent is there.
+    ///
+    /// # Errors
+    /// `Timeout`, `AgentLost`.
+    pub(crate) fn probe(&self, timeout: Duration) -> Result<(), ClientError> {
+        self.session.probe(timeout)
+    }
+
     /// Drops clean DRAM copies of blocks that are on NVMe, so that the next load of them is cold; returns how many.
     ///
     /// # Errors
@@ -290,6 +323,16 @@ impl Client {
             response::Body::Trimmed(trimmed) => Ok(trimmed.blocks),
             _ => Err(self.session.broken(ClientError::unexpected("trim"))),
         }
+    }
+
+    /// The error of calls on a session that has ended.
+    pub(crate) fn lost(&self) -> ClientError {
+        self.session.connection.lost()
+    }
+
+    /// Wakes `watcher` when the session has ended, or now if it has. Only the first watcher is kept.
+    pub(crate) fn watch(&self, watcher: Sender<()>) {
+        self.session.connection.watch(watcher);
     }
 
     /// Ends the session for all its handles: reservations and loads are given back, later calls fail. Without it,
@@ -318,8 +361,23 @@ impl Session {
         call: &'static str,
         body: request::Body,
     ) -> Result<response::Body, ClientError> {
+        self.call_within(call, body, self.call_timeout)
+    }
+
+    /// One call, with a patience of its own.
+    fn call_within(
+        &self,
+        call: &'static str,
+        body: request::Body,
+        timeout: Duration,
+    ) -> Result<response::Body, ClientError> {
         let _span = self.span(call).entered();
-        self.connection.begin(call, body, self.call_timeout).and_then(Ongoing::wait)
+        self.connection.begin(call, body, timeout).and_then(Ongoing::wait)
+    }
+
+    /// The cheapest question; what its answer says does not matter.
+    pub(crate) fn probe(&self, timeout: Duration) -> Result<(), ClientError> {
+        self.call_within("stats", request::Body::Stats(local::Stats {}), timeout).map(drop)
     }
 
     /// What a call happens in, for whoever traces the engine; the session is 0 until the agent has named it. A span

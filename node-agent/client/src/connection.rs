@@ -20,6 +20,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
+use crossbeam_channel::Sender;
 use prost::Message;
 use reprise_buffers::ProgressReader;
 use reprise_proto::local::{self, Request, Response, request, response};
@@ -54,6 +55,8 @@ pub(crate) struct Connection {
     /// Set once, after `reason`; cheap to poll from waiting loads.
     ended: AtomicBool,
     reason: OnceLock<String>,
+    /// Who is told of the end, besides those who wait for something.
+    watcher: OnceLock<Sender<()>>,
 }
 
 impl Connection {
@@ -72,6 +75,7 @@ impl Connection {
             progress: OnceLock::new(),
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
+            watcher: OnceLock::new(),
         })
     }
 
@@ -85,13 +89,42 @@ impl Connection {
         body: request::Body,
         timeout: Duration,
     ) -> Result<Ongoing, ClientError> {
+        let ongoing = self.queue(call, body, timeout)?;
+        self.sent(ongoing, Patience::Until(deadline::after(timeout)))
+    }
+
+    /// As [`Connection::begin`], for who may not wait: what the socket does not take within
+    /// [`outbox::WRITE_SLICE`] goes out when the agent reads again.
+    ///
+    /// # Errors
+    /// As [`Connection::begin`].
+    pub(crate) fn begin_at_once(
+        self: &Arc<Self>,
+        call: &'static str,
+        body: request::Body,
+        timeout: Duration,
+    ) -> Result<Ongoing, ClientError> {
+        let ongoing = self.queue(call, body, timeout)?;
+        self.sent(ongoing, Patience::Once)
+    }
+
+    fn queue(
+        self: &Arc<Self>,
+        call: &'static str,
+        body: request::Body,
+        timeout: Duration,
+    ) -> Result<Ongoing, ClientError> {
         let deadline = deadline::after(timeout);
         let id = self.outbox.next_id();
         let answer = self.pending.register(id)?.ok_or_else(|| self.lost())?;
         let ongoing =
             Ongoing::new(Arc::clone(self), pending::Question { id, call, timeout, deadline }, answer);
         self.outbox.push(&Request { id, body: Some(body) })?;
-        match self.outbox.flush(&self.socket, Patience::Until(deadline)) {
+        Ok(ongoing)
+    }
+
+    fn sent(&self, ongoing: Ongoing, patience: Patience) -> Result<Ongoing, ClientError> {
+        match self.outbox.flush(&self.socket, patience) {
             Ok(()) => Ok(ongoing),
             // The agent has closed the session. Why it did may be in the socket still: the reader thread comes upon
             // these words, then upon the end, and fails the call.
@@ -154,6 +187,21 @@ impl Connection {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         self.board.close(reason);
         self.pending.close();
+        self.wake_watcher();
+    }
+
+    /// Wakes `watcher` when the connection has ended, or now if it has. Only the first watcher is kept.
+    pub(crate) fn watch(&self, watcher: Sender<()>) {
+        if self.watcher.set(watcher).is_ok() && self.has_ended() {
+            self.wake_watcher();
+        }
+    }
+
+    fn wake_watcher(&self) {
+        if let Some(watcher) = self.watcher.get() {
+            // Full: it is to wake up already.
+            let _ = watcher.try_send(());
+        }
     }
 
     /// Ends the connection because this side wants no more of it.

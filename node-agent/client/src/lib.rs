@@ -17,8 +17,11 @@
 //! socket (unless the caller switches that off); every call ends, by answer, deadline or death of the agent; a
 //! reservation or load that is dropped is given back.
 //!
-//! Deliberately absent: retries of failed calls (the caller knows whether a miss is cheaper), reconnection (a new
-//! agent process is a new session: connect again), and anything that knows GPUs.
+//! For engines there is more on top of it: [`paged`] saves from and loads to their memory, [`transfers`] does so on
+//! threads of its own, and [`keeper`] opens sessions anew.
+//!
+//! Deliberately absent: retries of failed calls (the caller knows whether a miss is cheaper), reconnection of a
+//! [`Client`] (a new agent process is a new session), and anything that knows GPUs.
 
 #![forbid(unsafe_code)]
 
@@ -34,10 +37,13 @@ mod connection;
 mod deadline;
 pub mod durable;
 pub mod error;
+pub mod keeper;
 pub mod load;
 pub mod matching;
+pub mod paged;
 mod regions;
 pub mod reservation;
+pub mod transfers;
 mod window;
 mod wire;
 
@@ -45,6 +51,11 @@ pub use client::{Client, ConnectOptions};
 pub use commit::{CommitOutcome, CommitStatus, Priority};
 pub use durable::{DurableOutcome, Ticket};
 pub use error::{ClientError, CopyError};
+pub use keeper::{KeeperStatus, SessionKeeper};
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
-pub use matching::{Scope, Source};
+pub use matching::{PendingMatch, Scope, Source};
+pub use paged::{
+    LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
+};
 pub use reservation::Reservation;
+pub use transfers::{Finished, Outcome, TransferId, TransferOptions, Transfers};

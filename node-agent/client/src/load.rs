@@ -135,6 +135,30 @@ impl PendingLoad {
     /// # Errors
     /// `BadRequest`, `Busy`, `Timeout`, `AgentLost`.
     pub fn wait(self) -> Result<Load, ClientError> {
+        self.wait_traced(|pending| pending.ongoing.poll(Duration::MAX))
+    }
+
+    /// As [`PendingLoad::wait`], for who does not want to wait for an agent that hangs: when there is no answer for half
+    /// of `stall_timeout`, the agent is asked whether it is there, and has the other half to say so.
+    ///
+    /// # Errors
+    /// As [`PendingLoad::wait`]; `Timeout` when the agent says nothing.
+    pub(crate) fn wait_unless_stalled(self, stall_timeout: Duration) -> Result<Load, ClientError> {
+        let half = stall_timeout / 2;
+        self.wait_traced(|pending| {
+            loop {
+                if let Some(answer) = pending.ongoing.poll(half)? {
+                    return Ok(Some(answer));
+                }
+                pending.session.probe(half)?;
+            }
+        })
+    }
+
+    fn wait_traced(
+        mut self,
+        wait: impl FnOnce(&mut PendingLoad) -> Result<Option<response::Body>, ClientError>,
+    ) -> Result<Load, ClientError> {
         let span = tracing::debug_span!(
             "load_wait",
             session = self.session.number(),
@@ -143,7 +167,7 @@ impl PendingLoad {
             outcome = tracing::field::Empty
         )
         .entered();
-        let waited = self.wait_for_answer();
+        let waited = wait(&mut self).and_then(|answer| self.loaded(answer));
         match &waited {
             Ok(load) => span.record("outcome", "answered").record("placed", load.placed_blocks()),
             Err(error) => span.record("outcome", tracing::field::display(error)),
@@ -151,9 +175,9 @@ impl PendingLoad {
         waited
     }
 
-    fn wait_for_answer(self) -> Result<Load, ClientError> {
-        match self.ongoing.wait()? {
-            response::Body::Loaded(loaded) => {
+    fn loaded(&self, answer: Option<response::Body>) -> Result<Load, ClientError> {
+        match answer {
+            Some(response::Body::Loaded(loaded)) => {
                 Load::new(&self.session, loaded, self.blocks).map_err(|error| self.session.broken(error))
             }
             _ => Err(self.session.broken(ClientError::unexpected("load"))),

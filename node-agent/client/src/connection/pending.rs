@@ -8,6 +8,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use reprise_proto::local::response;
 
 use super::Connection;
+use crate::deadline;
 use crate::error::ClientError;
 
 /// Calls in flight on one session at the most: more threads than any engine has.
@@ -112,24 +113,40 @@ impl Ongoing {
     /// # Errors
     /// `AgentLost`, `Timeout`, or what the agent refused with.
     pub(crate) fn wait(mut self) -> Result<response::Body, ClientError> {
+        self.poll(Duration::MAX)?.ok_or_else(|| self.timeout())
+    }
+
+    /// The answer, if it comes within `patience`; ask again otherwise, until the call's own timeout ends it. Once
+    /// there was an answer or an error, there is nothing more to ask for.
+    ///
+    /// # Errors
+    /// As [`Ongoing::wait`].
+    pub(crate) fn poll(&mut self, patience: Duration) -> Result<Option<response::Body>, ClientError> {
         let Some(answer) = self.answer.take() else {
             return Err(self.connection.lost());
         };
-        let received = match answer.recv_deadline(self.question.deadline) {
+        let look_until = deadline::after(patience).min(self.question.deadline);
+        let received = match answer.recv_deadline(look_until) {
             Ok(body) => Ok(body),
             Err(RecvTimeoutError::Disconnected) => Err(self.connection.lost()),
+            Err(RecvTimeoutError::Timeout) if look_until < self.question.deadline => {
+                self.answer = Some(answer);
+                return Ok(None);
+            }
             Err(RecvTimeoutError::Timeout) => match self.connection.abandon(self.question.id) {
-                Abandoned::Unanswered => {
-                    Err(ClientError::Timeout { call: self.question.call, after: self.question.timeout })
-                }
+                Abandoned::Unanswered => Err(self.timeout()),
                 // The reader thread has taken the sender: it sends, or drops it, at once.
                 Abandoned::Answered => answer.recv().map_err(|_| self.connection.lost()),
             },
         };
         match received? {
             response::Body::Failure(failure) => Err(ClientError::refused(failure)),
-            body => Ok(body),
+            body => Ok(Some(body)),
         }
+    }
+
+    fn timeout(&self) -> ClientError {
+        ClientError::Timeout { call: self.question.call, after: self.question.timeout }
     }
 }
 

@@ -52,6 +52,9 @@ pub(crate) struct FakeAgent {
     thread: JoinHandle<()>,
 }
 
+/// What an agent does in one session.
+pub(crate) type Script = Box<dyn FnOnce(&mut Peer) + Send>;
+
 /// The agent's end of the session.
 pub(crate) struct Peer {
     pub(crate) socket: UnixStream,
@@ -62,15 +65,21 @@ pub(crate) struct Peer {
 impl FakeAgent {
     /// Accepts one session and plays the script; the session is closed when the script returns.
     pub(crate) fn start(script: impl FnOnce(&mut Peer) + Send + 'static) -> FakeAgent {
+        FakeAgent::start_in_sequence(vec![Box::new(script)])
+    }
+
+    /// Accepts a session for each script, one after the other, as an agent that is restarted.
+    pub(crate) fn start_in_sequence(scripts: Vec<Script>) -> FakeAgent {
         let directory = tempfile::tempdir().expect("a directory for the socket");
         let listener = UnixListener::bind(directory.path().join("agent")).expect("a socket");
-        let thread = std::thread::spawn(move || {
+        let play = move |script: Script| {
             let config = ArenaConfig { bytes: 4 << 20, region_bytes: 4 << 20, huge: HugePolicy::Never };
             let arena = Arena::new(&config).expect("a small arena");
             let progress = ProgressWriter::create().expect("a progress page");
             let (socket, _) = listener.accept().expect("a session");
             script(&mut Peer { socket, arena, progress });
-        });
+        };
+        let thread = std::thread::spawn(move || scripts.into_iter().for_each(play));
         FakeAgent { directory, thread }
     }
 
@@ -171,6 +180,20 @@ impl Peer {
         }
     }
 
+    pub(crate) fn expect_commit(&mut self) -> (u64, local::Commit) {
+        match self.expect("commit") {
+            (id, request::Body::Commit(commit)) => (id, commit),
+            (_, other) => panic!("expected commit, got {other:?}"),
+        }
+    }
+
+    pub(crate) fn expect_stats(&mut self) -> u64 {
+        match self.expect("stats") {
+            (id, request::Body::Stats(_)) => id,
+            (_, other) => panic!("expected stats, got {other:?}"),
+        }
+    }
+
     /// Load and blocks of a suspicion.
     pub(crate) fn expect_suspect(&mut self) -> (u64, Vec<u32>) {
         match self.expect("suspect") {
@@ -188,6 +211,15 @@ impl Peer {
 
     pub(crate) fn reply_matched(&mut self, id: u64, blocks: usize) {
         self.reply(id, response::Body::Matched(local::Matched { sources: Bytes::from(vec![1; blocks]) }));
+    }
+
+    pub(crate) fn reply_stats(&mut self, id: u64) {
+        self.reply(id, response::Body::Stats(local::StatsReply::default()));
+    }
+
+    pub(crate) fn reply_committed(&mut self, id: u64, ticket: u64, statuses: &[local::CommitStatus]) {
+        let statuses = statuses.iter().map(|status| *status as i32).collect();
+        self.reply(id, response::Body::Committed(local::Committed { ticket, statuses }));
     }
 
     /// Grants the region with the given access, beside a reply.

@@ -9,13 +9,6 @@ use reprise_buffers::crc32c;
 use reprise_client::{ClientError, CommitStatus, DurableOutcome, Priority, Reservation};
 use reprise_proto::local::{self, request, response};
 
-fn expect_commit(peer: &mut Peer) -> (u64, local::Commit) {
-    match peer.expect("commit") {
-        (id, request::Body::Commit(commit)) => (id, commit),
-        (_, other) => panic!("expected commit, got {other:?}"),
-    }
-}
-
 fn expect_abort(peer: &mut Peer) -> (u64, Vec<u64>) {
     match peer.expect("abort") {
         (id, request::Body::Abort(abort)) => (id, abort.leases),
@@ -24,8 +17,7 @@ fn expect_abort(peer: &mut Peer) -> (u64, Vec<u64>) {
 }
 
 fn reply_committed(peer: &mut Peer, id: u64, ticket: u64, blocks: usize) {
-    let statuses = vec![local::CommitStatus::Committed as i32; blocks];
-    peer.reply(id, response::Body::Committed(local::Committed { ticket, statuses }));
+    peer.reply_committed(id, ticket, &vec![local::CommitStatus::Committed; blocks]);
 }
 
 fn send_durable(peer: &mut Peer, ticket: u64, lost: &[u8]) {
@@ -49,7 +41,7 @@ fn a_filled_block_is_in_the_arena_with_its_checksums_on_the_socket_and_zero_padd
         let (id, count) = peer.expect_reserve();
         assert_eq!(count, 1);
         peer.reply_reserved(id, 1, Grant::First);
-        let (id, commit) = expect_commit(peer);
+        let (id, commit) = peer.expect_commit();
         let mut found = vec![0; slot as usize];
         dirty.copy_out(&mut found);
         let expected = block_bytes(9);
@@ -82,7 +74,7 @@ fn a_block_written_through_the_span_gets_the_same_checksums() {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, 2, Grant::First);
-        let (id, commit) = expect_commit(peer);
+        let (id, commit) = peer.expect_commit();
         assert_eq!(commit.items[0].checksums, commit.items[1].checksums);
         reply_committed(peer, id, 1, 2);
     });
@@ -212,10 +204,10 @@ fn a_durable_notice_is_found_whether_it_comes_before_or_after_the_wait() {
         peer.greet();
         let (id, _) = peer.expect_reserve();
         peer.reply_reserved(id, 2, Grant::First);
-        let (id, _) = expect_commit(peer);
+        let (id, _) = peer.expect_commit();
         send_durable(peer, 1, &[]);
         reply_committed(peer, id, 1, 1);
-        let (id, _) = expect_commit(peer);
+        let (id, _) = peer.expect_commit();
         reply_committed(peer, id, 2, 1);
         told_to_go_on.recv().expect("the test says when");
         send_durable(peer, 2, &[6; 16]);

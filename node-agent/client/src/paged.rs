@@ -1,0 +1,141 @@
+//! Saving from, and loading to, an engine's paged memory.
+//!
+//! An engine keeps blocks by number, a layer here and a layer there. [`PagedMemory`] is how it shows them; keys and
+//! block numbers are all that it says otherwise.
+//!
+//! ```text
+//! save:  window of 32 MiB: reserve → copy each object and take its checksum → commit
+//! load:  window of 32 MiB on its way while the one before is copied, layer by layer as layers become ready
+//! ```
+//!
+//! A window's two calls cost about 100 µs, its copy at 8 GB/s 4 ms. Two windows of arena serve a request of any
+//! length; blocks for which there was no room are asked for again as long as others come.
+//!
+//! Invariants: every block has a status in the end, whatever happens to the agent; nobody is waited for longer than
+//! `stall_timeout` without a sign of life; what a failed block's memory holds is unspecified.
+//!
+//! Deliberately absent: order between blocks of one call (a caller that needs a prefix takes the leading ones), and
+//! a look at what is there already before a copy: the agent says `duplicate`.
+
+use std::fmt;
+use std::time::Duration;
+
+use reprise_policy::{BlockKey, Layout};
+use reprise_proto::local::{FRAME_BYTES_MAX, KEYS_PER_CALL_MAX};
+
+use crate::client::Client;
+use crate::error::ClientError;
+
+mod loading;
+mod saving;
+
+pub use loading::{LoadOptions, LoadedBlocks};
+pub use saving::{SaveOptions, SaveStatus, SavedBlocks};
+
+/// How long an agent may show no progress unless told otherwise: about the time in which an engine computes half of a
+/// prompt of 4,096 tokens.
+pub const STALL_TIMEOUT_DEFAULT: Duration = Duration::from_millis(500);
+
+/// Arena that one window of a load or save takes.
+const WINDOW_BYTES: u64 = 32 << 20;
+
+/// Bytes of a block in the answer to a load at the most, besides 4 for each object.
+const ANSWER_BYTES_PER_BLOCK: u64 = 128;
+
+/// Number of a block in an engine's paged memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PhysicalBlock(pub usize);
+
+/// An engine's memory of numbered blocks of one layout. Several threads read and write different blocks at a time.
+pub trait PagedMemory: fmt::Debug + Send + Sync {
+    /// Geometry of its blocks.
+    fn layout(&self) -> &Layout;
+
+    /// How many there are: numbers are below.
+    fn blocks(&self) -> usize;
+
+    /// Shows one object, layer × parts + part, of a block to `read`.
+    fn read_object(&self, block: PhysicalBlock, object: u32, read: &mut dyn FnMut(&[u8]));
+
+    /// Lets `write` overwrite one object of a block.
+    fn write_object(&self, block: PhysicalBlock, object: u32, write: &mut dyn FnMut(&mut [u8]));
+}
+
+/// Whether a save or load is to go on: asked between its windows, and between layers.
+pub(crate) type GoOn<'a> = &'a dyn Fn() -> bool;
+
+/// Why a save or load ends that was told not to go on.
+pub(crate) fn cancelled() -> ClientError {
+    ClientError::AgentLost { reason: "the transfer was cancelled by this process".to_owned() }
+}
+
+/// Checks that a call fits the session and the memory.
+fn check(
+    client: &Client,
+    blocks: &[(BlockKey, PhysicalBlock)],
+    memory: &dyn PagedMemory,
+) -> Result<(), ClientError> {
+    check_layout(client.layout(), memory)?;
+    check_blocks(blocks, memory)
+}
+
+/// Checks that a memory has the blocks of a session.
+pub(crate) fn check_layout(layout: &Layout, memory: &dyn PagedMemory) -> Result<(), ClientError> {
+    if memory.layout() == layout {
+        return Ok(());
+    }
+    let (memory, session) = (memory.layout().spec(), layout.spec());
+    Err(ClientError::BadRequest(format!("the memory's layout is {memory:?}, the session's {session:?}")))
+}
+
+/// Checks that a memory has these blocks.
+pub(crate) fn check_blocks(
+    blocks: &[(BlockKey, PhysicalBlock)],
+    memory: &dyn PagedMemory,
+) -> Result<(), ClientError> {
+    let count = memory.blocks();
+    match blocks.iter().find(|(_, block)| block.0 >= count) {
+        Some((_, block)) => {
+            Err(ClientError::BadRequest(format!("there is no block {} in a memory of {count}", block.0)))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Blocks of one window: by arena, by the number of keys in a call, and by the length of the answer to a load.
+fn window_blocks(layout: &Layout) -> usize {
+    let by_arena = WINDOW_BYTES / layout.slot_bytes();
+    let answer_bytes = 4 * u64::from(layout.objects()) + ANSWER_BYTES_PER_BLOCK;
+    let by_answer = FRAME_BYTES_MAX as u64 / answer_bytes;
+    let blocks = by_arena.min(by_answer).clamp(1, KEYS_PER_CALL_MAX as u64);
+    usize::try_from(blocks).expect("at most 8,192")
+}
+
+#[cfg(test)]
+mod tests {
+    use reprise_policy::{Dtype, LayoutSpec, Parts};
+
+    use super::*;
+
+    fn layout(layers: u16, head_dim: u16) -> Layout {
+        let spec = LayoutSpec {
+            layers,
+            parts: Parts::KeyValue,
+            kv_heads: 1,
+            head_dim,
+            dtype: Dtype::Int8,
+            tokens_per_block: 1,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        spec.validate().expect("valid")
+    }
+
+    #[test]
+    fn a_window_is_bounded_by_arena_keys_and_the_length_of_the_answer() {
+        assert_eq!(window_blocks(&layout(32, 32768)), 16, "2 MiB a block");
+        assert_eq!(window_blocks(&layout(480, 65535)), 1, "60 MiB a block");
+        assert_eq!(window_blocks(&layout(1, 1)), 8192);
+        assert_eq!(window_blocks(&layout(480, 1)), 4228);
+    }
+}

@@ -1,0 +1,160 @@
+//! Saving blocks of an engine's memory.
+
+use std::time::Duration;
+
+use reprise_policy::BlockKey;
+
+use super::{GoOn, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, cancelled, check, window_blocks};
+use crate::client::Client;
+use crate::commit::{CommitStatus, Priority};
+use crate::durable::Ticket;
+use crate::error::ClientError;
+use crate::reservation::Reservation;
+
+/// How to save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// What the blocks are worth.
+    pub priority: Priority,
+    /// How long a window waits for room in an arena that is full of leased blocks.
+    pub room_wait: Duration,
+    /// How long an answer may take.
+    pub stall_timeout: Duration,
+}
+
+/// What became of a block that was to be saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaveStatus {
+    /// Readable on the node from now on.
+    Committed,
+    /// It was there already.
+    Duplicate,
+    /// It is not there: no room, no agent, or no answer.
+    Unsaved,
+}
+
+/// What became of a save.
+#[derive(Debug)]
+pub struct SavedBlocks {
+    /// Of each block, in the order of the call.
+    pub statuses: Vec<SaveStatus>,
+    /// Of the commits; what to wait for with [`Client::wait_durable`].
+    pub tickets: Vec<Ticket>,
+    /// Why blocks are unsaved; `None`: there was no room for them.
+    pub stopped_by: Option<ClientError>,
+}
+
+impl Default for SaveOptions {
+    fn default() -> SaveOptions {
+        SaveOptions {
+            priority: Priority::default(),
+            room_wait: STALL_TIMEOUT_DEFAULT,
+            stall_timeout: STALL_TIMEOUT_DEFAULT,
+        }
+    }
+}
+
+impl SavedBlocks {
+    /// A save of which nothing came.
+    pub(crate) fn unsaved(blocks: usize, reason: ClientError) -> SavedBlocks {
+        SavedBlocks {
+            statuses: vec![SaveStatus::Unsaved; blocks],
+            tickets: Vec::new(),
+            stopped_by: Some(reason),
+        }
+    }
+
+    /// Blocks with this status.
+    pub fn count(&self, status: SaveStatus) -> usize {
+        self.statuses.iter().filter(|found| **found == status).count()
+    }
+}
+
+impl From<CommitStatus> for SaveStatus {
+    fn from(status: CommitStatus) -> SaveStatus {
+        match status {
+            CommitStatus::Committed => SaveStatus::Committed,
+            CommitStatus::Duplicate => SaveStatus::Duplicate,
+            CommitStatus::NoLease | CommitStatus::BadItem => SaveStatus::Unsaved,
+        }
+    }
+}
+
+impl Client {
+    /// Saves blocks, any number of them, until all are saved, the arena has no room, or something goes wrong: the answer
+    /// says it for each.
+    ///
+    /// # Errors
+    /// `BadRequest` (layout or block numbers do not fit); nothing was saved then.
+    pub fn save_blocks(
+        &self,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        options: &SaveOptions,
+    ) -> Result<SavedBlocks, ClientError> {
+        self.save_blocks_while(blocks, memory, options, &|| true)
+    }
+
+    /// As [`Client::save_blocks`], as long as `go_on` says so.
+    pub(crate) fn save_blocks_while(
+        &self,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        options: &SaveOptions,
+        go_on: GoOn<'_>,
+    ) -> Result<SavedBlocks, ClientError> {
+        check(self, blocks, memory)?;
+        let mut saved = SavedBlocks { statuses: Vec::new(), tickets: Vec::new(), stopped_by: None };
+        while saved.statuses.len() < blocks.len() && saved.stopped_by.is_none() {
+            if !go_on() {
+                saved.stopped_by = Some(cancelled());
+                break;
+            }
+            let rest = &blocks[saved.statuses.len()..];
+            match self.save_window(rest, memory, options) {
+                Ok(None) => break,
+                Ok(Some((ticket, statuses))) => {
+                    saved.tickets.push(ticket);
+                    saved.statuses.extend(statuses);
+                }
+                Err(error) => saved.stopped_by = Some(error),
+            }
+        }
+        saved.statuses.resize(blocks.len(), SaveStatus::Unsaved);
+        Ok(saved)
+    }
+
+    /// Saves as many of the first blocks as are given slots; `None` when there was no room.
+    fn save_window(
+        &self,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        options: &SaveOptions,
+    ) -> Result<Option<(Ticket, Vec<SaveStatus>)>, ClientError> {
+        let wanted = blocks.len().min(window_blocks(self.layout()));
+        let wanted = u32::try_from(wanted).expect("a window has at most 8,192 blocks");
+        let reserved = self.reserve_within(wanted, options.room_wait, options.stall_timeout)?;
+        if reserved.is_empty() {
+            return Ok(None);
+        }
+        let mut items = Vec::with_capacity(reserved.len());
+        for (mut reservation, (key, block)) in reserved.into_iter().zip(blocks) {
+            fill(&mut reservation, memory, *block)?;
+            items.push((reservation, *key));
+        }
+        let outcome = self.commit_within(items, options.priority, options.stall_timeout)?;
+        Ok(Some((outcome.ticket, outcome.statuses.into_iter().map(SaveStatus::from).collect())))
+    }
+}
+
+fn fill(
+    reservation: &mut Reservation,
+    memory: &dyn PagedMemory,
+    block: PhysicalBlock,
+) -> Result<(), ClientError> {
+    (0..memory.layout().objects()).try_for_each(|object| {
+        let mut filled = Ok(());
+        memory.read_object(block, object, &mut |bytes| filled = reservation.fill_object(object, bytes));
+        filled
+    })
+}

@@ -1,0 +1,337 @@
+//! Saves and loads on threads of their own: submitted now, looked at later.
+//!
+//! An engine's worker hands over what its step needs and goes on computing; between steps it asks what has ended.
+//!
+//! ```text
+//! submit_load ──► queue ──► thread for loads ──┐
+//! submit_save ──► queue ──► thread for saves ──┴──► finished / wait
+//! ```
+//!
+//! Invariants: every transfer that was submitted ends, with a status for each of its blocks, whatever happens to the
+//! agent, the session or the memory; none starts while the agent is suspected. A transfer of an agent that hangs ends
+//! after its `stall_timeout` and makes the agent suspected, so that those behind it end at once.
+//!
+//! Dropping it cancels: transfers in the queues end undone, those at work end with the part that they are at, or after
+//! their `stall_timeout` when the agent hangs. It waits for that: no byte of the memory is touched after it.
+//!
+//! Deliberately absent: retries, order between loads and saves (a caller that loads what it saves waits in between).
+
+use std::collections::{BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use reprise_policy::BlockKey;
+
+use crate::deadline;
+use crate::error::ClientError;
+use crate::keeper::SessionKeeper;
+use crate::paged::{
+    LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled, check_blocks,
+    check_layout,
+};
+
+/// Transfers of a kind that may wait unless told otherwise: each is one request's, and engines run some hundreds at a
+/// time.
+pub const QUEUED_MAX_DEFAULT: usize = 1024;
+
+/// Ends that are kept for [`Transfers::finished`] at the most; beyond it the oldest are forgotten.
+pub const FINISHED_MAX: usize = 65_536;
+
+/// How transfers are done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TransferOptions {
+    /// How to save.
+    pub save: SaveOptions,
+    /// How to load.
+    pub load: LoadOptions,
+    /// Loads, and saves, that may wait; one that finds the queue full ends undone at once.
+    pub queued_max: usize,
+}
+
+/// Names a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferId(pub u64);
+
+/// What became of a transfer.
+#[derive(Debug)]
+pub enum Outcome {
+    /// Of a save.
+    Saved(SavedBlocks),
+    /// Of a load.
+    Loaded(LoadedBlocks),
+}
+
+/// A transfer that has ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// Which.
+    pub id: TransferId,
+    /// What became of it.
+    pub outcome: Outcome,
+    /// From when it was submitted to its end.
+    pub elapsed: Duration,
+}
+
+/// Saves from and loads to one memory, over one keeper's session.
+#[derive(Debug)]
+pub struct Transfers {
+    shared: Arc<Shared>,
+    /// `None` while it is dropped.
+    queues: Option<Queues>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Queues {
+    saves: Sender<Job>,
+    loads: Sender<Job>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    keeper: Arc<SessionKeeper>,
+    memory: Arc<dyn PagedMemory>,
+    options: TransferOptions,
+    board: Mutex<Board>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Board {
+    last: u64,
+    unfinished: BTreeSet<TransferId>,
+    finished: VecDeque<Finished>,
+    is_cancelled: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Save,
+    Load,
+}
+
+/// A transfer on its way. Dropping it ends it undone, so that none is forgotten.
+#[derive(Debug)]
+struct Job {
+    shared: Arc<Shared>,
+    id: TransferId,
+    direction: Direction,
+    blocks: Vec<(BlockKey, PhysicalBlock)>,
+    submitted: Instant,
+    /// Why it ends undone, if it does.
+    undone: Option<ClientError>,
+}
+
+impl Default for TransferOptions {
+    fn default() -> TransferOptions {
+        TransferOptions {
+            save: SaveOptions::default(),
+            load: LoadOptions::default(),
+            queued_max: QUEUED_MAX_DEFAULT,
+        }
+    }
+}
+
+impl Outcome {
+    /// Why it ended before its end, if it did.
+    pub fn stopped_by(&self) -> Option<&ClientError> {
+        match self {
+            Outcome::Saved(saved) => saved.stopped_by.as_ref(),
+            Outcome::Loaded(loaded) => loaded.stopped_by.as_ref(),
+        }
+    }
+}
+
+impl Transfers {
+    /// Transfers between the memory and whatever session the keeper has.
+    ///
+    /// # Errors
+    /// `BadRequest` (the memory's layout is not the session's), `Busy` (no thread can be started).
+    pub fn new(
+        keeper: Arc<SessionKeeper>,
+        memory: Arc<dyn PagedMemory>,
+        options: TransferOptions,
+    ) -> Result<Transfers, ClientError> {
+        check_layout(&keeper.options().layout, &*memory)?;
+        let shared =
+            Arc::new(Shared { keeper, memory, options, board: Mutex::default(), changed: Condvar::new() });
+        let mut transfers = Transfers { shared, queues: None, threads: Vec::new() };
+        let saves = transfers.start_thread("reprise-saves")?;
+        let loads = transfers.start_thread("reprise-loads")?;
+        transfers.queues = Some(Queues { saves, loads });
+        Ok(transfers)
+    }
+
+    /// Saves blocks. They must not change until the save has ended.
+    ///
+    /// # Errors
+    /// `BadRequest`: there is no such block.
+    pub fn submit_save(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
+        self.submit(Direction::Save, blocks)
+    }
+
+    /// Loads blocks. They hold nothing to be used until the load has ended.
+    ///
+    /// # Errors
+    /// `BadRequest`: there is no such block.
+    pub fn submit_load(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
+        self.submit(Direction::Load, blocks)
+    }
+
+    /// The transfers that have ended since the last call, in the order of their ends. Does not wait.
+    pub fn finished(&self) -> Vec<Finished> {
+        std::mem::take(&mut self.shared.lock().finished).into()
+    }
+
+    /// Waits until these have ended; whether they have. They are told by [`Transfers::finished`] all the same.
+    pub fn wait(&self, ids: &[TransferId], timeout: Duration) -> bool {
+        let deadline = deadline::after(timeout);
+        let mut board = self.shared.lock();
+        loop {
+            if ids.iter().all(|id| !board.unfinished.contains(id)) {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.shared.changed.wait_timeout(board, left);
+            board = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Ends all transfers as soon as possible, those that are yet to be submitted as well. Does not wait.
+    pub fn cancel(&self) {
+        self.shared.lock().is_cancelled = true;
+    }
+
+    /// Transfers that have not ended.
+    pub fn unfinished(&self) -> usize {
+        self.shared.lock().unfinished.len()
+    }
+
+    fn submit(
+        &self,
+        direction: Direction,
+        blocks: Vec<(BlockKey, PhysicalBlock)>,
+    ) -> Result<TransferId, ClientError> {
+        check_blocks(&blocks, &*self.shared.memory)?;
+        let id = self.shared.next_id();
+        let shared = Arc::clone(&self.shared);
+        let job = Job { shared, id, direction, blocks, submitted: Instant::now(), undone: None };
+        let queues = self.queues.as_ref().expect("they are there until it is dropped");
+        let queue = match direction {
+            Direction::Save => &queues.saves,
+            Direction::Load => &queues.loads,
+        };
+        if let Err(refused) = queue.try_send(job) {
+            let full = format!("{} transfers wait already", self.shared.options.queued_max);
+            refused.into_inner().undone = Some(ClientError::Busy(full));
+        }
+        Ok(id)
+    }
+
+    fn start_thread(&mut self, name: &str) -> Result<Sender<Job>, ClientError> {
+        let (sender, receiver) = bounded(self.shared.options.queued_max);
+        let thread = thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || work(&receiver))
+            .map_err(|error| ClientError::Busy(format!("no thread can be started: {error}")))?;
+        self.threads.push(thread);
+        Ok(sender)
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        self.cancel();
+        self.queues = None;
+        for thread in self.threads.drain(..) {
+            // It catches what its transfers panic with.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Does transfers until there will be no more; body of a thread.
+fn work(queue: &Receiver<Job>) {
+    while let Ok(job) = queue.recv() {
+        // What panicked was reported by the panic hook, and the job has ended undone. Those behind it have done nothing
+        // wrong.
+        let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
+    }
+}
+
+impl Job {
+    fn run(mut self) {
+        match self.attempt() {
+            Ok(outcome) => {
+                if matches!(outcome.stopped_by(), Some(ClientError::Timeout { .. })) {
+                    self.shared.keeper.suspect();
+                }
+                self.end(outcome);
+            }
+            Err(reason) => self.undone = Some(reason),
+        }
+    }
+
+    fn attempt(&self) -> Result<Outcome, ClientError> {
+        let shared = &self.shared;
+        let go_on = || !shared.lock().is_cancelled;
+        if !go_on() {
+            return Err(cancelled());
+        }
+        let client = shared.keeper.answering().ok_or_else(|| shared.keeper.absence())?;
+        let (memory, options) = (&*shared.memory, &shared.options);
+        match self.direction {
+            Direction::Save => {
+                client.save_blocks_while(&self.blocks, memory, &options.save, &go_on).map(Outcome::Saved)
+            }
+            Direction::Load => {
+                client.load_blocks_while(&self.blocks, memory, &options.load, &go_on).map(Outcome::Loaded)
+            }
+        }
+    }
+
+    fn end(&self, outcome: Outcome) {
+        let finished = Finished { id: self.id, outcome, elapsed: self.submitted.elapsed() };
+        let mut board = self.shared.lock();
+        board.unfinished.remove(&self.id);
+        if board.finished.len() == FINISHED_MAX {
+            board.finished.pop_front();
+        }
+        board.finished.push_back(finished);
+        drop(board);
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if !self.shared.lock().unfinished.contains(&self.id) {
+            return;
+        }
+        let (blocks, reason) = (self.blocks.len(), self.undone.take().unwrap_or_else(cancelled));
+        self.end(match self.direction {
+            Direction::Save => Outcome::Saved(SavedBlocks::unsaved(blocks, reason)),
+            Direction::Load => Outcome::Loaded(LoadedBlocks::failed(blocks, reason)),
+        });
+    }
+}
+
+impl Shared {
+    fn next_id(&self) -> TransferId {
+        let mut board = self.lock();
+        board.last += 1;
+        let id = TransferId(board.last);
+        board.unfinished.insert(id);
+        id
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Board> {
+        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,254 @@
+//! Saves and loads on threads of their own.
+
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use reprise_client::{
+    BlockStatus, ClientError, LoadOptions, Outcome, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus,
+    SessionKeeper, TransferId, TransferOptions, Transfers,
+};
+use reprise_policy::Layout;
+use reprise_proto::local::{CommitStatus, request};
+
+use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes, layout, options};
+use crate::memory::{Memory, placed};
+
+/// An agent that hangs is given up after this; nothing else is.
+fn transfer_options(stall_timeout: Duration) -> TransferOptions {
+    TransferOptions {
+        save: SaveOptions { room_wait: LONG, stall_timeout, ..SaveOptions::default() },
+        load: LoadOptions { deadline: LONG, stall_timeout, ..LoadOptions::default() },
+        queued_max: 2,
+    }
+}
+
+fn connected(agent: &FakeAgent) -> Arc<SessionKeeper> {
+    let keeper = SessionKeeper::new(agent.options()).expect("a thread");
+    assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
+    Arc::new(keeper)
+}
+
+fn transfers(agent: &FakeAgent, memory: &Arc<Memory>, stall_timeout: Duration) -> Transfers {
+    let memory: Arc<dyn PagedMemory> = Arc::<Memory>::clone(memory);
+    Transfers::new(connected(agent), memory, transfer_options(stall_timeout)).expect("threads")
+}
+
+fn load_statuses(outcome: &Outcome) -> &[BlockStatus] {
+    match outcome {
+        Outcome::Loaded(loaded) => &loaded.statuses,
+        Outcome::Saved(_) => panic!("expected a load, got {outcome:?}"),
+    }
+}
+
+fn save_statuses(outcome: &Outcome) -> &[SaveStatus] {
+    match outcome {
+        Outcome::Saved(saved) => &saved.statuses,
+        Outcome::Loaded(_) => panic!("expected a save, got {outcome:?}"),
+    }
+}
+
+/// Serves one save of one block, then loads of one block.
+fn serve(peer: &mut Peer) {
+    peer.greet();
+    let (id, _) = peer.expect_reserve();
+    peer.reply_reserved(id, 1, Grant::First);
+    let (id, _) = peer.expect_commit();
+    peer.reply_committed(id, 1, &[CommitStatus::Committed]);
+    let (id, _) = peer.expect_load();
+    peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
+    assert_eq!(peer.expect_release(), 1);
+    assert!(peer.receive().is_none(), "the client closes");
+}
+
+#[test]
+fn saves_and_loads_end_and_are_told_once() {
+    let agent = FakeAgent::start(serve);
+    let memory = Arc::new(Memory::filled(2));
+    let transfers = transfers(&agent, &memory, LONG);
+    assert!(transfers.finished().is_empty());
+    let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait(&[save], LONG));
+    let load = transfers.submit_load(placed([(0, 1)])).expect("a right call");
+    assert!(transfers.wait(&[save, load], LONG));
+    let finished = transfers.finished();
+    assert_eq!(finished.iter().map(|ended| ended.id).collect::<Vec<_>>(), [save, load]);
+    assert_eq!(save_statuses(&finished[0].outcome), [SaveStatus::Committed]);
+    assert_eq!(load_statuses(&finished[1].outcome), [BlockStatus::Ok]);
+    assert_eq!(*memory.block(1), block_bytes(0));
+    assert!(transfers.finished().is_empty(), "told once");
+    assert!(transfers.wait(&[save], Duration::ZERO), "what has ended stays so");
+    let error = transfers.submit_load(placed([(0, 2)])).expect_err("no such block");
+    assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
+    drop(transfers);
+    agent.join();
+}
+
+#[test]
+fn without_an_agent_transfers_end_at_once_undone() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let keeper = SessionKeeper::new(options(&directory.path().join("nobody"))).expect("a thread");
+    let memory = Arc::new(Memory::filled(1));
+    let transfers = Transfers::new(Arc::new(keeper), memory, transfer_options(LONG)).expect("threads");
+    let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait(&[save, load], LONG));
+    for ended in transfers.finished() {
+        assert!(matches!(ended.outcome.stopped_by(), Some(ClientError::AgentLost { .. })), "{ended:?}");
+    }
+}
+
+#[test]
+fn a_save_that_finds_the_queue_full_ends_unsaved_at_once() {
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        told_to_go_on.recv().expect("the test says when");
+        peer.reply_reserved(id, 1, Grant::First);
+    });
+    let memory = Arc::new(Memory::filled(1));
+    let transfers = transfers(&agent, &memory, LONG);
+    let submit = || transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    // One at work and two that wait is what there is room for; the thread may not have taken the first yet.
+    let ids: Vec<TransferId> = (0..4).map(|_| submit()).collect();
+    assert!(transfers.wait(&ids[3..], LONG));
+    let refused = transfers.finished();
+    let last = refused.last().expect("the fourth at the least");
+    assert_eq!((last.id, save_statuses(&last.outcome)), (ids[3], [SaveStatus::Unsaved].as_slice()));
+    assert!(matches!(last.outcome.stopped_by(), Some(ClientError::Busy(_))), "{last:?}");
+    go_on.send(()).expect("the agent lives");
+    assert!(transfers.wait(&ids, LONG), "the death of the agent ends the rest");
+    assert_eq!(refused.len() + transfers.finished().len(), 4);
+    agent.join();
+}
+
+#[test]
+fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        while peer.receive().is_some() {}
+    });
+    let memory = Arc::new(Memory::filled(1));
+    let keeper = connected(&agent);
+    let memory: Arc<dyn PagedMemory> = memory;
+    let transfers = Transfers::new(Arc::clone(&keeper), memory, transfer_options(SHORT)).expect("threads");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait(&[load], LONG));
+    assert!(keeper.status().is_suspected);
+    let started = Instant::now();
+    let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait(&[save], LONG));
+    let finished = transfers.finished();
+    assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
+    let words = finished[1].outcome.stopped_by().expect("undone").to_string();
+    assert!(words.contains("does not answer"), "{words}");
+    assert!(started.elapsed() < LONG / 2);
+    drop((transfers, keeper));
+    agent.join();
+}
+
+#[test]
+fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone() {
+    let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        reserved.send(()).expect("the test waits");
+        told_to_go_on.recv().expect("the test says when");
+        peer.reply_reserved(id, 1, Grant::First);
+        let (id, _) = peer.expect_commit();
+        peer.reply_committed(id, 1, &[CommitStatus::Committed]);
+        assert!(peer.receive().is_none(), "neither the rest nor the second save is begun");
+    });
+    let memory = Arc::new(Memory::filled(2));
+    let transfers = transfers(&agent, &memory, LONG);
+    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)])).expect("a right call");
+    let ids = [submit(), submit()];
+    told_that_it_is_at_work.recv().expect("the agent says so");
+    transfers.cancel();
+    go_on.send(()).expect("the agent lives");
+    let ids = [ids[0], ids[1], submit()];
+    assert!(transfers.wait(&ids, LONG));
+    use SaveStatus::{Committed, Unsaved};
+    for (ended, first) in transfers.finished().iter().zip([Committed, Unsaved, Unsaved]) {
+        assert_eq!(save_statuses(&ended.outcome), [first, Unsaved]);
+        let words = ended.outcome.stopped_by().expect("cancelled").to_string();
+        assert!(words.contains("cancelled"), "{words}");
+    }
+    drop(transfers);
+    assert_eq!(Arc::strong_count(&memory), 1, "nobody touches the memory any more");
+    agent.join();
+}
+
+#[test]
+fn a_load_is_cancelled_between_its_layers() {
+    let (answered, told_that_it_is_at_work) = mpsc::channel::<()>();
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        answered.send(()).expect("the test waits");
+        told_to_go_on.recv().expect("the test says when");
+        peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
+        assert_eq!(peer.expect_release(), 1);
+    });
+    let memory = Arc::new(Memory::new(1));
+    let transfers = transfers(&agent, &memory, LONG);
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    told_that_it_is_at_work.recv().expect("the agent says so");
+    transfers.cancel();
+    go_on.send(()).expect("the agent lives");
+    assert!(transfers.wait(&[load], LONG));
+    assert_eq!(load_statuses(&transfers.finished()[0].outcome), [BlockStatus::Failed]);
+    assert!(memory.block(0).iter().all(|byte| *byte == 0), "nothing was copied any more");
+    drop(transfers);
+    agent.join();
+}
+
+/// Memory that panics when it is touched.
+#[derive(Debug)]
+struct Broken(Layout);
+
+impl PagedMemory for Broken {
+    fn layout(&self) -> &Layout {
+        &self.0
+    }
+
+    fn blocks(&self) -> usize {
+        1
+    }
+
+    fn read_object(&self, _: PhysicalBlock, _: u32, _: &mut dyn FnMut(&[u8])) {
+        panic!("this memory cannot be read");
+    }
+
+    fn write_object(&self, _: PhysicalBlock, _: u32, _: &mut dyn FnMut(&mut [u8])) {
+        panic!("this memory cannot be written");
+    }
+}
+
+#[test]
+fn a_memory_that_panics_leaves_no_transfer_without_an_end() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::First);
+        while let Some((id, request)) = peer.receive() {
+            if matches!(request, request::Body::Reserve(_)) {
+                peer.reply_reserved(id, 1, Grant::Known);
+            }
+        }
+    });
+    let memory = Arc::new(Broken(layout()));
+    let transfers = Transfers::new(connected(&agent), memory, transfer_options(LONG)).expect("threads");
+    for _ in 0..2 {
+        let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+        assert!(transfers.wait(&[save], LONG));
+    }
+    for ended in transfers.finished() {
+        assert_eq!(save_statuses(&ended.outcome), [SaveStatus::Unsaved]);
+    }
+    drop(transfers);
+    agent.join();
+}

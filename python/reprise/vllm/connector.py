@@ -1,0 +1,223 @@
+"""The connector as vLLM knows it: which call goes to which side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from reprise import Session, Source
+from reprise.vllm import geometry
+from reprise.vllm.metadata import RepriseMetadata
+from reprise.vllm.metrics import PromMetrics, Stats
+from reprise.vllm.options import Options
+from reprise.vllm.scheduler import SchedulerSide
+from reprise.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+HIT_SOURCES = {
+    Source.OWN_DRAM: CacheHitSource.HOST,
+    Source.OWN_NVME: CacheHitSource.DISK,
+    Source.PEER_DRAM: CacheHitSource.P2P,
+    Source.PEER_NVME: CacheHitSource.P2P,
+}
+"""What vLLM calls the places where a block was found."""
+
+
+class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps KV blocks in Reprise and loads them from there.
+
+    Raises:
+        ValueError: a configuration that cannot work, and what to do.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+            raise ValueError(
+                'Reprise is a cache: what it cannot bring is computed. Set "kv_load_failure_policy": "recompute" in '
+                '--kv-transfer-config; with "fail" requests would end with an error when an agent restarts'
+            )
+        options = Options.read(transfer.kv_connector_extra_config)
+        rank = 0
+        if role == KVConnectorRole.WORKER:
+            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+            rank = get_tensor_model_parallel_rank()
+        blocks = geometry.read(vllm_config, kv_cache_config, options, rank)
+        session = Session(
+            options.socket,
+            blocks.namespace,
+            blocks.layout,
+            tenant=options.tenant,
+            name=f"vllm-{role.name.lower()}-{rank}",
+        )
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                geometry=blocks,
+                options=options,
+                session=session,
+                may_load=transfer.is_kv_consumer,
+                may_save=transfer.is_kv_producer,
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
+            )
+        else:
+            self._worker = WorkerSide(geometry=blocks, options=options, session=session)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a later miss, nothing more."""
+        return False
+
+    def shutdown(self) -> None:
+        """Ends the session with the agent."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.session.close()
+
+    # Scheduler's side
+
+    def on_new_request(self, request: Request) -> None:
+        """Notes a request."""
+        self._scheduling().begin(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``num_computed_tokens`` that can be loaded, asynchronously; None: not known yet."""
+        return self._scheduling().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM has made room."""
+        self._scheduling().allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens come from that are loaded."""
+        tokens = self._scheduling().geometry.block_tokens
+        sources: dict[CacheHitSource, int] = {}
+        for source in self._scheduling().hit_sources(request)[: num_external_tokens // tokens]:
+            kind = HIT_SOURCES[Source(source)]
+            sources[kind] = sources.get(kind, 0) + tokens
+        return sources
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What workers are to do in this step."""
+        return self._scheduling().step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What workers have ended."""
+        self._scheduling().workers_said(connector_output)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM's blocks, which are referenced while they are saved."""
+        self._scheduling().pool = gpu_block_pool
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks that are being saved have a reference of their own."""
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`."""
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free when saves end."""
+        return self._scheduling().saves_under_way()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine has to go on for saves to be noticed as ended."""
+        return self._scheduling().saves_under_way()
+
+    # Worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes vLLM's memory."""
+        self._working().register(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Submits the loads of this step."""
+        self._working().start_loads(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are in the batch only after their loads."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Submits the saves of this step; their blocks are referenced until they have ended."""
+        self._working().start_saves(self._metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended."""
+        return KVConnectorTransferResults(finished_recving=self._working().loaded())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to compute."""
+        return self._working().take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Saves that have ended, loads that failed."""
+        return self._working().take_said()
+
+    # Both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has happened since the last call."""
+        side = self._scheduler or self._working()
+        return side.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Statistics as they arrive in another process."""
+        return Stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Metrics of this connector."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a call for the scheduler's side came to a worker's"
+        return self._scheduler
+
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "a call for a worker's side came to the scheduler's"
+        return self._worker
+
+    def _metadata(self) -> RepriseMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RepriseMetadata)
+        return metadata

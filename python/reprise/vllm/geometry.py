@@ -1,0 +1,200 @@
+"""What a block of this engine is, and what its bytes may be shared with.
+
+Everything that changes bytes or meaning of a block is in the namespace: equal keys must mean equal KV. What vLLM's
+block hash covers (tokens, LoRA, multimodal inputs, cache salt) is not repeated here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from reprise import Layout, Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from reprise.vllm.options import Options
+
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.uint8: "int8",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+SHARED_SEED_ALGORITHMS = ("sha256", "sha256_cbor")
+"""Algorithms whose chains agree between processes without a seed from outside."""
+
+PAGES_SAMPLED = 64
+"""Pieces of 4 KiB that are read of each weights file for its digest: enough that two trainings of one architecture differ."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Blocks of one rank, and of all ranks for whoever matches."""
+
+    layer_names: tuple[str, ...]
+    """Layers in the order of a block's objects."""
+    block_tokens: int
+    rank: int
+    namespaces: tuple[Namespace, ...]
+    """One for each tensor-parallel rank."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of this rank's blocks."""
+        return self.namespaces[self.rank].layout
+
+    @property
+    def namespace(self) -> Namespace:
+        """Of this rank's blocks."""
+        return self.namespaces[self.rank]
+
+
+def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: int) -> Geometry:
+    """The geometry of an engine's blocks.
+
+    Args:
+        config: vLLM's configuration.
+        kv_cache: as vLLM has resolved it.
+        options: of the connector.
+        rank: of this process in its tensor-parallel group.
+
+    Raises:
+        ValueError: the engine has KV that Reprise cannot keep, and what to do.
+    """
+    spec, layers = _single_full_attention_group(kv_cache)
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"Reprise does not keep KV of engines with {name} > 1 yet: set it to 1")
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise ValueError(
+            f"Reprise does not know the KV cache dtype {spec.dtype}: use bfloat16, float16, float32 or fp8"
+        )
+    if spec.page_size_bytes != spec.unpadded_page_size_bytes:
+        raise ValueError(
+            "Reprise does not keep padded KV cache pages: this model's layers have pages of different sizes"
+        )
+    element_bytes = torch.empty((), dtype=spec.dtype).element_size()
+    heads = spec.num_heads
+    row_bytes = spec.page_size_bytes // (heads * spec.block_size)
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    kv_layout = kv_cache.kv_cache_layout or "LBHNC"
+    tp = parallel.tensor_parallel_size
+    namespaces = []
+    for tp_rank in range(tp):
+        layout = Layout(
+            layers=len(layers),
+            parts=1,
+            kv_heads=heads,
+            head_dim=row_bytes // element_bytes,
+            dtype=dtype,
+            tokens_per_block=spec.block_size,
+            tp_rank=tp_rank,
+            tp_size=tp,
+        )
+        namespaces.append(
+            Namespace(
+                model=options.model_id or config.model_config.model,
+                revision=model_digest(config, options),
+                layout=layout,
+                hash_algorithm=algorithm,
+                hash_seed=_hash_seed(algorithm),
+                engine_format=f"vllm:{kv_layout}:{spec.kv_quant_mode.name}",
+                tenant_salt="" if options.tenant == "default" else options.tenant,
+            )
+        )
+    return Geometry(layer_names=tuple(layers), block_tokens=spec.block_size, rank=rank, namespaces=tuple(namespaces))
+
+
+def _single_full_attention_group(kv_cache: KVCacheConfig) -> tuple[AttentionSpec, list[str]]:
+    groups = kv_cache.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise ValueError(
+            f"Reprise keeps models with one group of full attention; this one has {len(groups)} KV cache groups ({kinds})"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec):
+        raise ValueError(f"Reprise keeps full attention; this model's KV cache is a {type(spec).__name__}")
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        raise ValueError(
+            "Reprise keeps full attention; this model's layers see a window: blocks behind it are missing in vLLM's memory"
+        )
+    return spec, list(groups[0].layer_names)
+
+
+def _hash_seed(algorithm: str) -> str:
+    """The seed of vLLM's prefix chain, which every process that shares blocks must have."""
+    import os
+
+    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None and seed != "random":
+        return seed
+    if algorithm in SHARED_SEED_ALGORITHMS:
+        return DEFAULT_NONE_HASH_SEED
+    raise ValueError(
+        f"block hashes of {algorithm!r} differ between processes, so nothing would ever be found: "
+        "set --prefix-caching-hash-algo sha256_cbor, or the same PYTHONHASHSEED for every engine"
+    )
+
+
+def model_digest(config: VllmConfig, options: Options) -> str:
+    """What names the weights, and everything else about the model that changes its KV."""
+    model = config.model_config
+    architecture = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    described: dict[str, Any] = {
+        "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "quantization": str(model.quantization),
+        "revision": str(model.revision),
+        "weights": options.weights_digest or _weights(config),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _weights(config: VllmConfig) -> str:
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return f"dummy:{model.seed}"
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return f"commit:{commit}"
+    folder = Path(model.model)
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")) or sorted(folder.glob("*.gguf"))
+    if not files and folder.is_file():
+        files = [folder]
+    if not files:
+        raise ValueError(
+            f"Reprise cannot tell which weights {model.model!r} has: set weights_digest in kv_connector_extra_config"
+        )
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(_sample(file))
+    return f"sample:{digest.hexdigest()}"
+
+
+def _sample(file: Path) -> bytes:
+    """A digest over size, begin and evenly spaced pieces of a file."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{file.name}:{size}".encode())
+    with file.open("rb") as content:
+        for piece in range(PAGES_SAMPLED):
+            content.seek(size * piece // PAGES_SAMPLED)
+            digest.update(content.read(4096))
+    return digest.digest()

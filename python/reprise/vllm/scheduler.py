@@ -1,0 +1,243 @@
+"""The scheduler's side: what is in Reprise, what to load, what to save.
+
+Never waits longer than a small budget a step, and never for a save: blocks that are being saved are referenced in vLLM's
+block pool, so that neither the end nor the preemption of their request gives them to somebody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reprise import PendingMatch, Session, block_keys
+from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
+from reprise.vllm.metrics import Stats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from reprise.vllm.geometry import Geometry
+    from reprise.vllm.options import Options
+
+KEYS_PER_MATCH = 8192
+"""Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
+
+ANSWER_KEPT_S = 0.5
+"""How long an answer is believed when a request is asked about again, because vLLM had no room for it."""
+
+PINNED_SHARE = 4
+"""At most one of so many blocks of vLLM's memory waits for its save; beyond that blocks are not saved."""
+
+
+@dataclass
+class Answer:
+    """Leading blocks of a request that Reprise has, by their sources."""
+
+    sources: Sequence[int]
+    at: float
+
+
+@dataclass
+class RequestState:
+    """What is known of one request."""
+
+    request: Request
+    question: PendingMatch | None = None
+    asked_at: float = 0.0
+    answer: Answer | None = None
+    local_blocks: int = 0
+    """Blocks that vLLM had itself when it was asked about last."""
+    known: int | None = None
+    """Leading blocks that need no save: they are there, or their save is under way. None: not known yet."""
+    gave_up: bool = False
+    """Loads are not tried again: one has failed."""
+
+
+@dataclass
+class SchedulerSide:
+    """See the module."""
+
+    geometry: Geometry
+    options: Options
+    session: Session
+    may_load: bool
+    may_save: bool
+    ranks: int
+    stats: Stats = field(default_factory=Stats)
+    pool: BlockPool | None = None
+    _requests: dict[str, RequestState] = field(default_factory=dict)
+    _loads: list[LoadPlan] = field(default_factory=list)
+    _pinned: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    _pinned_blocks: int = 0
+    _next_save: int = 0
+    _budget_left: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._budget_left = self.options.match_budget_ms / 1e3
+
+    def begin(self, request: Request) -> None:
+        """Notes a request."""
+        self._state(request)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond vLLM's own that can be loaded; None: not known yet."""
+        if not self.may_load:
+            return 0, False
+        tokens = self.geometry.block_tokens
+        state = self._state(request)
+        state.local_blocks = local_tokens // tokens
+        if state.gave_up or len(request.block_hashes) <= state.local_blocks:
+            return 0, False
+        answer = self._answer(state)
+        if answer is None:
+            return None, False
+        state.known = len(answer.sources)
+        external = state.known - state.local_blocks
+        if external <= 0:
+            return 0, False
+        return external * tokens, True
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """vLLM has made room for blocks to load."""
+        if external_tokens == 0:
+            return
+        state = self._state(request)
+        first = state.local_blocks
+        count = external_tokens // self.geometry.block_tokens
+        (block_ids,) = blocks.get_block_ids()
+        plan = LoadPlan(
+            request_id=request.request_id,
+            hashes=tuple(request.block_hashes[first : first + count]),
+            blocks=tuple(block_ids[first : first + count]),
+        )
+        self._loads.append(plan)
+
+    def hit_sources(self, request: Request) -> Sequence[int]:
+        """Where the blocks come from that are loaded for a request, one source number for each."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.answer is None:
+            return ()
+        return state.answer.sources[state.local_blocks :]
+
+    def step(self, output: SchedulerOutput) -> RepriseMetadata:
+        """What the workers are to do in this step."""
+        self._budget_left = self.options.match_budget_ms / 1e3
+        metadata = RepriseMetadata(loads=self._loads, saves=[])
+        self._loads = []
+        if self.may_save and self.session.connected:
+            for new in output.scheduled_new_reqs:
+                self._save(metadata, output, new.req_id, new.num_computed_tokens)
+            cached = output.scheduled_cached_reqs
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                self._save(metadata, output, request_id, computed)
+        for request_id in output.finished_req_ids:
+            self._requests.pop(request_id, None)
+        return metadata
+
+    def workers_said(self, output: KVConnectorOutput) -> None:
+        """Takes what the workers have ended."""
+        said = output.kv_connector_worker_meta
+        if not isinstance(said, RepriseWorkerMetadata):
+            return
+        for request_id in said.failed_loads:
+            if state := self._requests.get(request_id):
+                state.gave_up = True
+                state.known = None
+        for save_id, ended in said.ended_saves.items():
+            self._unpin(save_id, ended)
+
+    def saves_under_way(self) -> bool:
+        """Whether blocks are kept from reuse until their save has ended."""
+        return bool(self._pinned)
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = RequestState(request=request)
+            self._requests[request.request_id] = state
+        return state
+
+    def _answer(self, state: RequestState) -> Answer | None:
+        """The answer about a request, asked for when there is none; None: not yet."""
+        now = time.monotonic()
+        if state.answer is not None and now - state.answer.at < ANSWER_KEPT_S:
+            return state.answer
+        if state.question is None:
+            hashes = state.request.block_hashes[: KEYS_PER_MATCH // self.ranks]
+            state.question = self.session.start_match(self._keys(hashes))
+            state.asked_at = now
+            self.stats.add("queries", 1)
+        if state.question is None:
+            return self._answered(state, ())
+        patience = max(self._budget_left, 0.0)
+        sources = state.question.poll(patience)
+        waited = time.monotonic() - now
+        self._budget_left -= waited
+        self.stats.sample("match_seconds", waited)
+        if sources is not None:
+            return self._answered(state, sources[:: self.ranks][: len(sources) // self.ranks])
+        if time.monotonic() - state.asked_at > self.options.match_deadline_ms / 1e3:
+            self.session.suspect()
+            self.stats.add("queries_unanswered", 1)
+            return self._answered(state, ())
+        return None
+
+    def _answered(self, state: RequestState, sources: Sequence[int]) -> Answer:
+        state.question = None
+        state.answer = Answer(sources=sources, at=time.monotonic())
+        return state.answer
+
+    def _keys(self, hashes: Sequence[bytes]) -> bytes:
+        """Packed keys of blocks: those of all ranks of a block before the next block."""
+        if self.ranks == 1:
+            return block_keys(self.geometry.namespace, hashes)
+        of_ranks = [block_keys(namespace, hashes) for namespace in self.geometry.namespaces]
+        return b"".join(keys[16 * block : 16 * (block + 1)] for block in range(len(hashes)) for keys in of_ranks)
+
+    def _save(self, metadata: RepriseMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
+        """Plans the save of a request's blocks that are full after this step."""
+        state = self._requests.get(request_id)
+        if state is None or self.pool is None:
+            return
+        request = state.request
+        hashes = request.block_hashes
+        tokens = computed + output.num_scheduled_tokens[request_id]
+        if not self.options.save_decode_blocks:
+            tokens = min(tokens, request.num_prompt_tokens)
+        full = min(tokens // self.geometry.block_tokens, len(hashes))
+        first = state.local_blocks if state.known is None else state.known
+        if full <= first or self._pinned_blocks + full - first > self.pool.num_gpu_blocks // PINNED_SHARE:
+            return
+        assert output.kv_connector_block_state is not None
+        block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+        if block_ids is None:
+            return
+        blocks = tuple(block_ids[0][first:full])
+        metadata.saves.append(SavePlan(self._pin(blocks), tuple(hashes[first:full]), blocks))
+        state.known = full
+
+    def _pin(self, blocks: tuple[int, ...]) -> int:
+        assert self.pool is not None
+        self.pool.touch([self.pool.blocks[block] for block in blocks])
+        save_id = self._next_save
+        self._next_save += 1
+        self._pinned[save_id] = (blocks, self.ranks)
+        self._pinned_blocks += len(blocks)
+        return save_id
+
+    def _unpin(self, save_id: int, ended: int) -> None:
+        blocks, ranks = self._pinned[save_id]
+        if ranks > ended:
+            self._pinned[save_id] = (blocks, ranks - ended)
+            return
+        del self._pinned[save_id]
+        self._pinned_blocks -= len(blocks)
+        assert self.pool is not None
+        # The last block of a prompt is the first that vLLM should reuse.
+        self.pool.free_blocks([self.pool.blocks[block] for block in reversed(blocks)])

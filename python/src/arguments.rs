@@ -1,0 +1,78 @@
+//! What Python hands over: keys, block numbers, times.
+
+use std::time::Duration;
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes};
+use reprise_client::{PhysicalBlock, Priority, Scope};
+use reprise_policy::BlockKey;
+
+/// Keys: packed bytes, 16 for each, or a sequence of them.
+pub(crate) struct Keys(pub(crate) Vec<BlockKey>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Keys {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Keys> {
+        let packed = if let Ok(bytes) = object.cast::<PyBytes>() {
+            bytes.as_bytes().to_vec()
+        } else if let Ok(bytes) = object.cast::<PyByteArray>() {
+            bytes.to_vec()
+        } else {
+            return object.try_iter()?.map(|key| one_key(&key?)).collect::<PyResult<_>>().map(Keys);
+        };
+        let keys = BlockKey::unpack(&packed).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{} bytes are no packed keys: these have {} bytes each",
+                packed.len(),
+                BlockKey::SIZE
+            ))
+        })?;
+        Ok(Keys(keys))
+    }
+}
+
+fn one_key(key: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
+    let bytes = key
+        .cast::<PyBytes>()
+        .map_err(|_| PyTypeError::new_err(format!("a key is {} bytes, not {key}", BlockKey::SIZE)))?;
+    let key = bytes.as_bytes().try_into().map_err(|_| {
+        let length = bytes.as_bytes().len();
+        PyValueError::new_err(format!("a key has {} bytes, this one has {length}", BlockKey::SIZE))
+    })?;
+    Ok(BlockKey(key))
+}
+
+/// Each key with the block of memory that it is for.
+pub(crate) fn placed(keys: Keys, blocks: Vec<usize>) -> PyResult<Vec<(BlockKey, PhysicalBlock)>> {
+    let keys = keys.0;
+    if keys.len() != blocks.len() {
+        let (keys, blocks) = (keys.len(), blocks.len());
+        return Err(PyValueError::new_err(format!(
+            "{keys} keys, but {blocks} blocks: give one block for each key"
+        )));
+    }
+    Ok(keys.into_iter().zip(blocks.into_iter().map(PhysicalBlock)).collect())
+}
+
+/// A time of at least 0 seconds.
+pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|error| PyValueError::new_err(format!("{name} is {value} seconds: {error}")))
+}
+
+/// Where to look.
+pub(crate) fn scope(local: bool) -> Scope {
+    if local { Scope::Local } else { Scope::Cluster }
+}
+
+/// What blocks are worth.
+pub(crate) fn priority(name: &str) -> PyResult<Priority> {
+    match name {
+        "low" => Ok(Priority::Low),
+        "normal" => Ok(Priority::Normal),
+        "high" => Ok(Priority::High),
+        other => Err(PyValueError::new_err(format!("priority is {other:?}: use 'low', 'normal' or 'high'"))),
+    }
+}

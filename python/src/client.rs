@@ -1,0 +1,199 @@
+//! The blocking client for Python.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use reprise_client::{ConnectOptions, LoadOptions, SaveOptions, Ticket};
+
+use crate::arguments::{self, Keys, placed, scope, seconds};
+use crate::error::raised;
+use crate::geometry::{Layout, Namespace};
+use crate::memory::KvMemory;
+use crate::outcome::{Durable, Loaded, Saved, source_numbers};
+
+/// A session with this node's agent. Calls wait for their answers; they may be made by several threads at a time, and
+/// other Python threads run meanwhile. Usable in ``with``.
+///
+/// Args:
+///     socket: path of the agent's unix socket.
+///     namespace: of the engine's blocks.
+///     layout: geometry of the blocks.
+///     tenant: whose blocks these are.
+///     name: for the agent's logs and status, at most 64 bytes.
+///     timeout: seconds that an answer may take.
+///
+/// Raises:
+///     AgentAbsent, Forbidden, Version, BadRequest, Timeout, AgentLost: as their names say.
+#[pyclass(frozen, module = "reprise")]
+#[derive(Debug)]
+pub(crate) struct Client {
+    client: reprise_client::Client,
+    timeout: Duration,
+}
+
+#[pymethods]
+impl Client {
+    #[new]
+    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", name="python", timeout=5.0))]
+    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    fn new(
+        py: Python<'_>,
+        socket: PathBuf,
+        namespace: &Namespace,
+        layout: &Layout,
+        tenant: &str,
+        name: &str,
+        timeout: f64,
+    ) -> PyResult<Client> {
+        let timeout = seconds("timeout", timeout)?;
+        let options =
+            connect_options(socket, namespace, layout, tenant)?.client_name(name).call_timeout(timeout);
+        let client =
+            py.detach(|| reprise_client::Client::connect(options)).map_err(|error| raised(&error))?;
+        Ok(Client { client, timeout })
+    }
+
+    /// Where each leading block is: numbers of ``Source``. The length is how many there are.
+    #[pyo3(signature = (keys, *, local=false))]
+    fn r#match(&self, py: Python<'_>, keys: Keys, local: bool) -> PyResult<Vec<u32>> {
+        let Keys(keys) = keys;
+        let matched = py.detach(|| self.client.match_keys(&keys, scope(local)));
+        matched.map(|sources| source_numbers(&sources)).map_err(|error| raised(&error))
+    }
+
+    /// Saves blocks of the memory under their keys. ``room_wait``: seconds to wait for room in a full arena.
+    #[pyo3(signature = (keys, memory, blocks, *, priority="normal", room_wait=5.0))]
+    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    fn save(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        memory: &KvMemory,
+        blocks: Vec<usize>,
+        priority: &str,
+        room_wait: f64,
+    ) -> PyResult<Saved> {
+        let options = SaveOptions {
+            priority: arguments::priority(priority)?,
+            room_wait: seconds("room_wait", room_wait)?,
+            stall_timeout: self.timeout,
+        };
+        let blocks = placed(keys, blocks)?;
+        let saved = py.detach(|| self.client.save_blocks(&blocks, &*memory.paged, &options));
+        let saved = saved.map_err(|error| raised(&error))?;
+        saved.stopped_by.as_ref().map_or(Ok(()), |error| Err(raised(error)))?;
+        Ok(Saved::from(&saved))
+    }
+
+    /// Loads blocks to their places in the memory; what is not there after ``deadline`` seconds is missed. What the places
+    /// of blocks hold that are not "ok" is unspecified.
+    #[pyo3(signature = (keys, memory, blocks, *, deadline=5.0, local=false))]
+    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    fn load(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        memory: &KvMemory,
+        blocks: Vec<usize>,
+        deadline: f64,
+        local: bool,
+    ) -> PyResult<Loaded> {
+        let options = self.load_options(deadline, local)?;
+        let blocks = placed(keys, blocks)?;
+        let loaded = py.detach(|| self.client.load_blocks(&blocks, &*memory.paged, &options));
+        let loaded = loaded.map_err(|error| raised(&error))?;
+        loaded.stopped_by.as_ref().map_or(Ok(()), |error| Err(raised(error)))?;
+        Ok(Loaded::from(&loaded))
+    }
+
+    /// Brings blocks into this node's DRAM; returns how many are there.
+    #[pyo3(signature = (keys, *, deadline=5.0, local=false))]
+    fn prefetch(&self, py: Python<'_>, keys: Keys, deadline: f64, local: bool) -> PyResult<usize> {
+        let Keys(keys) = keys;
+        let options = self.load_options(deadline, local)?;
+        py.detach(|| self.client.prefetch(&keys, &options)).map_err(|error| raised(&error))
+    }
+
+    /// Waits until the blocks of a ticket of ``Saved.tickets`` have come to their end.
+    #[pyo3(signature = (ticket, timeout=30.0))]
+    fn wait_durable(&self, py: Python<'_>, ticket: u64, timeout: f64) -> PyResult<Durable> {
+        let timeout = seconds("timeout", timeout)?;
+        let outcome = py.detach(|| self.client.wait_durable(Ticket(ticket), timeout));
+        outcome.map(Durable::from).map_err(|error| raised(&error))
+    }
+
+    /// The agent's counters by name.
+    fn stats(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        let stats = py.detach(|| self.client.stats()).map_err(|error| raised(&error))?;
+        Ok(stats.into_iter().collect())
+    }
+
+    /// Drops clean DRAM copies of blocks that are on NVMe, so that the next load of them is cold; returns how many.
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.client.trim()).map_err(|error| raised(&error))
+    }
+
+    /// Ends the session; later calls fail.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.client.close());
+    }
+
+    /// Whether the session still stands.
+    #[getter]
+    fn connected(&self) -> bool {
+        self.client.is_alive()
+    }
+
+    /// Name of the node whose agent this is.
+    #[getter]
+    fn node(&self) -> &str {
+        self.client.node()
+    }
+
+    /// The agent's version.
+    #[getter]
+    fn agent_version(&self) -> &str {
+        self.client.agent_version()
+    }
+
+    fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) {
+        self.close(py);
+    }
+}
+
+impl Client {
+    fn load_options(&self, deadline: f64, local: bool) -> PyResult<LoadOptions> {
+        Ok(LoadOptions {
+            deadline: seconds("deadline", deadline)?,
+            stall_timeout: self.timeout,
+            scope: scope(local),
+            ..LoadOptions::default()
+        })
+    }
+}
+
+/// What a session is opened with.
+pub(crate) fn connect_options(
+    socket: PathBuf,
+    namespace: &Namespace,
+    layout: &Layout,
+    tenant: &str,
+) -> PyResult<ConnectOptions> {
+    if namespace.layout != *layout {
+        return Err(PyValueError::new_err(format!(
+            "the namespace's layout is {:?}, the session's {:?}: give the same",
+            namespace.layout, layout
+        )));
+    }
+    let tenant =
+        tenant.parse().map_err(|error| PyValueError::new_err(format!("tenant {tenant:?}: {error}")))?;
+    Ok(ConnectOptions::new(socket, namespace.digest, layout.0).tenant(tenant))
+}

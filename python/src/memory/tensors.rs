@@ -1,0 +1,240 @@
+//! Tensors of Python: what they must be like, and their bytes. The only unsafe code of the package.
+//!
+//! Invariants: a run lies inside its tensor, which its owner neither frees nor moves while the DLPack capsule is held
+//! (DLPack, "DLManagedTensor"); no two runs share bytes; runs of a block are read by several and written by one at
+//! a time, as a lock for each block sees to. That the engine does not compute on a block meanwhile is its part, as with any
+//! tensor that is handed to somebody else.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::{PoisonError, RwLock};
+
+use pyo3::exceptions::{PyAttributeError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3_dlpack::PyTensor;
+use reprise_policy::Layout;
+
+/// `kDLCPU` of DLPack.
+const DEVICE_CPU: i32 = 1;
+
+/// `kDLCUDAHost` of DLPack: host memory that is pinned.
+const DEVICE_CUDA_HOST: i32 = 3;
+
+/// One layer's blocks.
+#[derive(Debug)]
+pub(super) struct LayerTensor {
+    /// Keeps the memory.
+    _tensor: PyTensor,
+    first: NonNull<u8>,
+    blocks: usize,
+    /// From one block to the next.
+    stride_bytes: usize,
+    run_bytes: usize,
+}
+
+/// All layers' blocks.
+#[derive(Debug)]
+pub(super) struct Tensors {
+    layers: Vec<LayerTensor>,
+    /// One for each block, over its runs in all layers.
+    locks: Box<[RwLock<()>]>,
+}
+
+// SAFETY: the pointer is to memory that the tensor keeps; nothing of it belongs to a thread. DLPack tensors may be
+// released by any thread: producers take the GIL for it.
+unsafe impl Send for LayerTensor {}
+
+// SAFETY: shared references only read fields; memory behind the pointer is reached through `Tensors` alone, whose locks
+// order reads and writes.
+unsafe impl Sync for LayerTensor {}
+
+impl LayerTensor {
+    /// Takes the tensor of a layer, if it fits the layout.
+    pub(super) fn take(object: &Bound<'_, PyAny>, layer: usize, layout: &Layout) -> PyResult<LayerTensor> {
+        check_device(object, layer)?;
+        let wrong = |words: String| PyValueError::new_err(format!("layer {layer}: {words}"));
+        let tensor = PyTensor::from_pyany(object.py(), object)
+            .map_err(|error| wrong(format!("the tensor cannot be taken: {error}")))?;
+        if tensor.is_read_only() {
+            return Err(wrong("the tensor is read-only, and loads write to it".into()));
+        }
+        let element_bytes = layout.spec().dtype.bytes() as usize;
+        let dtype = tensor.dtype();
+        if dtype.lanes != 1 || usize::from(dtype.bits) != 8 * element_bytes {
+            return Err(wrong(format!(
+                "elements of {} bits, but the layout's dtype has {element_bytes} bytes",
+                dtype.bits
+            )));
+        }
+        let run_bytes = layout.layer_bytes() as usize;
+        let shape = Shape::of(&tensor).ok_or_else(|| wrong("a shape with negative numbers".into()))?;
+        let stride_bytes = shape.block_stride_bytes(element_bytes, run_bytes).map_err(wrong)?;
+        let first = NonNull::new(tensor.data_ptr().cast::<u8>())
+            .ok_or_else(|| wrong("the tensor has no memory".into()))?;
+        Ok(LayerTensor { _tensor: tensor, first, blocks: shape.blocks(), stride_bytes, run_bytes })
+    }
+
+    /// Addresses from the first byte of the first run to the last of the last.
+    fn addresses(&self) -> Range<usize> {
+        let first = self.first.as_ptr().addr();
+        first..first + (self.blocks - 1) * self.stride_bytes + self.run_bytes
+    }
+
+    /// Whether a run of one shares bytes with a run of the other.
+    fn overlaps(&self, other: &LayerTensor) -> bool {
+        let (mine, theirs) = (self.addresses(), other.addresses());
+        if mine.end <= theirs.start || theirs.end <= mine.start {
+            return false;
+        }
+        // Layers that take turns in one allocation: the same step, with room for each other's runs in between.
+        let (low, high) = if mine.start <= theirs.start { (self, other) } else { (other, self) };
+        let step = low.stride_bytes;
+        let apart = (high.addresses().start - low.addresses().start) % step;
+        step != high.stride_bytes || apart < low.run_bytes || apart + high.run_bytes > step
+    }
+
+    /// Where the run of a block begins.
+    fn run(&self, block: usize) -> NonNull<u8> {
+        assert!(block < self.blocks, "block {block} of {}", self.blocks);
+        // SAFETY: `take` has found that so many blocks with this stride lie inside the tensor.
+        unsafe { self.first.add(block * self.stride_bytes) }
+    }
+}
+
+impl Tensors {
+    /// The layers' tensors, which must have the same blocks and share no bytes.
+    pub(super) fn new(layers: Vec<LayerTensor>) -> PyResult<Tensors> {
+        let blocks = layers.first().map_or(0, |layer| layer.blocks);
+        if let Some(layer) = layers.iter().position(|layer| layer.blocks != blocks) {
+            return Err(PyValueError::new_err(format!(
+                "layer {layer}: {} blocks, but layer 0 has {blocks}",
+                layers[layer].blocks
+            )));
+        }
+        for (number, layer) in layers.iter().enumerate() {
+            if let Some(other) = layers[..number].iter().position(|other| layer.overlaps(other)) {
+                return Err(PyValueError::new_err(format!(
+                    "layer {number}: its blocks share memory with those of layer {other}"
+                )));
+            }
+        }
+        Ok(Tensors { layers, locks: (0..blocks).map(|_| RwLock::new(())).collect() })
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        self.locks.len()
+    }
+
+    /// Shows a run.
+    pub(super) fn read<T>(&self, layer: usize, block: usize, read: impl FnOnce(&[u8]) -> T) -> T {
+        let _shared = self.locks[block].read().unwrap_or_else(PoisonError::into_inner);
+        let layer = &self.layers[layer];
+        // SAFETY: a run is `run_bytes` initialised bytes inside a tensor that is kept; who writes it has the lock alone.
+        let run = unsafe { std::slice::from_raw_parts(layer.run(block).as_ptr(), layer.run_bytes) };
+        read(run)
+    }
+
+    /// Lets a run be overwritten.
+    pub(super) fn write<T>(&self, layer: usize, block: usize, write: impl FnOnce(&mut [u8]) -> T) -> T {
+        let _alone = self.locks[block].write().unwrap_or_else(PoisonError::into_inner);
+        let layer = &self.layers[layer];
+        // SAFETY: as in `read`; the lock is held alone, runs of other blocks and layers share no bytes with this one, and
+        // the tensor is not read-only.
+        let run = unsafe { std::slice::from_raw_parts_mut(layer.run(block).as_ptr(), layer.run_bytes) };
+        write(run)
+    }
+}
+
+/// Shape and strides of a tensor, in elements.
+struct Shape {
+    shape: Vec<usize>,
+    /// `None`: row-major without gaps.
+    strides: Option<Vec<usize>>,
+}
+
+impl Shape {
+    /// `None` when a number is negative.
+    fn of(tensor: &PyTensor) -> Option<Shape> {
+        let unsigned = |numbers: &[i64]| {
+            numbers.iter().map(|number| usize::try_from(*number).ok()).collect::<Option<Vec<usize>>>()
+        };
+        let strides = match tensor.strides() {
+            Some(strides) => Some(unsigned(strides)?),
+            None => None,
+        };
+        Some(Shape { shape: unsigned(tensor.shape())?, strides })
+    }
+
+    fn blocks(&self) -> usize {
+        self.shape.first().copied().unwrap_or(0)
+    }
+
+    /// Bytes from one block to the next, if each is one run of `run_bytes`; why not, otherwise.
+    fn block_stride_bytes(&self, element_bytes: usize, run_bytes: usize) -> Result<usize, String> {
+        let Some((blocks, axes)) = self.shape.split_first().filter(|(blocks, _)| **blocks > 0) else {
+            return Err(format!("shape {:?} has no blocks: the first axis counts them", self.shape));
+        };
+        let run_elements =
+            axes.iter().try_fold(1_usize, |product, axis| product.checked_mul(*axis)).unwrap_or(usize::MAX);
+        let found = run_elements.saturating_mul(element_bytes);
+        if found != run_bytes {
+            return Err(format!(
+                "a block of shape {axes:?} has {found} bytes, but the layout says {run_bytes} for a layer of a block"
+            ));
+        }
+        let Some(strides) = &self.strides else {
+            return Ok(run_bytes);
+        };
+        if let Some(axis) = self.gap(strides) {
+            return Err(format!(
+                "a block is not contiguous: shape {:?} with strides {strides:?} (axis {axis}); the block axis comes first, \
+                 the others are row-major without gaps",
+                self.shape
+            ));
+        }
+        let stride_bytes = strides[0].saturating_mul(element_bytes);
+        if *blocks > 1 && stride_bytes < run_bytes {
+            return Err(format!("its blocks overlap: {stride_bytes} bytes apart, {run_bytes} bytes long"));
+        }
+        Ok(stride_bytes.max(run_bytes))
+    }
+
+    /// The last axis behind the first that is not where it would be without gaps.
+    fn gap(&self, strides: &[usize]) -> Option<usize> {
+        let mut expected = 1;
+        for axis in (1..self.shape.len()).rev() {
+            if self.shape[axis] > 1 && strides[axis] != expected {
+                return Some(axis);
+            }
+            expected *= self.shape[axis];
+        }
+        None
+    }
+}
+
+/// Checks that a tensor lies in host memory, before anything is asked of it that a device would have to wait for.
+fn check_device(object: &Bound<'_, PyAny>, layer: usize) -> PyResult<()> {
+    let device = object.call_method0("__dlpack_device__").map_err(|error| {
+        if error.is_instance_of::<PyAttributeError>(object.py()) {
+            let kind = object.get_type();
+            return PyTypeError::new_err(format!(
+                "layer {layer}: {kind} is no tensor: it has no __dlpack_device__"
+            ));
+        }
+        PyValueError::new_err(format!("layer {layer}: the tensor does not say where it lies: {error}"))
+    })?;
+    let (kind, number): (i32, i32) = device.extract()?;
+    if kind == DEVICE_CPU || kind == DEVICE_CUDA_HOST {
+        return Ok(());
+    }
+    let name = match kind {
+        2 => "CUDA device",
+        10 => "ROCm device",
+        13 => "memory that CUDA manages on device",
+        8 => "Metal device",
+        _ => "DLPack device",
+    };
+    Err(PyValueError::new_err(format!(
+        "layer {layer}: the tensor lies on {name} {number}: only host memory can be read and written here"
+    )))
+}

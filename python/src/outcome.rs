@@ -1,0 +1,183 @@
+//! What became of saves and loads, for Python.
+
+use pyo3::prelude::*;
+use reprise_client::{BlockStatus, LoadedBlocks, Outcome, SaveStatus, SavedBlocks, Source};
+
+use crate::error::described;
+
+/// What became of a save.
+#[pyclass(frozen, get_all, module = "reprise")]
+#[derive(Debug, Default)]
+pub(crate) struct Saved {
+    /// Of each block: "committed", "duplicate" or "unsaved".
+    statuses: Vec<&'static str>,
+    /// Blocks that this save has put there.
+    committed: usize,
+    /// Blocks that were there already.
+    duplicates: usize,
+    /// Blocks that are not there.
+    unsaved: usize,
+    /// What to hand to ``wait_durable``.
+    tickets: Vec<u64>,
+}
+
+/// What became of a load.
+#[pyclass(frozen, get_all, module = "reprise")]
+#[derive(Debug, Default)]
+pub(crate) struct Loaded {
+    /// Of each block: "ok", "miss", "failed", "no_space" or "deadline".
+    statuses: Vec<&'static str>,
+    /// Whether each block is whole in the memory.
+    ok: Vec<bool>,
+    /// Where each was found (``Source``), or None.
+    sources: Vec<Option<u32>>,
+    /// Leading blocks that are whole in the memory.
+    leading: usize,
+}
+
+/// What became of a commit's blocks.
+#[pyclass(frozen, get_all, module = "reprise")]
+#[derive(Debug)]
+pub(crate) struct Durable {
+    /// Blocks that survive ``kill -9`` and power loss.
+    durable: u32,
+    /// Keys of blocks that do not.
+    lost_keys: Vec<Vec<u8>>,
+}
+
+/// A transfer that has ended.
+#[pyclass(frozen, get_all, module = "reprise")]
+#[derive(Debug)]
+pub(crate) struct Finished {
+    /// What ``Transfers.load`` or ``Transfers.save`` returned.
+    id: u64,
+    /// "load" or "save".
+    kind: &'static str,
+    /// From when it was submitted to its end.
+    seconds: f64,
+    /// Why it ended before its end, or None.
+    error: Option<String>,
+    /// Of each block, as in ``Saved`` or ``Loaded``.
+    statuses: Vec<&'static str>,
+    /// Of a load: whether each block is whole in the memory.
+    ok: Vec<bool>,
+    /// Of a load: where each block was found (``Source``), or None.
+    sources: Vec<Option<u32>>,
+    /// Of a save: blocks that it has put there.
+    committed: usize,
+    /// Of a save: blocks that were there already.
+    duplicates: usize,
+    /// Of a save: blocks that are not there.
+    unsaved: usize,
+    /// Of a save: what to hand to ``wait_durable``.
+    tickets: Vec<u64>,
+}
+
+impl From<&SavedBlocks> for Saved {
+    fn from(saved: &SavedBlocks) -> Saved {
+        Saved {
+            statuses: saved.statuses.iter().map(|status| save_status(*status)).collect(),
+            committed: saved.count(SaveStatus::Committed),
+            duplicates: saved.count(SaveStatus::Duplicate),
+            unsaved: saved.count(SaveStatus::Unsaved),
+            tickets: saved.tickets.iter().map(|ticket| ticket.0).collect(),
+        }
+    }
+}
+
+impl From<&LoadedBlocks> for Loaded {
+    fn from(loaded: &LoadedBlocks) -> Loaded {
+        Loaded {
+            statuses: loaded.statuses.iter().map(|status| block_status(*status)).collect(),
+            ok: loaded.statuses.iter().map(|status| *status == BlockStatus::Ok).collect(),
+            sources: loaded.sources.iter().map(|source| source.map(|source| source as u32)).collect(),
+            leading: loaded.leading(),
+        }
+    }
+}
+
+impl From<reprise_client::DurableOutcome> for Durable {
+    fn from(outcome: reprise_client::DurableOutcome) -> Durable {
+        let lost_keys = outcome.lost_keys.iter().map(|key| key.0.to_vec()).collect();
+        Durable { durable: outcome.durable, lost_keys }
+    }
+}
+
+impl From<&reprise_client::Finished> for Finished {
+    fn from(finished: &reprise_client::Finished) -> Finished {
+        let (kind, saved, loaded) = match &finished.outcome {
+            Outcome::Saved(saved) => ("save", Saved::from(saved), Loaded::default()),
+            Outcome::Loaded(loaded) => ("load", Saved::default(), Loaded::from(loaded)),
+        };
+        Finished {
+            id: finished.id.0,
+            kind,
+            seconds: finished.elapsed.as_secs_f64(),
+            error: finished.outcome.stopped_by().map(described),
+            statuses: if kind == "save" { saved.statuses } else { loaded.statuses },
+            ok: loaded.ok,
+            sources: loaded.sources,
+            committed: saved.committed,
+            duplicates: saved.duplicates,
+            unsaved: saved.unsaved,
+            tickets: saved.tickets,
+        }
+    }
+}
+
+#[pymethods]
+impl Saved {
+    fn __repr__(&self) -> String {
+        format!(
+            "Saved(committed={}, duplicates={}, unsaved={})",
+            self.committed, self.duplicates, self.unsaved
+        )
+    }
+}
+
+#[pymethods]
+impl Loaded {
+    fn __repr__(&self) -> String {
+        format!("Loaded(leading={}, statuses={:?})", self.leading, self.statuses)
+    }
+}
+
+#[pymethods]
+impl Durable {
+    fn __repr__(&self) -> String {
+        format!("Durable(durable={}, lost={})", self.durable, self.lost_keys.len())
+    }
+}
+
+#[pymethods]
+impl Finished {
+    fn __repr__(&self) -> String {
+        format!(
+            "Finished(id={}, kind={:?}, statuses={:?}, error={:?})",
+            self.id, self.kind, self.statuses, self.error
+        )
+    }
+}
+
+/// Sources as numbers of `reprise.Source`.
+pub(crate) fn source_numbers(sources: &[Source]) -> Vec<u32> {
+    sources.iter().map(|source| *source as u32).collect()
+}
+
+fn save_status(status: SaveStatus) -> &'static str {
+    match status {
+        SaveStatus::Committed => "committed",
+        SaveStatus::Duplicate => "duplicate",
+        SaveStatus::Unsaved => "unsaved",
+    }
+}
+
+fn block_status(status: BlockStatus) -> &'static str {
+    match status {
+        BlockStatus::Ok => "ok",
+        BlockStatus::Miss => "miss",
+        BlockStatus::Failed => "failed",
+        BlockStatus::NoSpace => "no_space",
+        BlockStatus::Deadline => "deadline",
+    }
+}

@@ -1,0 +1,148 @@
+//! Saves and loads on native threads, for Python.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use reprise_client::{LoadOptions, PagedMemory, SaveOptions, TransferId, TransferOptions};
+
+use crate::arguments::{Keys, placed, scope, seconds};
+use crate::error::raised;
+use crate::memory::KvMemory;
+use crate::outcome::Finished;
+use crate::session::{Session, closed};
+
+/// Saves from and loads to a memory, on native threads: submitted now, looked at later. Usable in ``with``.
+///
+/// Every transfer ends, whatever happens to the agent: a load then with blocks that are not ok, a save with blocks that are
+/// unsaved.
+///
+/// Args:
+///     session: whose agent; without one, transfers end at once undone.
+///     memory: of the engine.
+///     load_deadline: seconds after which the missing part of a load is given up.
+///     load_stall: seconds after which a load without any progress is given up.
+///     save_stall: seconds after which a save without an answer is given up.
+///     room_wait: seconds that a save waits for room in a full arena.
+///     queued_max: loads, and saves, that may wait; one more ends undone at once.
+///     local: whether blocks of peers are left out.
+#[pyclass(frozen, module = "reprise")]
+#[derive(Debug)]
+pub(crate) struct Transfers {
+    /// `None`: closed.
+    transfers: Mutex<Option<Arc<reprise_client::Transfers>>>,
+}
+
+#[pymethods]
+impl Transfers {
+    #[new]
+    #[pyo3(signature = (session, memory, *, load_deadline=5.0, load_stall=0.5, save_stall=0.5, room_wait=0.5,
+        queued_max=1024, local=false))]
+    #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
+    fn new(
+        session: &Session,
+        memory: &KvMemory,
+        load_deadline: f64,
+        load_stall: f64,
+        save_stall: f64,
+        room_wait: f64,
+        queued_max: usize,
+        local: bool,
+    ) -> PyResult<Transfers> {
+        let load = LoadOptions {
+            deadline: seconds("load_deadline", load_deadline)?,
+            stall_timeout: seconds("load_stall", load_stall)?,
+            scope: scope(local),
+            ..LoadOptions::default()
+        };
+        let save = SaveOptions {
+            room_wait: seconds("room_wait", room_wait)?,
+            stall_timeout: seconds("save_stall", save_stall)?,
+            ..SaveOptions::default()
+        };
+        if queued_max == 0 {
+            return Err(PyValueError::new_err("queued_max is 0: nothing could ever be transferred"));
+        }
+        let keeper = session.keeper().ok_or_else(|| raised(&closed()))?;
+        let memory: Arc<dyn PagedMemory> = memory.paged.clone();
+        let options = TransferOptions { save, load, queued_max };
+        let transfers =
+            reprise_client::Transfers::new(keeper, memory, options).map_err(|error| raised(&error))?;
+        Ok(Transfers { transfers: Mutex::new(Some(Arc::new(transfers))) })
+    }
+
+    /// Submits a load of blocks to their places in the memory; returns its id. The places hold nothing to be used until it
+    /// has ended.
+    fn load(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
+        let blocks = placed(keys, blocks)?;
+        self.open()?.submit_load(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    }
+
+    /// Submits a save of blocks of the memory; returns its id. They must not change until it has ended.
+    fn save(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
+        let blocks = placed(keys, blocks)?;
+        self.open()?.submit_save(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    }
+
+    /// The transfers that have ended since the last call. Does not wait.
+    fn finished(&self) -> Vec<Finished> {
+        let ended = self.lock().as_ref().map(|transfers| transfers.finished());
+        ended.unwrap_or_default().iter().map(Finished::from).collect()
+    }
+
+    /// Waits until these have ended, for so many seconds; whether they have. ``finished`` tells them all the same.
+    fn wait(&self, py: Python<'_>, ids: Vec<u64>, timeout: f64) -> PyResult<bool> {
+        let timeout = seconds("timeout", timeout)?;
+        let ids: Vec<TransferId> = ids.into_iter().map(TransferId).collect();
+        let transfers = self.open()?;
+        let have_ended = py.detach(|| {
+            let have_ended = transfers.wait(&ids, timeout);
+            drop(transfers);
+            have_ended
+        });
+        Ok(have_ended)
+    }
+
+    /// Transfers that have not ended.
+    #[getter]
+    fn unfinished(&self) -> usize {
+        self.lock().as_ref().map_or(0, |transfers| transfers.unfinished())
+    }
+
+    /// Ends the threads: transfers at work end with the part that they are at, what waits ends undone. The memory is not
+    /// touched after it.
+    fn close(&self, py: Python<'_>) {
+        let transfers = self.lock().take();
+        if let Some(transfers) = &transfers {
+            transfers.cancel();
+        }
+        py.detach(|| drop(transfers));
+    }
+
+    fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) {
+        self.close(py);
+    }
+}
+
+impl Transfers {
+    fn open(&self) -> PyResult<Arc<reprise_client::Transfers>> {
+        self.lock().clone().ok_or_else(|| raised(&closed()))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<reprise_client::Transfers>>> {
+        self.transfers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        // Waits for threads: other Python threads run meanwhile.
+        let transfers = self.lock().take();
+        Python::attach(|py| py.detach(|| drop(transfers)));
+    }
+}

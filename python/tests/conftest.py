@@ -1,0 +1,83 @@
+"""What the tests share: a cluster of real processes, a small layout, memory of NumPy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import MIB, Agent, Cluster, binaries
+
+from reprise import KvMemory, Layout, Namespace, block_keys
+
+LAYERS, HEADS, TOKENS, HEAD_DIM = 4, 2, 16, 64
+"""Objects of 8 KiB, 2 a layer: blocks of 64 KiB."""
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """Fails, in words, when the binaries are missing."""
+    if not (binaries() / "reprise-agent").exists():
+        pytest.fail(f"no reprise-agent in {binaries()}: run `make test-python`, which builds it")
+
+
+@pytest.fixture
+def cluster(built: None, tmp_path: Path) -> Iterator[Cluster]:
+    """A member and an agent of 16 MiB of DRAM and 128 MiB of disk."""
+    cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def layout() -> Layout:
+    """A small layout."""
+    return Layout(layers=LAYERS, parts=2, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp32", tokens_per_block=TOKENS)
+
+
+@pytest.fixture
+def namespace(layout: Layout) -> Namespace:
+    """Of blocks of that layout."""
+    return Namespace(
+        model="test/model",
+        revision="1",
+        layout=layout,
+        hash_algorithm="sha256_cbor",
+        hash_seed="seed",
+        engine_format="test:LBHNC",
+    )
+
+
+def tensors(blocks: int, seed: int | None = None) -> list[np.ndarray]:
+    """Memory of so many blocks, ``[blocks, 2, heads, tokens, head_dim]`` a layer: zeros, or noise of a seed."""
+    shape = (blocks, 2, HEADS, TOKENS, HEAD_DIM)
+    if seed is None:
+        return [np.zeros(shape, np.float32) for _ in range(LAYERS)]
+    noise = np.random.default_rng(seed)
+    return [noise.random(shape, np.float32) for _ in range(LAYERS)]
+
+
+def memory_of(layers: list[np.ndarray], layout: Layout) -> KvMemory:
+    """The memory of a list of layers."""
+    return KvMemory(layers, layout)
+
+
+def keys_of(namespace: Namespace, numbers: range) -> bytes:
+    """Keys of numbered blocks, packed."""
+    return block_keys(namespace, [number.to_bytes(32, "little") for number in numbers])
+
+
+def freeze(agent: Agent) -> None:
+    """Stops an agent where it is: its socket stays open, and nothing answers from now on."""
+    agent.signal(signal.SIGSTOP)
+    assert agent.child is not None
+    # The signal is only on its way; this waits until it has stopped.
+    os.waitid(os.P_PID, agent.child.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def thaw(agent: Agent) -> None:
+    """Lets a stopped agent go on."""
+    agent.signal(signal.SIGCONT)

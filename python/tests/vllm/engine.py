@@ -1,0 +1,186 @@
+"""Driving a vLLM engine from a test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+READY_WITHIN_S = 300.0
+ANSWER_WITHIN_S = 120.0
+STOPPED_WITHIN_S = 60.0
+BLOCK_TOKENS = 32
+VOCABULARY = 512
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Otherwise an engine without a connector gets one core fewer.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+
+def model(folder: Path, seed: int = 1, layers: int = 4, heads: int = 4, head_dim: int = 32) -> Path:
+    """Writes a small Llama with random weights, large enough that every token of a prompt matters for what follows."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden, inner = heads * head_dim, 2 * heads * head_dim
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    source = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=source) * columns**-0.5
+
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCABULARY, hidden) * hidden**0.5,
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": matrix(VOCABULARY, hidden),
+    }
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        for projection in ("q", "k", "v", "o"):
+            weights[f"{name}.self_attn.{projection}_proj.weight"] = matrix(hidden, hidden) * 2
+        for projection, (rows, columns) in {
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }.items():
+            weights[f"{name}.mlp.{projection}_proj.weight"] = matrix(rows, columns)
+        weights[f"{name}.input_layernorm.weight"] = torch.ones(hidden)
+        weights[f"{name}.post_attention_layernorm.weight"] = torch.ones(hidden)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def connector(socket: Path, **extra: Any) -> dict[str, Any]:
+    """The configuration that names the connector."""
+    return {
+        "kv_connector": "RepriseConnector",
+        "kv_connector_module_path": "reprise.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": str(socket), **extra},
+    }
+
+
+class EngineFailed(Exception):
+    """The engine ended, or did not start; in vLLM's words."""
+
+
+class Engine:
+    """One engine."""
+
+    def __init__(self, model: Path, log: Path, transfer: dict[str, Any] | None = None, **settings: Any) -> None:
+        everything = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 2048,
+            "max_num_seqs": 16,
+            "disable_log_stats": False,
+            "seed": 1,
+            **settings,
+        }
+        if transfer is not None:
+            everything["kv_transfer_config"] = transfer
+        self.log = log
+        self.answers, write_end = os.pipe()
+        os.set_blocking(self.answers, False)
+        self._heard = b""
+        with log.open("a") as output:
+            self.child = subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "engine_process.py"), str(write_end)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                pass_fds=[write_end],
+                env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,
+            )
+        os.close(write_end)
+        self.ready_after = self._ask(everything, READY_WITHIN_S)["ready"]
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+        """Greedy tokens of prompts, with how many of each prompt came from a cache."""
+        return self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens, **more})
+
+    def forget(self) -> None:
+        """Empties the engine's own prefix cache."""
+        assert self._ask({"do": "reset"})["reset"], "requests still hold blocks"
+
+    def metrics(self) -> dict[str, float]:
+        """The connector's metrics. A request makes the engine collect what has happened since the last."""
+        self.generate([[VOCABULARY - 1]], max_tokens=1)
+        return dict(self._ask({"do": "metrics"})["metrics"])
+
+    def stop(self) -> None:
+        """Ends the engine in good order, or else."""
+        try:
+            self._ask({"do": "stop"}, STOPPED_WITHIN_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+        os.close(self.answers)
+
+    def _ask(self, command: dict[str, Any], within: float = ANSWER_WITHIN_S) -> dict[str, Any]:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps(command) + "\n")
+        self.child.stdin.flush()
+        give_up = time.monotonic() + within
+        while b"\n" not in self._heard:
+            left = give_up - time.monotonic()
+            if left <= 0 or not self._listen(left):
+                how = "has ended" if left > 0 else f"has not answered within {within} s"
+                raise EngineFailed(f"the engine {how}:\n{self.log.read_text()[-4000:]}")
+        line, _, self._heard = self._heard.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineFailed(f"{answer['error']}\n{self.log.read_text()[-4000:]}")
+        return dict(answer)
+
+    def _listen(self, seconds: float) -> bool:
+        """Waits for more of an answer; False: there will be none."""
+        readable, _, _ = select.select([self.answers], [], [], min(seconds, 1.0))
+        if not readable:
+            return self.child.poll() is None
+        heard = os.read(self.answers, 1 << 16)
+        self._heard += heard
+        return bool(heard)

@@ -1,0 +1,71 @@
+"""A vLLM engine in a process of its own, driven by lines of JSON.
+
+Runs in vLLM's environment. First line on standard input: the engine's settings; then one command a line, each of which
+is answered by one line on the descriptor that the command line names (standard output belongs to vLLM's log).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """Reads settings and commands until the end of its input."""
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    settings = json.loads(sys.stdin.readline())
+    from vllm import LLM, SamplingParams
+
+    started = time.monotonic()
+    try:
+        llm = LLM(**settings)
+    except Exception as error:  # what vLLM says goes to the log; the test wants words
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
+        raise
+    print(json.dumps({"ready": time.monotonic() - started}), file=answers)
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        print(json.dumps(run(llm, SamplingParams, command)), file=answers)
+        if command["do"] == "stop":
+            break
+
+
+def run(llm: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Carries out one command."""
+    match command["do"]:
+        case "generate":
+            params = sampling(temperature=0.0, max_tokens=command["max_tokens"], ignore_eos=True)
+            prompts = []
+            for tokens in command["prompts"]:
+                prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+                if command.get("salt"):
+                    prompt["cache_salt"] = command["salt"]
+                prompts.append(prompt)
+            started = time.monotonic()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return {
+                "seconds": time.monotonic() - started,
+                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "cached": [output.num_cached_tokens for output in outputs],
+                "reasons": [output.outputs[0].finish_reason for output in outputs],
+            }
+        case "reset":
+            return {"reset": llm.reset_prefix_cache()}
+        case "metrics":
+            metrics: dict[str, float] = {}
+            for metric in llm.get_metrics():
+                if any(part in metric.name for part in ("reprise", "external", "preemptions")):
+                    metrics[metric.name] = getattr(metric, "value", None) or getattr(metric, "count", 0)
+            return {"metrics": metrics}
+        case "stop":
+            llm.llm_engine.engine_core.shutdown()
+            return {}
+        case other:
+            raise ValueError(f"no such command: {other}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The scheduler's side against vLLM's real block pool, with answers that the test gives."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reprise import Layout, Namespace, Source
+from reprise.vllm.geometry import Geometry
+from reprise.vllm.metadata import RepriseMetadata, RepriseWorkerMetadata
+from reprise.vllm.options import Options
+from reprise.vllm.scheduler import SchedulerSide
+
+TOKENS = 16
+POOL_BLOCKS = 64
+
+
+@dataclass
+class Question:
+    """A match whose answer the test decides."""
+
+    keys: bytes
+    answer: list[int] | None = None
+
+    def poll(self, patience: float) -> list[int] | None:
+        if self.answer is None:
+            time.sleep(patience)
+        return self.answer
+
+
+@dataclass
+class FakeSession:
+    """A session that answers with what it is told."""
+
+    connected: bool = True
+    answer: list[int] | None = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+    suspected: int = 0
+
+    def start_match(self, keys: bytes, local: bool = False) -> Question | None:
+        if not self.connected:
+            return None
+        self.questions.append(Question(keys, self.answer))
+        return self.questions[-1]
+
+    def suspect(self) -> None:
+        self.suspected += 1
+
+
+def geometry(ranks: int = 1) -> Geometry:
+    namespaces = []
+    for rank in range(ranks):
+        layout = Layout(
+            layers=2,
+            parts=1,
+            kv_heads=2,
+            head_dim=8,
+            dtype="fp32",
+            tokens_per_block=TOKENS,
+            tp_rank=rank,
+            tp_size=ranks,
+        )
+        namespaces.append(
+            Namespace(
+                model="m",
+                revision="1",
+                layout=layout,
+                hash_algorithm="sha256",
+                hash_seed="s",
+                engine_format="test",
+                tenant_salt="",
+            )
+        )
+    return Geometry(layer_names=("a", "b"), block_tokens=TOKENS, rank=0, namespaces=tuple(namespaces))
+
+
+def side(session: FakeSession, ranks: int = 1, **options: Any) -> SchedulerSide:
+    from vllm.v1.core.block_pool import BlockPool
+
+    made: Any = SchedulerSide(
+        geometry=geometry(ranks),
+        options=Options.read(options),
+        session=session,  # type: ignore[arg-type]
+        may_load=True,
+        may_save=True,
+        ranks=ranks,
+    )
+    made.pool = BlockPool(num_gpu_blocks=POOL_BLOCKS, enable_caching=True, hash_block_size=TOKENS)
+    return made
+
+
+def request(blocks: int, name: str = "r") -> Any:
+    hashes = [bytes([index]) * 32 for index in range(blocks)]
+    return SimpleNamespace(request_id=name, block_hashes=hashes, num_prompt_tokens=blocks * TOKENS + 3)
+
+
+def blocks_of(ids: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (ids,))
+
+
+def output(new: dict[str, tuple[int, int]], ids: dict[str, list[int]], finished: set[str] | None = None) -> Any:
+    """A step: requests with tokens that were computed before and tokens of this step."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=before) for name, (before, _) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={name: now for name, (_, now) in new.items()},
+        finished_req_ids=finished or set(),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids[name],)),
+    )
+
+
+def references(side: SchedulerSide, block: int) -> int:
+    assert side.pool is not None
+    return int(side.pool.blocks[block].ref_cnt)
+
+
+def ended(save: int, times: int = 1, failed: set[str] | None = None) -> Any:
+    said = RepriseWorkerMetadata(ended_saves=Counter({save: times}), failed_loads=failed or set())
+    return SimpleNamespace(kv_connector_worker_meta=said)
+
+
+def test_what_is_there_beyond_vllms_own_is_loaded_and_only_the_rest_is_saved() -> None:
+    scheduler = side(FakeSession(answer=[Source.OWN_DRAM] * 5))
+    asked = request(8)
+    scheduler.begin(asked)
+    assert scheduler.matched_tokens(asked, 2 * TOKENS) == (3 * TOKENS, True)
+    ids = list(range(10, 19))
+    scheduler.allocated(asked, blocks_of(ids), 3 * TOKENS)
+    metadata = scheduler.step(output({}, {}))
+    (load,) = metadata.loads
+    assert load.blocks == (12, 13, 14)
+    assert load.hashes == tuple(asked.block_hashes[2:5])
+    metadata = scheduler.step(output({"r": (5 * TOKENS, 3 * TOKENS + 3)}, {"r": ids}))
+    (save,) = metadata.saves
+    assert save.blocks == (15, 16, 17)
+    assert save.hashes == tuple(asked.block_hashes[5:8])
+
+
+def test_blocks_that_vllm_has_and_reprise_has_not_are_saved() -> None:
+    scheduler = side(FakeSession(answer=[Source.OWN_DRAM]))
+    asked = request(4)
+    assert scheduler.matched_tokens(asked, 3 * TOKENS) == (0, False)
+    metadata = scheduler.step(output({"r": (3 * TOKENS, TOKENS)}, {"r": [1, 2, 3, 4]}))
+    assert metadata.saves[0].blocks == (2, 3, 4)
+
+
+def test_a_block_is_saved_once_and_when_it_is_full() -> None:
+    scheduler = side(FakeSession())
+    asked = request(2)
+    scheduler.matched_tokens(asked, 0)
+    assert scheduler.step(output({"r": (0, TOKENS - 1)}, {"r": [1, 2]})).saves == []
+    assert scheduler.step(output({"r": (TOKENS - 1, 1)}, {"r": [1, 2]})).saves[0].blocks == (1,)
+    assert scheduler.step(output({"r": (TOKENS, TOKENS)}, {"r": [1, 2]})).saves[0].blocks == (2,)
+    assert scheduler.step(output({"r": (2 * TOKENS, 5)}, {"r": [1, 2, 3]})).saves == []
+
+
+def test_blocks_keep_a_reference_until_every_rank_has_ended_their_save() -> None:
+    scheduler = side(FakeSession(), ranks=2)
+    scheduler.matched_tokens(request(2), 0)
+    (save,) = scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": [1, 2]})).saves
+    assert [references(scheduler, block) for block in (1, 2)] == [1, 1]
+    assert scheduler.saves_under_way()
+    scheduler.workers_said(ended(save.save_id))
+    assert references(scheduler, 1) == 1
+    scheduler.workers_said(ended(save.save_id))
+    assert references(scheduler, 1) == 0
+    assert not scheduler.saves_under_way()
+
+
+def test_at_most_a_share_of_vllms_blocks_waits_for_saves() -> None:
+    scheduler = side(FakeSession())
+    for index in range(3):
+        scheduler.matched_tokens(request(8, f"r{index}"), 0)
+    ids = {f"r{index}": list(range(1 + 8 * index, 9 + 8 * index)) for index in range(3)}
+    metadata = scheduler.step(output({name: (0, 8 * TOKENS) for name in ids}, ids))
+    assert len(metadata.saves) == 2, "a quarter of 64 blocks"
+
+
+def test_an_answer_that_does_not_come_costs_the_budget_of_a_step_once_for_all_requests() -> None:
+    scheduler = side(FakeSession(answer=None), match_budget_ms=20.0, match_deadline_ms=10_000.0)
+    before = time.monotonic()
+    for index in range(50):
+        assert scheduler.matched_tokens(request(4, f"r{index}"), 0) == (None, False)
+    assert time.monotonic() - before < 0.2
+    scheduler.step(output({}, {}))
+    before = time.monotonic()
+    assert scheduler.matched_tokens(request(4, "late"), 0) == (None, False)
+    assert time.monotonic() - before >= 0.015, "the next step has a budget of its own"
+
+
+def test_a_request_goes_on_without_an_answer_after_the_deadline() -> None:
+    session = FakeSession(answer=None)
+    scheduler = side(session, match_budget_ms=1.0, match_deadline_ms=30.0)
+    asked = request(4)
+    give_up = time.monotonic() + 5
+    while scheduler.matched_tokens(asked, 0) == (None, False):
+        assert time.monotonic() < give_up
+        scheduler.step(output({}, {}))
+    assert session.suspected == 1
+    assert len(session.questions) == 1, "the same question is looked at again, not asked again"
+
+
+def test_an_answer_that_comes_later_is_used() -> None:
+    session = FakeSession(answer=None)
+    scheduler = side(session, match_budget_ms=1.0)
+    asked = request(4)
+    assert scheduler.matched_tokens(asked, 0) == (None, False)
+    session.questions[0].answer = [Source.PEER_DRAM] * 4
+    assert scheduler.matched_tokens(asked, 0) == (4 * TOKENS, True)
+
+
+def test_a_load_that_failed_is_not_tried_again_for_its_request() -> None:
+    scheduler = side(FakeSession(answer=[Source.OWN_DRAM] * 4))
+    asked = request(4)
+    assert scheduler.matched_tokens(asked, 0) == (4 * TOKENS, True)
+    scheduler.workers_said(SimpleNamespace(kv_connector_worker_meta=RepriseWorkerMetadata(failed_loads={"r"})))
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+
+
+def test_without_an_agent_nothing_is_found_and_nothing_is_pinned() -> None:
+    scheduler = side(FakeSession(connected=False))
+    asked = request(4)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [1, 2, 3, 4]})) == RepriseMetadata()
+
+
+def test_ranks_are_asked_about_together_and_a_block_counts_when_all_have_it() -> None:
+    session = FakeSession(answer=[Source.OWN_DRAM] * 5)
+    scheduler = side(session, ranks=2)
+    assert scheduler.matched_tokens(request(4), 0) == (2 * TOKENS, True)
+    (question,) = session.questions
+    keys = [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
+    assert len(keys) == len(set(keys)) == 8
+
+
+def test_a_finished_request_is_forgotten() -> None:
+    scheduler = side(FakeSession())
+    scheduler.matched_tokens(request(4), 0)
+    scheduler.step(output({}, {}, finished={"r"}))
+    assert scheduler.hit_sources(request(4)) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sokcet": "/x"}, "did you mean 'socket'"),
+        ({"whatever": 1}, "known are"),
+        ({"match_budget_ms": "5"}, "must be a number"),
+        ({"match_budget_ms": -1}, "above 0"),
+        ({"save_decode_blocks": 1}, "true or false"),
+        ({"tenant": 3}, "a string"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Options.read(given)

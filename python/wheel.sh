@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Builds the wheel of the package, for every Python from 3.11 on. Prints its path. Exit status 3: see venv.sh.
+set -euo pipefail
+cd "$(dirname "$0")"
+venv=$(./venv.sh)
+wheels=${CARGO_TARGET_DIR:-${REPRISE_CACHE:-$HOME/.cache/reprise}/target}/wheels
+"$venv/bin/maturin" build --release --locked --quiet --interpreter "$venv/bin/python" --out "$wheels" >&2
+ls -t "$wheels"/reprise-*.whl | head -n 1
