@@ -144,6 +144,12 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         """As :meth:`request_finished`."""
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """The weights have changed: nothing that was saved before is loaded any more."""
+        if self._scheduler is not None:
+            self._scheduler.forget()
+        return True
+
     def has_pending_block_frees(self) -> bool:
         """Whether blocks come free when saves end."""
         return self._scheduling().saves_under_way()

@@ -87,6 +87,11 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
         raise ValueError(
             "Reprise does not keep padded KV cache pages: this model's layers have pages of different sizes"
         )
+    if kv_cache.hash_block_size not in (None, spec.block_size):
+        raise ValueError(
+            f"Reprise keeps blocks as vLLM hashes them; here hashes are of {kv_cache.hash_block_size} tokens and blocks of "
+            f"{spec.block_size}: unset prefix_match_unit"
+        )
     element_bytes = torch.empty((), dtype=spec.dtype).element_size()
     heads = spec.num_heads
     row_bytes = spec.page_size_bytes // (heads * spec.block_size)

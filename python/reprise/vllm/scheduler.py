@@ -7,6 +7,7 @@ block pool, so that neither the end nor the preemption of their request gives th
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -71,6 +72,8 @@ class SchedulerSide:
     ranks: int
     stats: Stats = field(default_factory=Stats)
     pool: BlockPool | None = None
+    _generation: bytes = b""
+    """Behind every block hash: empty, until the weights have changed under way."""
     _requests: dict[str, RequestState] = field(default_factory=dict)
     _loads: list[LoadPlan] = field(default_factory=list)
     _pinned: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
@@ -113,10 +116,19 @@ class SchedulerSide:
         (block_ids,) = blocks.get_block_ids()
         plan = LoadPlan(
             request_id=request.request_id,
-            hashes=tuple(request.block_hashes[first : first + count]),
+            hashes=self._hashes(request, first, first + count),
             blocks=tuple(block_ids[first : first + count]),
         )
         self._loads.append(plan)
+
+    def forget(self) -> None:
+        """What was saved so far is not this engine's KV any more: its weights have changed.
+
+        From now on its blocks are its own, whatever other engines have: nobody can say which of them have the new weights.
+        """
+        self._generation = uuid.uuid4().bytes
+        for state in self._requests.values():
+            state.question = state.answer = state.known = None
 
     def hit_sources(self, request: Request) -> Sequence[int]:
         """Where the blocks come from that are loaded for a request, one source number for each."""
@@ -169,7 +181,7 @@ class SchedulerSide:
         if state.answer is not None and now - state.answer.at < ANSWER_KEPT_S:
             return state.answer
         if state.question is None:
-            hashes = state.request.block_hashes[: KEYS_PER_MATCH // self.ranks]
+            hashes = self._hashes(state.request, 0, KEYS_PER_MATCH // self.ranks)
             state.question = self.session.start_match(self._keys(hashes))
             state.asked_at = now
             self.stats.add("queries", 1)
@@ -193,6 +205,10 @@ class SchedulerSide:
         state.answer = Answer(sources=sources, at=time.monotonic())
         return state.answer
 
+    def _hashes(self, request: Request, first: int, end: int) -> tuple[bytes, ...]:
+        """What names blocks of a request, besides the namespace."""
+        return tuple(block_hash + self._generation for block_hash in request.block_hashes[first:end])
+
     def _keys(self, hashes: Sequence[bytes]) -> bytes:
         """Packed keys of blocks: those of all ranks of a block before the next block."""
         if self.ranks == 1:
@@ -206,11 +222,10 @@ class SchedulerSide:
         if state is None or self.pool is None:
             return
         request = state.request
-        hashes = request.block_hashes
         tokens = computed + output.num_scheduled_tokens[request_id]
         if not self.options.save_decode_blocks:
             tokens = min(tokens, request.num_prompt_tokens)
-        full = min(tokens // self.geometry.block_tokens, len(hashes))
+        full = min(tokens // self.geometry.block_tokens, len(request.block_hashes))
         first = state.local_blocks if state.known is None else state.known
         if full <= first or self._pinned_blocks + full - first > self.pool.num_gpu_blocks // PINNED_SHARE:
             return
@@ -219,7 +234,7 @@ class SchedulerSide:
         if block_ids is None:
             return
         blocks = tuple(block_ids[0][first:full])
-        metadata.saves.append(SavePlan(self._pin(blocks), tuple(hashes[first:full]), blocks))
+        metadata.saves.append(SavePlan(self._pin(blocks), self._hashes(request, first, full), blocks))
         state.known = full
 
     def _pin(self, blocks: tuple[int, ...]) -> int:

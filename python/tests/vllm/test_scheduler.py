@@ -116,6 +116,10 @@ def output(new: dict[str, tuple[int, int]], ids: dict[str, list[int]], finished:
     )
 
 
+def keys_of(question: Question) -> list[bytes]:
+    return [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
+
+
 def references(side: SchedulerSide, block: int) -> int:
     assert side.pool is not None
     return int(side.pool.blocks[block].ref_cnt)
@@ -236,8 +240,22 @@ def test_ranks_are_asked_about_together_and_a_block_counts_when_all_have_it() ->
     scheduler = side(session, ranks=2)
     assert scheduler.matched_tokens(request(4), 0) == (2 * TOKENS, True)
     (question,) = session.questions
-    keys = [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
+    keys = keys_of(question)
     assert len(keys) == len(set(keys)) == 8
+
+
+def test_after_a_change_of_weights_nothing_from_before_is_found_or_saved_over() -> None:
+    session = FakeSession(answer=[Source.OWN_DRAM] * 4)
+    scheduler = side(session)
+    asked = request(4)
+    assert scheduler.matched_tokens(asked, 0) == (4 * TOKENS, True)
+    session.answer = []
+    scheduler.forget()
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    before, after = session.questions
+    assert not set(keys_of(before)) & set(keys_of(after))
+    (save,) = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [1, 2, 3, 4]})).saves
+    assert not set(save.hashes) & set(asked.block_hashes)
 
 
 def test_a_finished_request_is_forgotten() -> None:
