@@ -65,7 +65,7 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
     /// Keep the cluster running after the demo, until Ctrl-C.
-    #[arg(long)]
+    #[arg(long, visible_alias = "keep")]
     hold: bool,
     /// Nodes, each with an agent and an engine [default: 2].
     #[arg(long, value_parser = clap::value_parser!(u8).range(2..=NODES_MAX as i64))]
