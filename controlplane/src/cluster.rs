@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Amounts, Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord,
-    NodeReport, Scope, StaleEpoch, Standing,
+    Amounts, Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, Modes,
+    MovesRound, NodeRecord, NodeReport, Scope, StaleEpoch, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -28,7 +28,7 @@ use tonic::Status;
 use crate::events::Events;
 use crate::ledgers::{KnownNode, Ledgers, Presence};
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
-use choosing::{Modes, MovesRound, PeersKept};
+use choosing::PeersKept;
 
 /// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
 const NODE_NEWS_MAX: usize = 4096;

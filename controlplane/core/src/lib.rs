@@ -4,7 +4,7 @@
 //! * [`Directory`]: block key → replicas, in 4,096 hash slots. Soft state: it can be lost whole and is rebuilt from
 //!   the agents' inventories.
 //! * [`Budgets`]: how many bytes each tenant may hold on each node.
-//! * [`rebalance`]: which nodes give blocks to which.
+//! * [`rebalance`]: which nodes give blocks to which. [`choosing`]: what is known of nodes for choosing among them.
 //! * [`LiveNodes`]: what the one tells the other. The two are apart so that a runtime can keep them behind locks of
 //!   their own: a heartbeat never waits for an update of the directory.
 //! * [`Log`]: the last changes of the directory, in order; [`Follower`]: what one reader of it is to be told next.
@@ -15,6 +15,7 @@
 //! replicas and the choice of places for more (policy).
 
 pub mod budgets;
+pub mod choosing;
 pub mod directory;
 pub mod follower;
 pub mod live;
@@ -24,6 +25,7 @@ pub mod rebalance;
 pub mod reports;
 
 pub use budgets::{Amounts, Budget, Budgets, Order, Report, TenantReport};
+pub use choosing::{Modes, MovesRound, SetMode};
 pub use directory::{
     Asker, BadChanges, Changes, Cursor, Directory, DirectorySize, Found, HeldReplica, NodeReplicas, Opening,
     Operation, Replica, Standing, Update, Updated, Voided,

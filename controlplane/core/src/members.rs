@@ -290,6 +290,12 @@ impl Members {
         self.members.get(&node).map(|member| (&member.record, member.state))
     }
 
+    /// Whether this is the current registration of a node.
+    pub fn is_registered(&self, node: NodeId, epoch: Epoch) -> bool {
+        let known = self.get(node).filter(|(_, state)| *state != MemberState::Absent);
+        known.is_some_and(|(record, _)| record.epoch == epoch)
+    }
+
     /// All nodes, by number.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeRecord, MemberState)> {
         self.members.values().map(|member| (&member.record, member.state))

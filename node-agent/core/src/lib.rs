@@ -10,6 +10,7 @@
 
 pub mod agent;
 pub mod backoff;
+pub mod directions;
 pub mod effect;
 pub mod event;
 pub mod outbox;

@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantUsage};
-use reprise_agent_core::event::Grant;
+use reprise_agent_core::directions::{Directions, REBALANCER_SLOT};
+use reprise_agent_core::event::{Grant, Move};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeId, TenantName};
@@ -29,10 +30,6 @@ use super::{DirectoryEvent, Shared};
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// Time for the answer to a report: well below the two seconds in which a tenant's budget can get another owner.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The upper half of an epoch names the store that it came out of.
-const STORE_SHIFT: u32 = 32;
-/// The owner of this hash slot decides who gives blocks to whom.
-const REBALANCER_SLOT: u16 = 0;
 
 /// What a node reports of itself.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -57,29 +54,7 @@ struct Inner {
     last: u64,
     /// The newest report that said what a tenant holds.
     newest: BTreeMap<TenantName, u64>,
-    /// Which store this node is registered in, and the revision of the newest mode that came out of it.
-    store: u64,
-    mode_revision: Option<u64>,
-    /// Modes that were told on, over all stores.
-    modes: u64,
-    given: Option<wire::Move>,
-}
-
-impl Inner {
-    /// The number of a mode that has come, counted from 1; `None` when it is not newer than the last. Revisions of
-    /// different stores say nothing of each other: in a store that was emptied they begin anew.
-    fn number_mode(&mut self, granted: Granted, revision: u64) -> Option<u64> {
-        let store = granted.epoch.0 >> STORE_SHIFT;
-        if std::mem::replace(&mut self.store, store) != store {
-            self.mode_revision = None;
-        }
-        if self.mode_revision >= Some(revision) {
-            return None;
-        }
-        self.mode_revision = Some(revision);
-        self.modes += 1;
-        Some(self.modes)
-    }
+    directions: Directions,
 }
 
 /// Reports to a link's member for as long as the link lives.
@@ -209,22 +184,21 @@ fn take(shared: &Shared, link: &Link, (granted, number): (Granted, u64), reply: 
     }
     let is_rebalancer =
         shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
-    let (mode, given) = {
+    let given = reply.r#move.and_then(|given| {
+        let to = NodeId(u16::try_from(given.to).ok()?);
+        Some(Move { to, bytes: given.bytes })
+    });
+    let (mode, is_news) = {
         let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
         let says_a_mode = reply.mode() != wire::NodeMode::Unspecified;
-        let mode_number = says_a_mode.then(|| inner.number_mode(granted, reply.mode_revision)).flatten();
-        // The same move again is as much again: it holds until the next report.
-        let is_news = is_rebalancer && (reply.r#move.is_some() || inner.given.is_some());
-        if is_news {
-            inner.given = reply.r#move;
-        }
-        (mode_number, is_news.then_some(reply.r#move))
+        let number =
+            says_a_mode.then(|| inner.directions.number_mode(granted.epoch, reply.mode_revision)).flatten();
+        (number, is_rebalancer && inner.directions.is_news(given))
     };
     if let Some(number) = mode {
         shared.emit(DirectoryEvent::Mode { mode: reply.mode(), number });
     }
-    if let Some(given) = given {
-        let given = given.and_then(|given| Some((NodeId(u16::try_from(given.to).ok()?), given.bytes)));
+    if is_news {
         shared.emit(DirectoryEvent::Move(given));
     }
 }
@@ -254,27 +228,4 @@ fn quotas(order: &TenantOrder) -> Option<(Quota, Quota)> {
     let reserved = order.reserved.unwrap_or_default();
     let limit = order.limit.unwrap_or(wire::Bytes { dram: u64::MAX, nvme: u64::MAX });
     Some((Quota::new(reserved.dram, limit.dram).ok()?, Quota::new(reserved.nvme, limit.nvme).ok()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use reprise_policy::Epoch;
-
-    use super::*;
-
-    #[test]
-    fn of_two_modes_the_one_with_the_higher_revision_of_the_same_store_holds() {
-        let granted = |store: u64| Granted {
-            node: NodeId(1),
-            epoch: Epoch((store << STORE_SHIFT) + 7),
-            heartbeat_every: Duration::from_secs(1),
-        };
-        let mut inner = Inner::default();
-        assert_eq!(inner.number_mode(granted(3), 40), Some(1));
-        assert_eq!(inner.number_mode(granted(3), 40), None);
-        assert_eq!(inner.number_mode(granted(3), 39), None);
-        assert_eq!(inner.number_mode(granted(3), 41), Some(2));
-        assert_eq!(inner.number_mode(granted(5), 0), Some(3), "the store was emptied: nobody has set a mode");
-        assert_eq!(inner.number_mode(granted(5), 0), None);
-    }
 }
