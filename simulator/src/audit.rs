@@ -32,6 +32,8 @@ impl World {
                 self.close_session(node, session);
             }
         }
+        self.drain_in_calm();
+        self.cordon_all();
         self.run_until(self.now.after(SETTLE));
         for node in 0..self.nodes.len() {
             count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("it runs"));
@@ -54,6 +56,11 @@ impl World {
             ("serves", counters.serves_in_flight),
             ("unsaved blocks", counters.unsaved_blocks),
             ("pending frees", counters.pool_pending_free_bytes),
+            ("pulls", counters.pulls_waiting),
+            ("bytes of pulls", counters.pulls_in_flight_bytes),
+            ("offers", process.offers.len() as u64),
+            ("offers of peers", process.heard_offers.len() as u64),
+            ("questions of places", client.placings.len() as u64),
             ("jobs", process.jobs.len() as u64),
             ("fetches", process.fetches.len() as u64),
             ("requests of peers", process.serves.len() as u64),

@@ -1,15 +1,16 @@
 //! A member and the store: how it starts, follows the members, holds its lease, notices another store, and registers nodes.
 //!
 //! ```text
-//!   start ── identity ──► records ──► serving:  follow members │ hold a lease and an entry │ watch the identity
+//!   start ── identity ──► records, modes ──► serving:  follow members, modes │ hold a lease and an entry │ watch the identity
 //!     └── the store does not answer: the process ends, and the next one begins
 //! ```
 //!
 //! The order of questions is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs` (register),
-//! `shards.rs` (follow, hold), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
+//! `shards.rs` (follow, hold), `modes.rs` (modes), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
 //! Left out: concurrent reads of two keys are one question; node numbers never run out.
 
 mod membership;
+mod modes;
 mod registry;
 
 use std::collections::BTreeMap;
@@ -25,6 +26,7 @@ use crate::network::{Host, LineId};
 use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
 use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
 use crate::world::{Action, World, take_where};
+use modes::ModeOrder;
 use registry::Applicant;
 
 /// Calls to the store, and the connection to it.
@@ -86,6 +88,11 @@ enum Purpose {
     Registered(Applicant),
     Register(Applicant, Box<NodeRecord>),
     IsOfStore(Applicant),
+    ModesAtStart,
+    FollowModes,
+    WatchModes,
+    ModeBefore(ModeOrder),
+    ModePut(ModeOrder),
 }
 
 /// Something within a member's process.
@@ -99,6 +106,8 @@ pub(crate) enum MemberStep {
     Join { attempt: u64 },
     /// Time to follow the members again.
     Follow,
+    /// Time to follow the modes again.
+    FollowModes,
     /// Time to look at the store's identity again.
     Identity,
     /// Nodes that have not come are waited for no longer.
@@ -124,6 +133,7 @@ impl MemberStep {
             MemberStep::Expire => 7,
             MemberStep::TellNodes => 8,
             MemberStep::Own => 9,
+            MemberStep::FollowModes => 10,
         }
     }
 }
@@ -191,6 +201,7 @@ impl World {
             MemberStep::Follow => {
                 self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
             }
+            MemberStep::FollowModes => self.follow_modes(member),
             MemberStep::Identity => self.look_at_identity(member),
             MemberStep::GiveUpAbsent => {
                 self.member(member).give_up_absent();
@@ -246,8 +257,13 @@ impl World {
 
     fn store_failed(&mut self, member: usize, of: &Purpose) {
         match *of {
-            Purpose::Identity | Purpose::IdentityOf(_) | Purpose::CreateIdentity | Purpose::Records => {
-                self.end_member(member);
+            Purpose::Identity
+            | Purpose::IdentityOf(_)
+            | Purpose::CreateIdentity
+            | Purpose::Records
+            | Purpose::ModesAtStart => self.end_member(member),
+            Purpose::FollowModes | Purpose::WatchModes => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowModes);
             }
             Purpose::FollowRange | Purpose::FollowWatch => {
                 self.member_later(member, STORE_RETRY_AFTER, MemberStep::Follow);
@@ -273,7 +289,8 @@ impl World {
                     self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, look });
                 }
             }
-            Purpose::Revoke => {}
+            // The operator is told, and asks again when that is still wanted.
+            Purpose::Revoke | Purpose::ModeBefore(_) | Purpose::ModePut(_) => {}
             Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
                 self.refuse(of);
             }
@@ -325,7 +342,19 @@ impl World {
                 }
                 None => self.end_member(member),
             },
-            (Purpose::Records, Told::Range { entries, .. }) => self.begin_serving(member, &entries),
+            (Purpose::Records, Told::Range { entries, .. }) => self.know_nodes(member, &entries),
+            (Purpose::ModesAtStart, Told::Range { entries, .. }) => {
+                self.learn_modes(member, entries.iter().map(|(key, entry)| (*key, entry)));
+                self.begin_serving(member);
+            }
+            (Purpose::FollowModes, Told::Range { revision, entries }) => {
+                self.modes_listed(member, revision, &entries);
+            }
+            (Purpose::WatchModes, Told::Compacted) => self.follow_modes(member),
+            (Purpose::ModeBefore(order), Told::Entries(entries)) => {
+                self.mode_read(member, order, &entries[0]);
+            }
+            (Purpose::ModePut(order), Told::Transacted(result)) => self.mode_put(member, order, result),
             (Purpose::FollowRange, Told::Range { revision, entries }) => {
                 self.members_listed(member, revision, &entries);
             }
@@ -373,18 +402,22 @@ impl World {
         self.member(member).joining.identity.expect("read before anything else")
     }
 
-    /// It has read what it needs.
-    fn begin_serving(&mut self, member: usize, records: &[(Key, Entry)]) {
+    fn know_nodes(&mut self, member: usize, records: &[(Key, Entry)]) {
         let record = |(_, entry): &(Key, Entry)| match &entry.value {
             Value::Node(record) => NodeRecord::clone(record),
             other => unreachable!("{other:?} is no record of a node"),
         };
-        let running = self.member(member);
-        running.restore(records.iter().map(record).collect());
-        running.joining.serving = true;
+        self.member(member).restore(records.iter().map(record).collect());
+        self.ask_store(member, Purpose::ModesAtStart, Question::Range(Prefix::Modes));
+    }
+
+    /// It has read what it needs.
+    fn begin_serving(&mut self, member: usize) {
+        self.member(member).joining.serving = true;
         self.member_later(member, BEAT_EVERY, MemberStep::Expire);
         self.member_later(member, EXPECTED_FOR, MemberStep::GiveUpAbsent);
         self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+        self.follow_modes(member);
         self.join(member);
         self.look_at_identity(member);
     }

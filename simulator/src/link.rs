@@ -189,7 +189,7 @@ impl World {
         self.pump(node, id);
     }
 
-    fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
+    pub(crate) fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
         let (now, random) = (self.time(Host::Node(node)), self.rng.next() as u32);
         let Some(link) = self.link(node, id) else { return };
         let Some(granted) = link.granted.take_if(|granted| granted.epoch == epoch) else { return };

@@ -3,7 +3,9 @@
 //! What the services of the binary do around the cores is done here in the same order: a lookup and its two looks at the
 //! map as in `controlplane/src/directory.rs`, registrations and expiry as in `cluster.rs`, [`Member::kept`] and
 //! [`Member::certain_map`] as in `shards.rs`, the schedule of the lease as in `controlplane/store/src/held.rs`. How it talks
-//! with the store is in `joining.rs`, with agents in `plane.rs`. The binary's locks, parts and streams are not here.
+//! with the store is in `joining.rs`, with agents in `plane.rs`; what it says of places, modes and moves in `member/choosing.rs`. The binary's locks, parts and streams are not here.
+
+mod choosing;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,8 +14,8 @@ use std::time::Duration;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Beat, Changes, Directory, Found, MemberEvent, MemberSettings, MemberState, Members, NodeRecord, Opening,
-    Standing, Update, Updated,
+    Beat, Changes, Directory, Found, MemberEvent, MemberSettings, MemberState, Members, Modes, MovesRound,
+    NodeRecord, Opening, SetMode, Standing, Update, Updated,
 };
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
@@ -51,6 +53,11 @@ pub(crate) struct Member {
     pub(crate) tells_nodes: bool,
     /// Nodes that have a record, and their machines.
     hosts: BTreeMap<NodeId, usize>,
+    /// What nodes are for, and who gives blocks to whom while this member decides that.
+    modes: Modes,
+    moves: MovesRound,
+    /// What the store has said of modes. For the auditor.
+    pub(crate) told_modes: BTreeMap<usize, SetMode>,
     /// Slots that registrations have been asked for.
     asked: BTreeMap<(NodeId, Epoch), SlotSet>,
     /// The last sign of life of a node, by this member's clock.
@@ -154,6 +161,9 @@ impl Member {
             followers: Vec::new(),
             tells_nodes: false,
             hosts: BTreeMap::new(),
+            modes: Modes::default(),
+            moves: MovesRound::default(),
+            told_modes: BTreeMap::new(),
             asked: BTreeMap::new(),
             heard: BTreeMap::new(),
             ended: BTreeMap::new(),

@@ -10,7 +10,7 @@ use reprise_controlplane_core::NodeRecord;
 use reprise_policy::{BlockKey, Epoch, NodeId};
 
 use crate::joining::MemberStep;
-use crate::messages::{CallId, Message, Reply, Request};
+use crate::messages::{CallId, Message, PlaceQuestion, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::setup::BEAT_EVERY;
 use crate::world::World;
@@ -31,6 +31,7 @@ impl World {
             }
             Request::Update(batch) => self.take_update(member, &batch),
             Request::Lookup { keys, asking } => self.find(member, &keys, asking),
+            Request::Place(question) => self.say_where(member, &question),
             Request::Members => self.members_now(member),
             Request::Watch => return self.follow(member, from),
         };
@@ -63,6 +64,15 @@ impl World {
             self.count("partial answers");
         }
         Reply::Found(answered)
+    }
+
+    fn say_where(&mut self, member: usize, question: &PlaceQuestion) -> Reply {
+        let now = self.time(Host::Member(member));
+        let answer = self.member(member).place(now, question);
+        if let Some(answer) = &answer {
+            self.audit_places(member, question, answer);
+        }
+        Reply::Placed(answer.map(Box::new))
     }
 
     fn members_now(&mut self, member: usize) -> Reply {

@@ -3,6 +3,7 @@
 //! Times are those of the binaries' defaults where no other reason is given; sizes are small, so that everything runs
 //! full, evicts and overflows within seconds.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::agent::{Settings, TenantQuotas};
@@ -96,6 +97,20 @@ pub enum Variant {
     TenantsTogether,
     /// Grants count in the order in which they come.
     GrantsInOrderOfArrival,
+    /// A member takes a replica in DRAM for a durable one when it says where further ones go.
+    DramCountsAsDurable,
+    /// A member does not follow what nodes are for.
+    ModesUnfollowed,
+    /// An agent does not hear what its node is for.
+    ModesUnheard,
+    /// An offer waits for its answer however long that takes.
+    OffersWithoutEnd,
+    /// An agent takes the blocks that it is offered for those of one tenant.
+    OffersOfOneTenant,
+    /// An agent makes room for what it is offered.
+    TakenPushesOut,
+    /// An agent does not hear that it is to move nothing more.
+    MovesWithoutEnd,
 }
 
 /// See the module.
@@ -114,6 +129,12 @@ pub(crate) struct Setup {
     pub(crate) disk_bytes: u64,
     /// An engine does something so often, about.
     pub(crate) pace: Duration,
+    /// An operator sets a node's mode so often, about.
+    pub(crate) operate_every: Duration,
+    /// When faults have stopped this node leaves.
+    pub(crate) leaves_at_end: Option<usize>,
+    /// Tenants that the agents' configuration names.
+    pub(crate) names: BTreeSet<TenantId>,
     /// Faults come so often, about.
     pub(crate) fault_every: Duration,
     /// Faults stop after this.
@@ -138,6 +159,9 @@ impl Setup {
             disks: 1,
             disk_bytes: 4 << 20,
             pace: Duration::from_millis(10),
+            operate_every: Duration::from_secs(1),
+            leaves_at_end: None,
+            names: BTreeSet::new(),
             fault_every: Duration::from_secs(1),
             faults_until: Tick(0),
             changes_queued_max: 1 << 20,
@@ -159,17 +183,25 @@ impl Setup {
             arena_serves_permille: rng.one_of(&[250, 1000]),
             pool_free_permille: rng.one_of(&[30, 300, 600]),
             tenants: quotas,
+            placement_bandwidth: rng.one_of(&[1 << 20, 8 << 20, 256 << 20]),
+            hot_reads: rng.one_of(&[1, 2, 4]),
             ..Settings::default()
         };
+        let configured = settings.tenants.iter().map(|quotas| quotas.tenant).collect();
+        let names = if rng.chance(800) { (0..tenants).map(TenantId).collect() } else { configured };
+        let nodes = 2 + rng.below(4);
         Setup {
             tenants,
-            nodes: 2 + rng.below(4),
+            nodes,
             members: 1 + rng.below(4),
             engines: 1 + rng.below(2),
             regions: 1 + tenants + rng.below(4) as u16,
             region_bytes: 4 * slot,
             disks: 1 + rng.below(2),
-            disk_bytes: 8 << 20,
+            disk_bytes: rng.one_of(&[8 << 20, 8 << 20, 24 << 20]),
+            operate_every: rng.millis(1_000..10_000),
+            leaves_at_end: if rng.chance(400) { Some(rng.below(nodes)) } else { None },
+            names,
             pace: rng.millis(5..120),
             fault_every: rng.millis(200..4000),
             faults_until: Tick(0).after(rng.millis(3_000..15_000)),

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use reprise_controlplane_core::NodeRecord;
-use reprise_policy::Tick;
+use reprise_policy::{NodeMode, Tick};
 
 /// Counts the changes of a store.
 pub(crate) type Revision = u64;
@@ -17,7 +17,7 @@ pub(crate) type Revision = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct LeaseId(pub(crate) u64);
 
-/// The keys that members use (`controlplane/src/{identity,registry,shards}.rs`).
+/// The keys that members use (`controlplane/src/{identity,registry,shards,modes}.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Key {
     /// `identity`
@@ -30,6 +30,8 @@ pub(crate) enum Key {
     Node(usize),
     /// `members/<name>`
     Member(usize),
+    /// `modes/<node name>`
+    Mode(usize),
 }
 
 /// Keys that are read or watched together.
@@ -38,6 +40,7 @@ pub(crate) enum Prefix {
     IdentityOf(u32),
     Nodes,
     Members,
+    Modes,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +48,7 @@ pub(crate) enum Value {
     Nothing,
     Number(u32),
     Node(Box<NodeRecord>),
+    Mode(NodeMode),
 }
 
 #[derive(Clone, Debug)]
@@ -115,6 +119,7 @@ impl Prefix {
             Prefix::IdentityOf(number) => key == Key::IdentityOf(number),
             Prefix::Nodes => matches!(key, Key::Node(_)),
             Prefix::Members => matches!(key, Key::Member(_)),
+            Prefix::Modes => matches!(key, Key::Mode(_)),
         }
     }
 }

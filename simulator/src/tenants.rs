@@ -53,6 +53,9 @@ impl World {
     pub(crate) fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
         let in_order_of_arrival = self.setup.variant == Variant::GrantsInOrderOfArrival;
         self.count("grants");
+        let process = self.process(node);
+        process.names.insert(grant.tenant);
+        process.placed.granted = true;
         let tenants = &mut self.process(node).tenants;
         tenants.arrived += 1;
         let newest = tenants.granted.entry(grant.tenant).or_insert(grant);

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use reprise_agent_core::effect::{FetchId, LookupId, ServeId};
+use reprise_agent_core::effect::{FetchId, LookupId, OfferId, PlaceId, ServeId};
 use reprise_agent_core::event::{Event, Request, RequestId};
 use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
@@ -49,6 +49,8 @@ pub(crate) enum Action {
     Engine { node: usize, seat: usize },
     /// The control plane grants a tenant something.
     Grant,
+    /// An operator says what a node is for.
+    Operate,
     /// Something breaks.
     Fault,
     /// The power of a node fails.
@@ -90,6 +92,10 @@ pub(crate) enum Local {
     CallTimeout(CallId),
     /// A fetch has had its time.
     FetchDeadline(FetchId),
+    /// A question of places has nobody to ask.
+    PlaceOver(PlaceId),
+    /// An offer has had its time.
+    OfferDeadline(OfferId),
     /// The transport sends what is next of a block.
     Send { serve: ServeId, block: u32 },
 }
@@ -175,6 +181,7 @@ impl World {
                 self.after(std::time::Duration::from_millis(1), Action::Engine { node, seat });
             }
         }
+        self.after(self.setup.operate_every, Action::Operate);
         self.after(self.setup.fault_every, Action::Fault);
         self.after(self.setup.fault_every, Action::Grant);
     }
@@ -229,6 +236,7 @@ impl World {
             Action::Store { life, what } => self.keeper_step(life, what),
             Action::Engine { node, seat } => self.engine_turn(node, seat),
             Action::Grant => self.send_grant(),
+            Action::Operate => self.operate(),
             Action::Fault => self.fault(),
             Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
@@ -256,6 +264,8 @@ impl World {
             Local::LookupOver(lookup) => self.lookup_over(node, lookup),
             Local::CallTimeout(call) => self.call_timeout(node, call),
             Local::FetchDeadline(fetch) => self.fetch_deadline(node, fetch),
+            Local::PlaceOver(place) => self.place_over(node, place),
+            Local::OfferDeadline(offer) => self.offer_deadline(node, offer),
             Local::Send { serve, block } => self.send_objects(node, serve, block),
         }
     }
@@ -292,6 +302,8 @@ fn code(action: &Action) -> [u64; 3] {
                 Local::LookupOver(lookup) => (16, lookup.0),
                 Local::CallTimeout(call) => (9, call.0),
                 Local::FetchDeadline(fetch) => (10, fetch.0),
+                Local::PlaceOver(place) => (19, place.0),
+                Local::OfferDeadline(offer) => (20, offer.0),
                 Local::Send { serve, block } => (11, serve.0 << 32 | u64::from(*block)),
             };
             [3 + kind * 256 + ((*node as u64) << 32), *life, detail]
@@ -300,6 +312,7 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Store { life, what } => [5, *life, what.code()],
         Action::Engine { node, seat } => [6, *node as u64, *seat as u64],
         Action::Grant => [10, 0, 0],
+        Action::Operate => [11, 0, 0],
         Action::Fault => [7, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],

@@ -55,6 +55,10 @@ impl World {
                 }
                 self.publish(member, revision);
             }
+            Purpose::WatchModes => {
+                let put = changes.iter().filter_map(|change| Some((change.key, change.entry.as_ref()?)));
+                self.learn_modes(member, put);
+            }
             // Anything that happens to it is its end.
             Purpose::IdentityWatch(_) => self.end_member(member),
             of => unreachable!("{of:?} is no watch"),
