@@ -13,6 +13,7 @@ use crate::network::Host;
 use crate::store::{Key, Prefix, Revision, Value};
 
 use crate::node::count_all;
+use crate::reporting::OwnState;
 use crate::setup::{SETTLE, all_keys, layout_of};
 use crate::world::World;
 
@@ -111,6 +112,7 @@ impl World {
         let mut owned = SlotSet::EMPTY;
         for member in 0..self.members.len() {
             self.assert_member_converged(member, &registered, &mut owned);
+            self.assert_reports_arrived(member);
             known.extend(self.known_by(member));
         }
         assert!(owned == SlotSet::ALL, "every slot has an owner");
@@ -140,6 +142,17 @@ impl World {
         assert!(owned.and(slots).is_empty(), "member {member} has slots of another");
         assert_eq!(size.slots_partial, 0, "member {member} does not know everything");
         *owned = owned.or(slots);
+    }
+
+    /// A member knows of every node how it is.
+    fn assert_reports_arrived(&self, member: usize) {
+        let running = self.members[member].as_ref().expect("it was started again");
+        for node in 0..self.nodes.len() {
+            let core = &self.nodes[node].process.as_ref().expect("it runs").core;
+            let state = OwnState { usage: core.node_usage(), drain: core.drain_progress() };
+            let known = running.report_of(self.number_of(node));
+            assert_eq!(known, Some(&state.report()), "member {member} does not know how node {node} is");
+        }
     }
 
     /// Replicas that a member names.

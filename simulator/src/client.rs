@@ -134,7 +134,11 @@ impl Client {
     /// Calls without an answer, other than those that go on for ever.
     pub(crate) fn waiting(&self) -> usize {
         let ends = |call: &&Call| {
-            !matches!(call.of, Purpose::Follow | Purpose::Link(_, LinkCall::Beat { .. } | LinkCall::Register))
+            !matches!(
+                call.of,
+                Purpose::Follow
+                    | Purpose::Link(_, LinkCall::Beat { .. } | LinkCall::Register | LinkCall::Report { .. })
+            )
         };
         self.calls.values().filter(ends).count()
     }
@@ -375,6 +379,7 @@ impl World {
         client.links_begun += 1;
         client.links.insert(id, Link::new(member, Outbox::new(limit)));
         self.later(node, Duration::ZERO, Local::Register(id));
+        self.later(node, Duration::ZERO, Local::Report(id));
         id
     }
 

@@ -26,8 +26,8 @@
 //!
 //! | here | there |
 //! |---|---|
-//! | `link.rs`, `client.rs`, `asking.rs` | `node-agent/src/directory/{link,heartbeat,members,asking}.rs` |
-//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
+//! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
+//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs`, `placement/reports.rs` |
 //! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards}.rs`, `controlplane/store/src/held.rs` |
 //! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
 //! | `peers.rs` | `node-agent/transport` |
@@ -59,6 +59,7 @@ mod places;
 mod placing;
 mod plane;
 mod queue;
+mod reporting;
 mod rng;
 mod scale;
 mod setup;

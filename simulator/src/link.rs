@@ -16,6 +16,7 @@ use reprise_policy::{Epoch, NodeId, Tick};
 use crate::client::Purpose;
 use crate::messages::{Reply, Request};
 use crate::network::{Host, LineId};
+use crate::reporting::Reporting;
 use crate::setup::{BEAT_ANSWER, BEAT_EVERY, CALL_TIMEOUT, SETTLED_AFTER, Variant};
 use crate::world::{Local, World};
 
@@ -41,6 +42,7 @@ pub(crate) struct Link {
     registering: Backoff,
     quarrel: Backoff,
     announcements: Backoff,
+    pub(crate) reporting: Reporting,
 }
 
 /// A registration.
@@ -60,6 +62,7 @@ pub(crate) enum LinkCall {
     Beat { epoch: Epoch },
     Slots { epoch: Epoch },
     Update(Arc<Batch>),
+    Report { epoch: Epoch },
 }
 
 impl Link {
@@ -76,6 +79,7 @@ impl Link {
             registering: Backoff::default(),
             quarrel: Backoff::default(),
             announcements: Backoff::default(),
+            reporting: Reporting::default(),
         }
     }
 
@@ -105,9 +109,15 @@ impl World {
         line
     }
 
-    fn call_member(&mut self, node: usize, id: LinkId, of: LinkCall, request: Request) {
+    pub(crate) fn call_member(
+        &mut self,
+        node: usize,
+        id: LinkId,
+        of: LinkCall,
+        (request, time): (Request, Duration),
+    ) {
         let line = self.link_line(node, id);
-        self.call(node, (line, Purpose::Link(id, of)), request, CALL_TIMEOUT);
+        self.call(node, (line, Purpose::Link(id, of)), request, time);
     }
 
     pub(crate) fn link_call_failed(&mut self, node: usize, id: LinkId, of: &LinkCall) {
@@ -125,6 +135,7 @@ impl World {
                 self.next_beat(node, id, epoch);
             }
             LinkCall::Slots { .. } | LinkCall::Update(_) => self.announce_again(node, id),
+            LinkCall::Report { .. } => self.report_over(node, id),
         }
     }
 
@@ -161,6 +172,9 @@ impl World {
                 }
                 self.announced(node, id);
             }
+            (LinkCall::Report { epoch }, Reply::Reported { direction, .. }) => {
+                self.reported(node, id, epoch, direction);
+            }
             (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
         }
     }
@@ -169,7 +183,8 @@ impl World {
 
     pub(crate) fn register(&mut self, node: usize, id: LinkId) {
         if self.link(node, id).is_some_and(|link| link.granted.is_none()) {
-            self.call_member(node, id, LinkCall::Register, Request::Register { name: node });
+            let request = (Request::Register { name: node }, CALL_TIMEOUT);
+            self.call_member(node, id, LinkCall::Register, request);
         }
     }
 
@@ -187,6 +202,7 @@ impl World {
         self.count("registrations");
         self.beat(node, id, to.1);
         self.pump(node, id);
+        self.report_if_due(node, id);
     }
 
     pub(crate) fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
@@ -268,7 +284,7 @@ impl World {
             Next::Standing(_, epoch) => {
                 link.announcing = true;
                 let request = Request::Slots { node: granted.node, epoch: granted.epoch };
-                self.call_member(node, id, LinkCall::Slots { epoch }, request);
+                self.call_member(node, id, LinkCall::Slots { epoch }, (request, CALL_TIMEOUT));
             }
             Next::Send(batch) => {
                 link.announcing = true;
@@ -276,7 +292,7 @@ impl World {
                     Some(_) => Arc::new(Batch { epoch: granted.epoch, ..Batch::clone(&batch) }),
                     None => batch.clone(),
                 };
-                self.call_member(node, id, LinkCall::Update(batch), Request::Update(sent));
+                self.call_member(node, id, LinkCall::Update(batch), (Request::Update(sent), CALL_TIMEOUT));
             }
         }
     }

@@ -15,7 +15,7 @@ use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
     Beat, Changes, Directory, Found, MemberEvent, MemberSettings, MemberState, Members, Modes, MovesRound,
-    NodeRecord, Opening, SetMode, Standing, Update, Updated,
+    NodeRecord, NodeReport, Opening, SetMode, Standing, Update, Updated,
 };
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
@@ -256,6 +256,16 @@ impl Member {
             self.heard.insert(node, now);
         }
         known
+    }
+
+    /// A node says how it is; `false`: it must register again.
+    pub(crate) fn report(&mut self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
+        self.members.report(node, epoch, report)
+    }
+
+    /// What a node last said of itself.
+    pub(crate) fn report_of(&self, node: NodeId) -> Option<&NodeReport> {
+        self.members.report_of(node)
     }
 
     pub(crate) fn nodes(&self) -> Arc<[NodeInfo]> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use reprise_agent_core::effect::{FetchId, OfferId, PlaceReason};
 use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
-use reprise_controlplane_core::{SetMode, Standing};
+use reprise_controlplane_core::{NodeReport, SetMode, Standing};
 use reprise_policy::{BlockKey, Epoch, Layout, NodeId, TenantId, Tier};
 
 use crate::memory::Tag;
@@ -46,10 +46,19 @@ pub(crate) enum Request {
         asking: Option<NodeId>,
     },
     Place(Arc<PlaceQuestion>),
+    Report(Box<NodeSays>),
     /// The list of members.
     Members,
     /// The lists of members and nodes, and every later one.
     Watch,
+}
+
+/// A report of a node.
+#[derive(Clone, Debug)]
+pub(crate) struct NodeSays {
+    pub(crate) node: NodeId,
+    pub(crate) epoch: Epoch,
+    pub(crate) report: NodeReport,
 }
 
 /// What a member answers.
@@ -64,6 +73,7 @@ pub(crate) enum Reply {
     Placed(Option<Box<PlaceAnswer>>),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
+    Reported { fenced: bool, direction: Option<Direction> },
     Unavailable,
 }
 
@@ -193,6 +203,7 @@ impl Request {
             Request::Members => 6,
             Request::Watch => 7,
             Request::Place(question) => 9 + ((question.keys.len() as u64) << 8),
+            Request::Report(says) => 8 + (says.report.used.nvme << 8),
         }
     }
 }
@@ -213,6 +224,10 @@ impl Reply {
             Reply::Placed(answer) => {
                 let keys = answer.as_ref().map_or(0, |answer| answer.answers.len() as u64 + 1);
                 52 + (keys << 8)
+            }
+            Reply::Reported { fenced, direction } => {
+                let bytes = direction.and_then(|direction| direction.given).map_or(0, |given| given.bytes);
+                51 + (u64::from(*fenced) << 8) + (bytes << 16)
             }
         }
     }

@@ -24,6 +24,7 @@ use crate::network::{Host, LineId};
 use crate::offers::{HeardOffer, OpenOffer};
 use crate::peers::{Fetch, Serve};
 use crate::placements::Placed;
+use crate::reporting::OwnState;
 use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
 use crate::tenants::Tenants;
 use crate::world::{Action, Local, World};
@@ -110,6 +111,8 @@ pub(crate) struct Process {
     pub(crate) heard_offers: BTreeMap<PeerOfferId, HeardOffer>,
     pub(crate) offers_heard: u64,
     pub(crate) placed: Placed,
+    /// As the core last said.
+    pub(crate) told: OwnState,
     /// The largest inventory so far.
     pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
@@ -172,12 +175,14 @@ impl World {
             heard_offers: BTreeMap::new(),
             offers_heard: 0,
             placed: Placed::default(),
+            told: OwnState::default(),
             inventory_max: 0,
             tick_at: None,
         });
         effects.into_iter().for_each(|effect| self.execute(node, effect));
         // Nobody is registered yet, so nothing is sent: the world learns what the core has.
         self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+        self.tell_state(node);
         self.client(node).begin(node);
         self.later(node, Duration::ZERO, Local::Follow);
     }

@@ -1,6 +1,6 @@
 //! Members among the hosts: calls of agents that arrive, and what their followers are told.
 //!
-//! As the services of the binary, `controlplane/src/{membership,directory,cluster}.rs`. A follower is told of all nodes a
+//! As the services of the binary, `controlplane/src/{membership,directory,cluster}.rs` and `placement/reports.rs`. A follower is told of all nodes a
 //! moment after something changed, where the binary tells each change.
 
 use std::time::Duration;
@@ -10,7 +10,7 @@ use reprise_controlplane_core::NodeRecord;
 use reprise_policy::{BlockKey, Epoch, NodeId};
 
 use crate::joining::MemberStep;
-use crate::messages::{CallId, Message, PlaceQuestion, Reply, Request};
+use crate::messages::{CallId, Message, NodeSays, PlaceQuestion, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::setup::BEAT_EVERY;
 use crate::world::World;
@@ -32,6 +32,7 @@ impl World {
             Request::Update(batch) => self.take_update(member, &batch),
             Request::Lookup { keys, asking } => self.find(member, &keys, asking),
             Request::Place(question) => self.say_where(member, &question),
+            Request::Report(says) => self.take_report(member, &says),
             Request::Members => self.members_now(member),
             Request::Watch => return self.follow(member, from),
         };
@@ -73,6 +74,13 @@ impl World {
             self.audit_places(member, question, answer);
         }
         Reply::Placed(answer.map(Box::new))
+    }
+
+    fn take_report(&mut self, member: usize, says: &NodeSays) -> Reply {
+        let known = self.member(member).report(says.node, says.epoch, says.report);
+        let now = self.time(Host::Member(member));
+        let direction = known.then(|| self.member(member).direct(now, says.node)).flatten();
+        Reply::Reported { fenced: !known, direction }
     }
 
     fn members_now(&mut self, member: usize) -> Reply {

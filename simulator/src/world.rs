@@ -88,6 +88,10 @@ pub(crate) enum Local {
     HomeUnsure { attempt: u64 },
     /// A lookup has nobody to ask.
     LookupOver(LookupId),
+    /// Time for a report to a link's member.
+    Report(LinkId),
+    /// The core says how it is.
+    TellState,
     /// A call to the control plane has had its time.
     CallTimeout(CallId),
     /// A fetch has had its time.
@@ -262,6 +266,8 @@ impl World {
             Local::LookAtHome { attempt } => self.look_at_home(node, attempt),
             Local::HomeUnsure { attempt } => self.home_is_unsure(node, attempt),
             Local::LookupOver(lookup) => self.lookup_over(node, lookup),
+            Local::Report(link) => self.report_due(node, link),
+            Local::TellState => self.tell_state(node),
             Local::CallTimeout(call) => self.call_timeout(node, call),
             Local::FetchDeadline(fetch) => self.fetch_deadline(node, fetch),
             Local::PlaceOver(place) => self.place_over(node, place),
@@ -300,6 +306,8 @@ fn code(action: &Action) -> [u64; 3] {
                 Local::LookAtHome { attempt } => (14, *attempt),
                 Local::HomeUnsure { attempt } => (15, *attempt),
                 Local::LookupOver(lookup) => (16, lookup.0),
+                Local::Report(link) => (17, link.0),
+                Local::TellState => (18, 0),
                 Local::CallTimeout(call) => (9, call.0),
                 Local::FetchDeadline(fetch) => (10, fetch.0),
                 Local::PlaceOver(place) => (19, place.0),
