@@ -14,7 +14,10 @@
 //! (5); when faults have stopped every slot has one owner, who names the union of the inventories and knows that nothing is
 //! missing (6); no tenant gets more than its quota, or sees another's blocks (7); what is on a node is found there, whoever
 //! is away (8); nothing is left over. Of members besides: who answers has a lease by its own clock, under one epoch one member
-//! answers for a slot, and what is said to be whole is.
+//! answers for a slot, and what is said to be whole is. Of placement: nothing is evicted for a placed block, a moved block is
+//! dropped only when its other replica was durable, who is not active takes nothing, offers and questions are over by their
+//! deadlines and what moves is within the bandwidth; when faults have stopped, a node that leaves and is refused nothing becomes
+//! drained, and then others have all that it has.
 //!
 //! Every process has a clock of its own (`clock.rs`), which runs a little wrong, and stands still or jumps when its machine is
 //! suspended; cores get what it shows.
@@ -27,10 +30,12 @@
 //! | here | there |
 //! |---|---|
 //! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
+//! | `placing.rs`, `placements.rs` (`directed`) | `node-agent/src/directory/{placing,reporting}.rs` |
 //! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs`, `placement/reports.rs` |
-//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards}.rs`, `controlplane/store/src/held.rs` |
+//! | `member/choosing.rs` | `controlplane/src/placement/{places,reports}.rs`, `cluster/choosing.rs` |
+//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,modes,followed}.rs`, `controlplane/store/src/held.rs` |
 //! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
-//! | `peers.rs` | `node-agent/transport` |
+//! | `peers.rs`, `offers.rs` | `node-agent/transport`, `node-agent/src/executor.rs` (offers) |
 //!
 //! Pure as the cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
 

@@ -64,16 +64,28 @@ pub(crate) struct NodeSays {
 /// What a member answers.
 #[derive(Clone, Debug)]
 pub(crate) enum Reply {
-    Registered { node: NodeId, epoch: Epoch },
-    Beaten { known: bool, version: u64 },
+    Registered {
+        node: NodeId,
+        epoch: Epoch,
+    },
+    Beaten {
+        known: bool,
+        version: u64,
+    },
     Standing(Option<Box<Standing>>),
-    Updated { answer: Answer, version: u64 },
+    Updated {
+        answer: Answer,
+        version: u64,
+    },
     Found(Answered),
     /// `None`: a newer registration is known.
     Placed(Option<Box<PlaceAnswer>>),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
-    Reported { fenced: bool, direction: Option<Direction> },
+    Reported {
+        fenced: bool,
+        direction: Option<Direction>,
+    },
     Unavailable,
 }
 

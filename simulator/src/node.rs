@@ -123,7 +123,12 @@ impl Node {
     pub(crate) fn new(index: usize, setup: &Setup) -> Node {
         let disk =
             |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
-        Node { process: None, disks: (0..setup.disks).map(disk).collect(), promised: BTreeSet::new(), withdrawn: BTreeMap::new() }
+        Node {
+            process: None,
+            disks: (0..setup.disks).map(disk).collect(),
+            promised: BTreeSet::new(),
+            withdrawn: BTreeMap::new(),
+        }
     }
 }
 

@@ -46,7 +46,7 @@ impl World {
         let process = self.process(node);
         let host = process.client.host_of(to).filter(|_| process.names.contains(&tenant));
         let Some(host) = host else {
-            self.note_refusal(node);
+            self.note_refusal(node, "refused in calm: no name");
             return self.later(node, Duration::ZERO, Local::Event(Event::OfferFailed { offer: id }));
         };
         let line = self.peer_line(node, host);
@@ -90,7 +90,7 @@ impl World {
         let Some(offer) = self.process(node).offers.remove(&id) else { return };
         assert!(taken.iter().all(|at| (*at as usize) < offer.keys), "only what was offered is taken");
         if taken.len() < offer.keys {
-            self.note_refusal(node);
+            self.note_refusal(node, "refused in calm: not taken");
         }
         self.note_given(node, offer.bytes / offer.keys as u64 * taken.len() as u64);
         self.apply(node, Event::OfferAnswered { offer: id, taken, retry_after });
@@ -136,7 +136,10 @@ impl World {
         let Some(heard) = self.process(node).heard_offers.remove(&id) else { return };
         let HeardOffer { line, offer, keys } = heard;
         assert!(taken.is_sorted_by(|one, other| one < other), "node {node}: {taken:?} are not in order");
-        assert!(taken.last().is_none_or(|at| (*at as usize) < keys), "node {node} takes what was not offered");
+        assert!(
+            taken.last().is_none_or(|at| (*at as usize) < keys),
+            "node {node} takes what was not offered"
+        );
         self.count(if taken.is_empty() { "offers refused" } else { "offers taken" });
         self.assert_may_take(node, &taken);
         self.send(line, 0, Message::Peer(PeerMessage::OfferAnswer { offer, taken, retry_after }));

@@ -60,7 +60,10 @@ impl World {
             }
         }
         let progress = self.process(leaving).core.drain_progress();
-        assert!(self.was_refused(leaving), "node {leaving} is refused nothing and does not drain: {progress:?}");
+        assert!(
+            self.was_refused(leaving),
+            "node {leaving} is refused nothing and does not drain: {progress:?}"
+        );
     }
 
     fn was_refused(&mut self, node: usize) -> bool {

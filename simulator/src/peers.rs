@@ -296,6 +296,7 @@ impl World {
         let begun = block.checksums.is_some();
         block.state = if begun { Sending::Given } else { Sending::Ended };
         self.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
+        self.note_unreadable(node);
         if begun {
             self.send_later(node, serve, number);
         } else {

@@ -7,10 +7,11 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use reprise_agent_core::agent::TenantUsage;
 use reprise_agent_core::agent::limits::PLACE_KEYS_MAX;
+use reprise_agent_core::directions::REBALANCER_SLOT;
 use reprise_agent_core::effect::PlaceReason;
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Request};
-use reprise_agent_core::directions::REBALANCER_SLOT;
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
 
 use crate::link::LinkId;
@@ -66,7 +67,8 @@ impl World {
         let short = free < counters.pool_capacity_bytes * kept_free / 1000;
         let over = process.core.tenant_usage().any(|usage| usage.nvme.used > usage.nvme.quota.limit());
         let granted = std::mem::take(&mut placed.granted);
-        placed.may_evict = placed.saving || short || over || granted || matches!(event, Event::DeviceLost { .. });
+        placed.may_evict =
+            placed.saving || short || over || granted || matches!(event, Event::DeviceLost { .. });
     }
 
     /// What has followed.
@@ -74,7 +76,8 @@ impl World {
         let nodes = self.nodes.len();
         let process = self.process(node);
         let (counters, placed) = (process.core.counters(), &mut process.placed);
-        let evicted = counters.nvme_evictions - std::mem::replace(&mut placed.evictions, counters.nvme_evictions);
+        let evicted =
+            counters.nvme_evictions - std::mem::replace(&mut placed.evictions, counters.nvme_evictions);
         assert!(
             evicted == 0 || placed.may_evict,
             "node {node} evicts {evicted} blocks, and only what was offered to it needs room"
@@ -117,7 +120,10 @@ impl World {
                     assert_eq!(mode, NodeMode::Active, "member {member} places blocks on node {host}");
                     assert!(to != question.holder, "a block is placed on its holder");
                     let silence = running.heard.get(&to).map(|heard| now.since(*heard));
-                    assert!(silence.is_some_and(|silence| silence < DEAD_AFTER), "{to} is silent: {silence:?}");
+                    assert!(
+                        silence.is_some_and(|silence| silence < DEAD_AFTER),
+                        "{to} is silent: {silence:?}"
+                    );
                 }
                 Placement::Enough => self.assert_enough(member, question, key),
                 _ => {}
@@ -173,9 +179,21 @@ impl World {
 
     // ---- offers ------------------------------------------------------------------------------------------------
 
-    pub(crate) fn note_refusal(&mut self, node: usize) {
+    /// A node was refused something, in these words: what it is to give away may stay with it.
+    pub(crate) fn note_refusal(&mut self, node: usize, words: &'static str) {
         let now = self.now;
+        if self.calm {
+            self.count(words);
+        }
         self.process(node).placed.refused = Some(now);
+    }
+
+    /// A peer does not get a block. Of a tenant without memory on the node nothing can be read there, hence nothing given.
+    pub(crate) fn note_unreadable(&mut self, node: usize) {
+        let without_memory = |usage: TenantUsage| usage.dram.used == 0 && usage.nvme.used > 0;
+        if self.process(node).core.tenant_usage().any(without_memory) {
+            self.note_refusal(node, "refused in calm: unreadable");
+        }
     }
 
     /// Peers have taken bytes of a node: no more than its bandwidth allows, and one block.
@@ -229,7 +247,12 @@ impl World {
         let decides = client.routes.as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
         let number = client.directions.number_mode(epoch, set.revision);
         let is_news = decides && client.directions.is_news(given);
-        if let Some(revision) = number.filter(|_| variant != Variant::ModesUnheard) {
+        let unheard = match variant {
+            Variant::CordonsUnheard => set.mode == NodeMode::Cordoned && !self.calm,
+            Variant::DrainsUnheard => set.mode == NodeMode::Draining,
+            _ => false,
+        };
+        if let Some(revision) = number.filter(|_| !unheard) {
             self.apply(node, Event::Mode { mode: set.mode, revision });
         }
         if is_news && (given.is_some() || variant != Variant::MovesWithoutEnd) {

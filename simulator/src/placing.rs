@@ -83,9 +83,8 @@ impl World {
                 }
             }
         }
-        by_owner.retain(|link, _| {
-            client.links.get(link).is_some_and(|link| link.up && link.granted.is_some())
-        });
+        by_owner
+            .retain(|link, _| client.links.get(link).is_some_and(|link| link.up && link.granted.is_some()));
         placing.parts = by_owner.len();
         if by_owner.is_empty() {
             // Not while the core speaks.
@@ -178,7 +177,7 @@ impl World {
     pub(crate) fn place_over(&mut self, node: usize, place: PlaceId) {
         let Some(placing) = self.client(node).placings.remove(&place) else { return };
         if !placing.answered {
-            self.note_refusal(node);
+            self.note_refusal(node, "refused in calm: unanswered");
             return self.apply(node, Event::PlaceFailed { place });
         }
         let client = self.client(node);
@@ -189,7 +188,7 @@ impl World {
             }
         }
         if answers.iter().any(|answer| matches!(answer, Placement::Nowhere | Placement::Unanswered)) {
-            self.note_refusal(node);
+            self.note_refusal(node, "refused in calm: nowhere");
         }
         let enough = placing.keys.iter().zip(&answers).filter(|(_, answer)| **answer == Placement::Enough);
         let enough: BTreeSet<BlockKey> = enough.map(|(key, _)| *key).collect();

@@ -45,6 +45,9 @@ pub(crate) const SETTLE: Duration = Duration::from_secs(14);
 
 /// Keys of each layout of a tenant.
 pub(crate) const KEYS: u64 = 64;
+/// Bytes of disks: most are too small for all blocks, but where a node is to leave others should have room.
+const TIGHT: [u64; 3] = [8 << 20, 8 << 20, 24 << 20];
+const ROOMY: [u64; 3] = [8 << 20, 24 << 20, 24 << 20];
 /// Tenants at the most.
 pub(crate) const TENANTS_MAX: u16 = 3;
 
@@ -101,8 +104,10 @@ pub enum Variant {
     DramCountsAsDurable,
     /// A member does not follow what nodes are for.
     ModesUnfollowed,
-    /// An agent does not hear what its node is for.
-    ModesUnheard,
+    /// An agent does not hear that its node is cordoned.
+    CordonsUnheard,
+    /// An agent does not hear that its node is to leave.
+    DrainsUnheard,
     /// An offer waits for its answer however long that takes.
     OffersWithoutEnd,
     /// An agent takes the blocks that it is offered for those of one tenant.
@@ -190,6 +195,7 @@ impl Setup {
         let configured = settings.tenants.iter().map(|quotas| quotas.tenant).collect();
         let names = if rng.chance(800) { (0..tenants).map(TenantId).collect() } else { configured };
         let nodes = 2 + rng.below(4);
+        let leaves_at_end = if rng.chance(400) { Some(rng.below(nodes)) } else { None };
         Setup {
             tenants,
             nodes,
@@ -198,9 +204,9 @@ impl Setup {
             regions: 1 + tenants + rng.below(4) as u16,
             region_bytes: 4 * slot,
             disks: 1 + rng.below(2),
-            disk_bytes: rng.one_of(&[8 << 20, 8 << 20, 24 << 20]),
             operate_every: rng.millis(1_000..10_000),
-            leaves_at_end: if rng.chance(400) { Some(rng.below(nodes)) } else { None },
+            leaves_at_end,
+            disk_bytes: rng.one_of(if leaves_at_end.is_some() { &ROOMY } else { &TIGHT }),
             names,
             pace: rng.millis(5..120),
             fault_every: rng.millis(200..4000),

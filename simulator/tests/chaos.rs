@@ -13,7 +13,7 @@ fn replay(run: &Run) -> String {
 }
 
 /// What these runs must have met, for their silence to mean something.
-const REACHED: [&str; 53] = [
+const REACHED: [&str; 64] = [
     "kills",
     "power losses",
     "pauses",
@@ -67,6 +67,17 @@ const REACHED: [&str; 53] = [
     "fill_peer_lost",
     "dram_evictions",
     "nvme_evictions",
+    "modes set",
+    "offers taken",
+    "offers refused",
+    "offers unanswered",
+    "hot_blocks_given",
+    "pulled_blocks",
+    "pulls_dropped",
+    "moves with a drop",
+    "moves ended",
+    "drains finished",
+    "drains refused",
 ];
 
 #[test]
@@ -125,6 +136,14 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::PeersUnchecked, 0..300, "a peer sent"),
         (Variant::TenantsTogether, 0..300, "of another tenant"),
         (Variant::GrantsInOrderOfArrival, 0..300, "over its limit"),
+        (Variant::DramCountsAsDurable, 0..300, "that it is durable where it is not"),
+        (Variant::ModesUnfollowed, 0..300, "places blocks on node"),
+        (Variant::CordonsUnheard, 0..300, "and is not active"),
+        (Variant::DrainsUnheard, 0..300, "does not drain"),
+        (Variant::OffersWithoutEnd, 0..300, "an offer is not over in time"),
+        (Variant::OffersOfOneTenant, 0..300, "of one tenant's blocks"),
+        (Variant::TakenPushesOut, 0..300, "only what was offered to it needs room"),
+        (Variant::MovesWithoutEnd, 0..300, "nothing is left to wait for"),
     ];
     for (flaw, seeds, words) in flaws {
         let found = finds(flaw, seeds);

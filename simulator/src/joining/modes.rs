@@ -40,10 +40,10 @@ impl World {
             return;
         }
         let identity = self.identity(member);
-        let unchanged = entry
-            .as_ref()
-            .map_or(Condition::Absent(key), |entry| Condition::Modified(key, entry.modified));
-        let conditions = vec![unchanged, Condition::Modified(Key::IdentityOf(identity.number), identity.revision)];
+        let unchanged =
+            entry.as_ref().map_or(Condition::Absent(key), |entry| Condition::Modified(key, entry.modified));
+        let conditions =
+            vec![unchanged, Condition::Modified(Key::IdentityOf(identity.number), identity.revision)];
         let writes = vec![Write { key, value: Value::Mode(order.mode), lease: None }];
         self.ask_store(member, Purpose::ModePut(order), Question::Transact { conditions, writes });
     }
@@ -73,11 +73,7 @@ impl World {
         self.ask_store(member, Purpose::WatchModes, watch);
     }
 
-    pub(super) fn learn_modes<'a>(
-        &mut self,
-        member: usize,
-        entries: impl Iterator<Item = (Key, &'a Entry)>,
-    ) {
+    pub(super) fn learn_modes<'a>(&mut self, member: usize, entries: impl Iterator<Item = (Key, &'a Entry)>) {
         for (key, entry) in entries {
             if let Key::Mode(node) = key {
                 self.member(member).learn_mode(node, set_by(entry));

@@ -28,7 +28,8 @@ impl Member {
         }
         let map_epoch = self.view.map.epoch();
         if self.certain_map(now).is_none() || self.slots_epoch != map_epoch {
-            let (answers, elsewhere) = (vec![Placement::Nowhere; keys.len()], (0..keys.len() as u32).collect());
+            let (answers, elsewhere) =
+                (vec![Placement::Nowhere; keys.len()], (0..keys.len() as u32).collect());
             return Some(PlaceAnswer { answers, elsewhere, map_epoch });
         }
         let reason = match reason {
