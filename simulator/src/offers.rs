@@ -6,7 +6,6 @@
 //!
 //! Deliberately absent: cancelling. The core of the other side answers at once, and an answer that nobody waits for is dropped.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::agent::limits::{OFFER_RETRY_MAX, PLACE_KEYS_MAX};
@@ -16,7 +15,7 @@ use reprise_policy::{TenantId, Tick};
 
 use crate::messages::{Message, OfferedBlocks, PeerMessage};
 use crate::network::{Host, LineId};
-use crate::setup::{Variant, tenant_of};
+use crate::setup::Variant;
 use crate::world::{Local, World, take_where};
 
 /// Blocks offered to a peer, which has not answered.
@@ -119,8 +118,6 @@ impl World {
         let id = PeerOfferId(process.offers_heard);
         let heard = HeardOffer { line, offer, keys: keys.len() };
         process.heard_offers.insert(id, heard);
-        let of_tenant = keys.iter().map(tenant_of).collect::<BTreeSet<_>>();
-        assert!(of_tenant.iter().eq([&tenant]), "an offer is of one tenant's blocks: {of_tenant:?}");
         self.push_out(node, tenant, layout.slot_bytes() * keys.len() as u64);
         self.apply(node, Event::PeerOffer(PeerOffer { offer: id, from, tenant: own, layout, keys }));
         let answered = !self.process(node).heard_offers.contains_key(&id);

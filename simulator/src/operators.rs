@@ -39,14 +39,13 @@ impl World {
         }
     }
 
-    /// All nodes are active, but one that leaves, in some worlds.
+    /// In some worlds one node leaves, and all others are active.
     pub(crate) fn drain_in_calm(&mut self) {
-        let leaving = self.setup.leaves_at_end;
+        let Some(leaving) = self.setup.leaves_at_end else { return };
         for node in 0..self.nodes.len() {
-            let mode = if leaving == Some(node) { NodeMode::Draining } else { NodeMode::Active };
+            let mode = if leaving == node { NodeMode::Draining } else { NodeMode::Active };
             self.set_mode(0, node, mode);
         }
-        let Some(leaving) = leaving else { return };
         let began = self.now;
         while self.now.since(began) < DRAIN_TIME_MAX {
             self.run_until(self.now.after(LOOK_EVERY));

@@ -59,10 +59,12 @@ impl World {
         let now = self.time(Host::Node(node));
         let kept_free = u64::from(self.setup.settings.pool_free_permille);
         let process = self.process(node);
-        let placed = &mut process.placed;
-        placed.since.get_or_insert(now);
+        let (counters, placed) = (process.core.counters(), &mut process.placed);
+        if placed.since.is_none() {
+            // What a core drops before its first event was too much for its tenants.
+            (placed.since, placed.evictions) = (Some(now), counters.nvme_evictions);
+        }
         placed.saving |= matches!(event, Event::Request { body: Request::Commit { .. }, .. });
-        let counters = process.core.counters();
         let free = counters.pool_free_bytes + counters.pool_pending_free_bytes;
         let short = free < counters.pool_capacity_bytes * kept_free / 1000;
         let over = process.core.tenant_usage().any(|usage| usage.nvme.used > usage.nvme.quota.limit());
@@ -248,7 +250,7 @@ impl World {
         let number = client.directions.number_mode(epoch, set.revision);
         let is_news = decides && client.directions.is_news(given);
         let unheard = match variant {
-            Variant::CordonsUnheard => set.mode == NodeMode::Cordoned && !self.calm,
+            Variant::CordonsUnheard => set.mode == NodeMode::Cordoned,
             Variant::DrainsUnheard => set.mode == NodeMode::Draining,
             _ => false,
         };

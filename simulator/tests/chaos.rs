@@ -138,10 +138,10 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::GrantsInOrderOfArrival, 0..300, "over its limit"),
         (Variant::DramCountsAsDurable, 0..300, "that it is durable where it is not"),
         (Variant::ModesUnfollowed, 0..300, "places blocks on node"),
-        (Variant::CordonsUnheard, 0..300, "and is not active"),
+        (Variant::CordonsUnheard, 0..300, "nothing is left to wait for"),
         (Variant::DrainsUnheard, 0..300, "does not drain"),
         (Variant::OffersWithoutEnd, 0..300, "an offer is not over in time"),
-        (Variant::OffersOfOneTenant, 0..300, "of one tenant's blocks"),
+        (Variant::OffersOfOneTenant, 0..300, "blocks are on the node"),
         (Variant::TakenPushesOut, 0..300, "only what was offered to it needs room"),
         (Variant::MovesWithoutEnd, 0..300, "nothing is left to wait for"),
     ];
