@@ -62,7 +62,11 @@ mod tests {
         assert_eq!(directions.number_mode(granted(3), 40), None);
         assert_eq!(directions.number_mode(granted(3), 39), None);
         assert_eq!(directions.number_mode(granted(3), 41), Some(2));
-        assert_eq!(directions.number_mode(granted(5), 0), Some(3), "the store was emptied: nobody has set a mode");
+        assert_eq!(
+            directions.number_mode(granted(5), 0),
+            Some(3),
+            "the store was emptied: nobody has set a mode"
+        );
         assert_eq!(directions.number_mode(granted(5), 0), None);
     }
 

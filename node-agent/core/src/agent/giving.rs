@@ -13,7 +13,7 @@
 //!
 //! One question covers what could be offered now and what peers have taken and not announced yet: the control plane charges
 //! a node for every block that it names it for. A block that was taken is offered again only when the peer must have
-//! given it up.
+//! given it up; the copy in DRAM is then compared with its checksums, because a peer cannot say what was wrong with it.
 //!
 //! Only durable blocks are given; those that are not yet become so by the write-back. Costs of one event are bounded by the
 //! size of a batch, and bytes by the bandwidth ([`super::bandwidth`]), which is taken when blocks are offered and given
@@ -387,6 +387,9 @@ impl AgentCore {
                 },
                 Placement::To(_) if block.is_coming(self.now) => kept.push(block),
                 Placement::To(node) => {
+                    if block.taken != Taken::No {
+                        self.doubt_own_copy(&block.key);
+                    }
                     offers.entry(node).or_default().push(block.key);
                     kept.push(block);
                 }
