@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::{DrainProgress, NodeUsage};
-use reprise_controlplane_core::{Amounts, DrainProgress as Drain, NodeReport};
+use reprise_agent_core::agent::NodeUsage;
+use reprise_controlplane_core::{Amounts, NodeReport};
+use reprise_policy::placement::DrainProgress;
 use reprise_policy::{Epoch, Tick};
 
 use crate::link::{LinkCall, LinkId};
@@ -40,13 +41,11 @@ impl OwnState {
     /// As a member is told.
     pub(crate) fn report(&self) -> NodeReport {
         let NodeUsage { dram_capacity, dram_used, nvme_capacity, nvme_used, queued_bytes } = self.usage;
-        let DrainProgress { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks } =
-            self.drain;
         NodeReport {
             capacity: Amounts { dram: dram_capacity, nvme: nvme_capacity },
             used: Amounts { dram: dram_used, nvme: nvme_used },
             queued_bytes,
-            drain: Drain { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks },
+            drain: self.drain,
         }
     }
 }
