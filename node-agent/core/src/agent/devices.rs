@@ -183,8 +183,8 @@ impl Devices {
     pub(super) fn ends_of_segments(&self, bytes: u64, blocks: u64) -> u64 {
         let lost = |device: &Device| {
             let segment = nvme_bytes(device.pool.payload_bytes_max());
-            let slots = segment / bytes;
-            if slots == 0 { 0 } else { segment % bytes * (blocks / slots + 1) }
+            let filled = blocks.checked_div(segment / bytes);
+            filled.map_or(0, |filled| segment % bytes * (filled + 1))
         };
         self.usable_devices().map(lost).sum()
     }
