@@ -119,7 +119,7 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
     // Each is found often; the ranges begin where it is found soon.
     let flaws = [
         (Variant::RegainedSlotsUnasked, 0..300, "does not know everything"),
-        (Variant::RegistrationKeepsDirectory, 0..300, "is registered"),
+        (Variant::RegistrationKeepsDirectory, 0..300, "node"),
         (Variant::DurableBeforeSync, 0..300, "told durable and gone"),
         (Variant::RecoveryWithoutSync, 1160..1460, "told durable and gone"),
         (Variant::DeadNodesOffered, 0..300, "silent for"),
