@@ -124,7 +124,7 @@ impl World {
                     let silence = running.heard.get(&to).map(|heard| now.since(*heard));
                     assert!(
                         silence.is_some_and(|silence| silence < DEAD_AFTER),
-                        "{to} is silent: {silence:?}"
+                        "{to} is named, silent for {silence:?}"
                     );
                 }
                 Placement::Enough => self.assert_enough(member, question, key),
