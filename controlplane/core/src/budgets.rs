@@ -143,6 +143,9 @@ struct Share {
 }
 
 impl Amounts {
+    /// A limit that is none.
+    pub const UNLIMITED: Amounts = Amounts { dram: u64::MAX, nvme: u64::MAX };
+
     /// The same of both kinds.
     pub fn both(bytes: u64) -> Amounts {
         Amounts { dram: bytes, nvme: bytes }
