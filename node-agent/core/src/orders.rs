@@ -102,7 +102,11 @@ impl Orders {
             let follows = tenants.get(name).and_then(|usage| usage.grant);
             follows.is_none_or(|grant| grant.version < taken.version)
         });
-        let told = tenants.iter().filter(|(_, usage)| is_worth_telling(usage)).map(|(name, _)| *name);
+        // Of whom it was told once, it is told again: orders answer the newest report of their tenant.
+        let is_told = |name: &TenantName, usage: &TenantUsage| {
+            is_worth_telling(usage) || self.newest.contains_key(name)
+        };
+        let told = tenants.iter().filter(|(name, usage)| is_told(name, usage)).map(|(name, _)| *name);
         let names: BTreeSet<TenantName> = told.chain(self.taken.keys()).cloned().collect();
         let mut said = Vec::new();
         for name in names {
@@ -211,6 +215,15 @@ mod tests {
         let (second, _) = report(&mut orders, &usage(None, 5), Owner::ThisMember);
         assert!(!orders.take((first, Owner::ThisMember), &name(), &grant(1, 50)), "another was told since");
         assert!(orders.take((second, Owner::ThisMember), &name(), &grant(1, 50)));
+    }
+
+    #[test]
+    fn orders_are_taken_also_when_the_tenant_holds_nothing_any_more() {
+        let mut orders = Orders::default();
+        report(&mut orders, &usage(None, 5), Owner::ThisMember);
+        let (number, said) = report(&mut orders, &usage(None, 0), Owner::ThisMember);
+        assert_eq!(limit(&said), (0, Bytes { dram: 100, nvme: 1000 }));
+        assert!(orders.take((number, Owner::ThisMember), &name(), &grant(1, 50)));
     }
 
     #[test]
