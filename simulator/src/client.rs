@@ -87,6 +87,11 @@ impl Routes {
         self.map.epoch()
     }
 
+    /// Whether a link's member owns a hash slot.
+    pub(crate) fn owns(&self, link: LinkId, slot: u16) -> bool {
+        self.map.owner(slot).is_some_and(|owner| self.links[usize::from(owner.0)] == link)
+    }
+
     /// The link to the owner of a key.
     pub(crate) fn owner(&self, key: &BlockKey) -> Option<LinkId> {
         self.map.owner_of(key).map(|owner| self.links[usize::from(owner.0)])

@@ -6,9 +6,10 @@
 //! ```
 //!
 //! The order of questions is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs` (register),
-//! `shards.rs` (follow, hold), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
+//! `shards.rs` (follow, hold), `followed.rs`, `tenants.rs` (records), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
 //! Left out: concurrent reads of two keys are one question; node numbers never run out.
 
+mod followed;
 mod membership;
 mod registry;
 
@@ -25,6 +26,7 @@ use crate::network::{Host, LineId};
 use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
 use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
 use crate::world::{Action, World, take_where};
+use followed::Followed;
 use registry::Applicant;
 
 /// Calls to the store, and the connection to it.
@@ -86,6 +88,9 @@ enum Purpose {
     Registered(Applicant),
     Register(Applicant, Box<NodeRecord>),
     IsOfStore(Applicant),
+    Follow(Followed),
+    Watch(Followed),
+    SetBudget,
 }
 
 /// Something within a member's process.
@@ -99,6 +104,10 @@ pub(crate) enum MemberStep {
     Join { attempt: u64 },
     /// Time to follow the members again.
     Follow,
+    /// Time to follow records again.
+    FollowRecords(Followed),
+    /// Ledgers are brought in line, and bytes moved.
+    Rebalance,
     /// Time to look at the store's identity again.
     Identity,
     /// Nodes that have not come are waited for no longer.
@@ -124,6 +133,8 @@ impl MemberStep {
             MemberStep::Expire => 7,
             MemberStep::TellNodes => 8,
             MemberStep::Own => 9,
+            MemberStep::FollowRecords(of) => 10 + ((*of as u64) << 8),
+            MemberStep::Rebalance => 11,
         }
     }
 }
@@ -139,7 +150,8 @@ impl World {
 
     pub(crate) fn start_member(&mut self, member: usize) {
         self.begin_process(Host::Member(member));
-        self.members[member] = Some(Member::new(member, self.setup.variant));
+        let begun = self.time(Host::Member(member));
+        self.members[member] = Some(Member::new(member, begun, self.setup.variant));
         self.ask_store(member, Purpose::Identity, Question::Get(vec![Key::Identity]));
     }
 
@@ -191,6 +203,8 @@ impl World {
             MemberStep::Follow => {
                 self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
             }
+            MemberStep::FollowRecords(of) => self.follow_records(member, of),
+            MemberStep::Rebalance => self.rebalance(member),
             MemberStep::Identity => self.look_at_identity(member),
             MemberStep::GiveUpAbsent => {
                 self.member(member).give_up_absent();
@@ -273,7 +287,11 @@ impl World {
                     self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, look });
                 }
             }
-            Purpose::Revoke => {}
+            Purpose::Follow(of) | Purpose::Watch(of) => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowRecords(of));
+            }
+            // The operator is told.
+            Purpose::Revoke | Purpose::SetBudget => {}
             Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
                 self.refuse(of);
             }
@@ -348,6 +366,11 @@ impl World {
                 Err(_) => self.look_whether_same(member, of),
             },
             (Purpose::IsOfStore(of), Told::Entries(entries)) => self.register_again(member, of, &entries[0]),
+            (Purpose::Follow(of), Told::Range { revision, entries }) => {
+                self.records_listed(member, of, revision, &entries);
+            }
+            (Purpose::Watch(of), Told::Compacted) => self.follow_records(member, of),
+            (Purpose::SetBudget, Told::Transacted(_)) => {}
             (of, told) => unreachable!("{told:?} is no answer to {of:?}"),
         }
     }
@@ -385,6 +408,9 @@ impl World {
         self.member_later(member, BEAT_EVERY, MemberStep::Expire);
         self.member_later(member, EXPECTED_FOR, MemberStep::GiveUpAbsent);
         self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+        self.follow_records(member, Followed::Nodes);
+        self.follow_records(member, Followed::Tenants);
+        self.rebalance(member);
         self.join(member);
         self.look_at_identity(member);
     }

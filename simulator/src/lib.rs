@@ -12,7 +12,7 @@
 //! announced durable is there after `SIGKILL` and power loss (2); budgets, by the cores' own audits after every event
 //! (3); no slot is handed out while anybody reads or writes it (4); every request and every lookup is over by its deadline
 //! (5); when faults have stopped every slot has one owner, who names the union of the inventories and knows that nothing is
-//! missing (6); no tenant gets more than its quota, or sees another's blocks (7); what is on a node is found there, whoever
+//! missing (6); no tenant gets more than its quota, or sees another's blocks, and what nodes may hold of it stays within its budget (7); what is on a node is found there, whoever
 //! is away (8); nothing is left over. Of members besides: who answers has a lease by its own clock, under one epoch one member
 //! answers for a slot, and what is said to be whole is.
 //!
@@ -28,8 +28,9 @@
 //! |---|---|
 //! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
 //! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs`, `placement/reports.rs` |
-//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards}.rs`, `controlplane/store/src/held.rs` |
+//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,followed,tenants}.rs`, `controlplane/store/src/held.rs` |
 //! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
+//! | `member/ledgers.rs` | `controlplane/src/{placement/reports,server}.rs` |
 //! | `peers.rs` | `node-agent/transport` |
 //!
 //! Pure as the cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
@@ -37,6 +38,7 @@
 mod answers;
 mod asking;
 mod audit;
+mod budgets;
 mod client;
 mod clock;
 mod disk;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use reprise_agent_core::effect::FetchId;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{Answer, Batch};
-use reprise_controlplane_core::{NodeReport, Standing};
+use reprise_controlplane_core::{NodeReport, Order, Said, Standing};
 use reprise_policy::{BlockKey, Epoch, Layout, NodeId, Tier};
 
 use crate::memory::Tag;
@@ -58,6 +58,8 @@ pub(crate) struct NodeSays {
     pub(crate) node: NodeId,
     pub(crate) epoch: Epoch,
     pub(crate) report: NodeReport,
+    /// Of every tenant.
+    pub(crate) said: Vec<Said>,
 }
 
 /// What a member answers.
@@ -70,7 +72,7 @@ pub(crate) enum Reply {
     Found(Answered),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
-    Reported { fenced: bool },
+    Reported { fenced: bool, orders: Vec<Order> },
     Unavailable,
 }
 
@@ -109,6 +111,7 @@ pub(crate) enum Question {
     Get(Vec<Key>),
     Range(Prefix),
     Transact { conditions: Vec<Condition>, writes: Vec<Write> },
+    Delete { conditions: Vec<Condition>, key: Key },
     Watch { prefix: Prefix, from: Revision },
     Grant(Duration),
     KeepAlive(LeaseId),
@@ -180,7 +183,9 @@ impl Reply {
             Reply::Members(list) => 18 + (list.epoch.0 << 8),
             Reply::Nodes(nodes) => 19 + ((nodes.len() as u64) << 8),
             Reply::Unavailable => 20,
-            Reply::Reported { fenced } => 51 + (u64::from(*fenced) << 8),
+            Reply::Reported { fenced, orders } => {
+                51 + (u64::from(*fenced) << 8) + ((orders.len() as u64) << 16)
+            }
         }
     }
 }
@@ -194,6 +199,7 @@ impl Question {
             Question::Watch { from, .. } => 34 + (from << 8),
             Question::Grant(_) => 35,
             Question::KeepAlive(lease) => 36 + (lease.0 << 8),
+            Question::Delete { conditions, .. } => 38 + ((conditions.len() as u64) << 8),
             Question::Revoke(lease) => 37 + (lease.0 << 8),
         }
     }

@@ -11,6 +11,7 @@ use reprise_agent_core::effect::{
     ArenaSlot, Change, DeviceId, Effect, FetchId, RegionId, ReplicaChange, Reply, Report, ServeId,
 };
 use reprise_agent_core::event::{Event, Request, RequestId, Scope};
+use reprise_agent_core::orders::Orders;
 use reprise_agent_core::pool::DeviceOpKind;
 use reprise_policy::{BlockKey, SessionId, SlotSet, Tick, Tier};
 
@@ -95,6 +96,7 @@ pub(crate) struct Process {
     pub(crate) tenants: Tenants,
     /// As the core last said.
     pub(crate) told: OwnState,
+    pub(crate) orders: Orders,
     /// The largest inventory so far.
     pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
@@ -153,6 +155,7 @@ impl World {
             peer_lines: BTreeMap::new(),
             tenants: Tenants::default(),
             told: OwnState::default(),
+            orders: Orders::default(),
             inventory_max: 0,
             tick_at: None,
         });
@@ -179,6 +182,7 @@ impl World {
             process.jobs.values().filter_map(of).collect()
         });
         let running = running.collect();
+        self.books.leave(node);
         self.end_process(Host::Node(node));
         Some((process, running))
     }

@@ -67,8 +67,9 @@ impl World {
     }
 
     fn take_report(&mut self, member: usize, says: &NodeSays) -> Reply {
-        let known = self.member(member).report(says.node, says.epoch, says.report);
-        Reply::Reported { fenced: !known }
+        let now = self.time(Host::Member(member));
+        let orders = self.member(member).report(now, says);
+        Reply::Reported { fenced: orders.is_none(), orders: orders.unwrap_or_default() }
     }
 
     fn members_now(&mut self, member: usize) -> Reply {
@@ -102,7 +103,7 @@ impl World {
         self.audit_directory(member);
     }
 
-    fn nodes_changed(&mut self, member: usize) {
+    pub(crate) fn nodes_changed(&mut self, member: usize) {
         if !std::mem::replace(&mut self.member(member).tells_nodes, true) {
             self.member_later(member, TELL_NODES_AFTER, MemberStep::TellNodes);
         }

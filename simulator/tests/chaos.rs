@@ -13,7 +13,7 @@ fn replay(run: &Run) -> String {
 }
 
 /// What these runs must have met, for their silence to mean something.
-const REACHED: [&str; 53] = [
+const REACHED: [&str; 57] = [
     "kills",
     "power losses",
     "pauses",
@@ -36,6 +36,10 @@ const REACHED: [&str; 53] = [
     "lookup parts unanswered",
     "grants",
     "reports",
+    "budgets set",
+    "budgets removed",
+    "orders",
+    "nodes bound by a budget",
     "local matches alone",
     "partitions",
     "connections lost",
@@ -109,14 +113,14 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::RegainedSlotsUnasked, 0..300, "does not know everything"),
         (Variant::RegistrationKeepsDirectory, 0..300, "is registered"),
         (Variant::DurableBeforeSync, 0..300, "told durable and gone"),
-        (Variant::RecoveryWithoutSync, 855..1155, "told durable and gone"),
+        (Variant::RecoveryWithoutSync, 245..545, "told durable and gone"),
         (Variant::DeadNodesOffered, 0..300, "silent for"),
         (Variant::ReadsUnchecked, 0..300, "committed"),
         (Variant::EvictionsUnannounced, 0..300, "the directory names what is not there"),
         (Variant::AnswersAfterLease, 0..300, "after its lease has expired"),
-        (Variant::AnswersBetweenMaps, 140..440, "two members answer for slot"),
+        (Variant::AnswersBetweenMaps, 260..560, "two members answer for slot"),
         (Variant::LeaseFromAnswer, 375..675, "after the store has ended its lease"),
-        (Variant::CompactionLosesChanges, 225..525, "know"),
+        (Variant::CompactionLosesChanges, 0..300, "know"),
         (Variant::NewOwnerWhole, 0..300, "says that it knows everything"),
         (Variant::OutboxOutlivesRegistration, 0..300, "node"),
         (Variant::LookupsWithoutEnd, 0..300, "a lookup is not over in time"),
@@ -125,6 +129,9 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::PeersUnchecked, 0..300, "a peer sent"),
         (Variant::TenantsTogether, 0..300, "of another tenant"),
         (Variant::GrantsInOrderOfArrival, 0..300, "over its limit"),
+        (Variant::ElsewhereHeard, 0..300, "nodes may hold"),
+        (Variant::NewLedgerDeaf, 0..300, "then nodes may hold"),
+        (Variant::DeadNodesFreed, 20..320, "then nodes may hold"),
     ];
     for (flaw, seeds, words) in flaws {
         let found = finds(flaw, seeds);
