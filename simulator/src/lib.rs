@@ -27,10 +27,10 @@
 //! | here | there |
 //! |---|---|
 //! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
-//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs`, `placement/reports.rs` |
+//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
+//! | `member/ledgers.rs` | `controlplane/src/{placement/reports,server}.rs` |
 //! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,followed,tenants}.rs`, `controlplane/store/src/held.rs` |
 //! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
-//! | `member/ledgers.rs` | `controlplane/src/{placement/reports,server}.rs` |
 //! | `peers.rs` | `node-agent/transport` |
 //!
 //! Pure as the cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.

@@ -69,6 +69,7 @@ impl World {
     fn take_report(&mut self, member: usize, says: &NodeSays) -> Reply {
         let now = self.time(Host::Member(member));
         let orders = self.member(member).report(now, says);
+        self.audit_orders(member);
         Reply::Reported { fenced: orders.is_none(), orders: orders.unwrap_or_default() }
     }
 

@@ -84,9 +84,8 @@ impl Member {
     /// Whether a tenant's slot is this member's, by the map that it knows.
     pub(crate) fn has_slot_of(&self, tenant: &TenantName) -> bool {
         let map = &self.view.map;
-        map.position(&member_name(self.name)).is_some() && {
-            map.owner(tenant.hash_slot()) == map.position(&member_name(self.name))
-        }
+        let own = map.position(&member_name(self.name));
+        own.is_some() && map.owner(tenant.hash_slot()) == own
     }
 
     /// Nodes that this member may have given up by now: it has not heard of them for long.
