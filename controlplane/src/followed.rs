@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_controlplane_store::{Event, KeyValue, Revision, Store, StoreError};
+use reprise_controlplane_store::{Event, KeyValue, Range, Revision, Store, StoreError, WatchBatch};
 use tokio::time::sleep;
 
 /// Pause after the store failed.
@@ -12,18 +12,26 @@ const RETRY_AFTER: Duration = Duration::from_millis(250);
 /// What whoever follows is told.
 #[derive(Clone, Copy, Debug)]
 pub enum News<'a> {
-    /// All records; there are no others.
-    All(&'a [KeyValue]),
+    /// All records, in the order of their keys; there are no others.
+    All(&'a Range),
     /// Changes since, in order.
-    Changes(&'a [Event]),
+    Changes(&'a WatchBatch),
 }
 
 impl<'a> News<'a> {
+    /// A revision of the store at which the records are what they are with these news.
+    pub fn revision(&self) -> Revision {
+        match self {
+            News::All(range) => range.revision,
+            News::Changes(batch) => batch.revision,
+        }
+    }
+
     /// The records that there are now, or that were put; for those who need not know of deletions.
     pub fn entries(&self) -> impl Iterator<Item = &'a KeyValue> + use<'a> {
         let (all, changes): (&[KeyValue], &[Event]) = match self {
-            News::All(all) => (all, &[]),
-            News::Changes(changes) => (&[], changes),
+            News::All(range) => (&range.entries, &[]),
+            News::Changes(batch) => (&[], &batch.events),
         };
         let put = changes.iter().filter_map(|event| match event {
             Event::Put(entry) => Some(entry),
@@ -57,11 +65,10 @@ async fn follow_on(
 ) -> StoreError {
     let follow = async {
         let range = store.range(prefix.as_bytes(), limit).await?;
-        take(News::All(&range.entries));
+        take(News::All(&range));
         let mut watch = store.watch(prefix.as_bytes(), Revision(range.revision.0 + 1)).await?;
         loop {
-            let batch = watch.next().await?;
-            take(News::Changes(&batch.events));
+            take(News::Changes(&watch.next().await?));
         }
     };
     let ended: Result<std::convert::Infallible, StoreError> = follow.await;

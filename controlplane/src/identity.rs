@@ -7,8 +7,12 @@
 //!
 //! A store that is emptied, or restored from a backup, while members run gives out node numbers again that they know as
 //! others'. So every registration is conditional on the store's identity ([`Identity::unchanged`]), and a member that finds
-//! another one, or its revisions gone back behind where they were when it last connected, ends: the next process begins anew, and agents announce everything to it. That
-//! the random text is in a key makes the condition one of those that a [`Store`] has.
+//! another one ends: the next process begins anew, and agents announce everything to it. That the random text is in a key makes
+//! the condition one of those that a [`Store`] has.
+//!
+//! A store that is restored keeps its identity. Whoever has seen more than the backup holds notices
+//! ([`StoreError::Replaced`]), and takes the identity from the store: so all other members end as well, and epochs begin at a new
+//! number, also those of nodes that the backup does not know.
 //!
 //! Epochs of registrations begin at a number of the identity, so that no registration under one store is taken for one
 //! under another.
@@ -74,28 +78,43 @@ impl Identity {
         Epoch(u64::from(self.number) << 32)
     }
 
-    /// Waits until the store is another one, or its revisions have gone back.
+    /// Waits until the store is another one, or was restored from a backup; in the second case it has this identity no more
+    /// when this returns, if it answers.
     pub async fn lost(&self, store: &Arc<dyn Store>) {
-        let mut seen = self.revision;
         loop {
             // A watch ends with the connection, and a store that was emptied has ended its connections.
             match store.range(&self.key, 1).await {
-                Ok(range) if range.revision < seen || !self.is_in(&range) => return,
+                Ok(range) if !self.is_in(&range) => return,
                 Ok(range) => match store.watch(&self.key, Revision(range.revision.0 + 1)).await {
                     Ok(mut watch) => {
-                        seen = range.revision;
-                        // Anything that happens to it is its end.
+                        // Anything that happens to it is its end; whether it has gone back the next look shows.
                         if watch.next().await.is_ok() {
                             return;
                         }
                     }
-                    // Compacted since it was read, or gone back, which the next look shows.
-                    Err(StoreError::Compacted { .. }) => seen = range.revision,
                     Err(error) => tracing::debug!(%error, "the identity of the store cannot be watched"),
                 },
+                Err(StoreError::Replaced { reason }) => {
+                    tracing::info!(reason, "the store is another than before: its identity is taken from it");
+                    return self.end(store.as_ref()).await;
+                }
                 Err(error) => tracing::debug!(%error, "the identity of the store cannot be read"),
             }
             sleep(RETRY_AFTER).await;
+        }
+    }
+
+    /// Takes the identity from the store, where it is there.
+    async fn end(&self, store: &dyn Store) {
+        let conditions = vec![self.unchanged()];
+        let writes = [IDENTITY, &self.key].map(|key| Write::Delete { key: key.to_vec() }).to_vec();
+        match store.transact(Transaction { conditions, writes }).await {
+            // That it is another store is known; the identity is gone.
+            Ok(_) | Err(StoreError::Replaced { .. }) => {}
+            Err(error) => tracing::warn!(
+                %error,
+                "other members may not notice that the store was restored from a backup: start them again"
+            ),
         }
     }
 

@@ -25,6 +25,7 @@
 //! Deliberately absent: authentication (listen on loopback or inside a trusted network).
 
 pub mod admin;
+pub mod background;
 pub mod chains;
 pub mod cluster;
 pub mod config;

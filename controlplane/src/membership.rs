@@ -191,7 +191,10 @@ pub(crate) fn refuse(error: &RegistryError) -> Status {
             tracing::warn!(%error, "the store cannot be changed now; whoever asked tries again");
             Status::unavailable(error.to_string())
         }
-        RegistryError::OtherStore => Status::unavailable(error.to_string()),
+        // This process ends in a moment.
+        RegistryError::OtherStore | RegistryError::Store(StoreError::Replaced { .. }) => {
+            Status::unavailable(error.to_string())
+        }
         RegistryError::Store(_) | RegistryError::Record { .. } => {
             tracing::error!(%error, "the store cannot be changed");
             Status::internal(error.to_string())

@@ -50,8 +50,8 @@ pub enum RegistryError {
     },
     /// The store is not the one that this member has started with.
     #[error(
-        "the store was emptied or replaced while this member ran: it must be started again, and agents announce \
-         everything to it"
+        "the store was emptied or replaced, or restored from a backup, while this member ran: it must be started again, \
+         and agents announce everything to it"
     )]
     OtherStore,
     /// All numbers are given out.

@@ -21,6 +21,7 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 
 use crate::admin::{self, Admin};
+use crate::background::Background;
 use crate::cluster::{Cluster, EXPECTED_FOR};
 use crate::config::{Config, StoreConfig};
 use crate::directory::DirectoryService;
@@ -71,7 +72,7 @@ pub struct ControlPlane {
     grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
     admin_task: JoinHandle<std::io::Result<()>>,
     shards: Arc<Shards>,
-    background: Vec<JoinHandle<()>>,
+    background: Background,
     /// Gives the registration back when told to stop.
     registration: JoinHandle<()>,
     /// Why the store takes no more writes.
@@ -108,7 +109,8 @@ impl ControlPlane {
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
-        let publisher = Publisher::start(cluster.clone(), &config.events).await?;
+        let mut background = Background::default();
+        let publisher = Publisher::start(cluster.clone(), &config.events, &mut background).await?;
         let shards = Arc::new(shards(&config, store.clone(), grpc)?);
         if let StoreConfig::Embedded { .. } = config.store {
             shards.forget_former().await.context("cannot tidy the store")?;
@@ -121,8 +123,8 @@ impl ControlPlane {
         let lost = store_lost.subscribe();
         let tenants = Arc::new(Tenants::new(store.clone(), identity.clone()));
         let directory = Arc::new(DirectoryService::new(cluster.clone(), shards.clone(), turns));
-        let other_store =
-            tokio::spawn(notice_other_store(store.clone(), identity.clone(), store_lost.clone()));
+        let noticing = notice_other_store(store.clone(), identity.clone(), store_lost.clone());
+        background.until_done("identity of the store", noticing);
         let services = Services {
             membership: MembershipService::new(
                 cluster.clone(),
@@ -149,18 +151,15 @@ impl ControlPlane {
             tokio::spawn(
                 async move { axum::serve(admin_listener, routes).with_graceful_shutdown(stopped).await },
             );
-        let background = vec![
-            tokio::spawn(expire_for_ever(cluster.clone(), settings.dead_after)),
-            tokio::spawn(sweep_for_ever(cluster.clone())),
-            tokio::spawn(follow_for_ever(shards.clone())),
-            tokio::spawn(own_for_ever(cluster.clone(), shards.clone())),
-            tokio::spawn(give_up_absent(cluster.clone())),
-            follow_tenants(tenants.clone()),
-            tokio::spawn(follow_nodes(store.clone(), cluster.clone())),
-            tokio::spawn(follow_modes(store, cluster.clone())),
-            tokio::spawn(keep_ledgers(cluster.clone(), shards.clone(), tenants.clone())),
-            other_store,
-        ];
+        background.for_ever("death of nodes", expire_for_ever(cluster.clone(), settings.dead_after));
+        background.for_ever("sweeps", sweep_for_ever(cluster.clone()));
+        background.for_ever("members", follow_for_ever(shards.clone()));
+        background.for_ever("slots", own_for_ever(cluster.clone(), shards.clone()));
+        background.until_done("absent nodes", give_up_absent(cluster.clone()));
+        background.for_ever("budgets", follow_tenants(tenants.clone()));
+        background.for_ever("nodes", follow_nodes(store.clone(), cluster.clone()));
+        background.for_ever("modes", follow_modes(store, cluster.clone()));
+        background.for_ever("ledgers", keep_ledgers(cluster.clone(), shards.clone(), tenants));
         let registration = tokio::spawn(hold(shards.clone(), stop.subscribe()));
         admin_state.set_ready();
         Ok(ControlPlane {
@@ -180,15 +179,12 @@ impl ControlPlane {
     }
 
     /// Ends all streams, lets calls under way finish within two seconds, and stops.
-    pub async fn shutdown(self) {
+    pub async fn shutdown(mut self) {
         self.admin_state.set_closing();
         self.cluster.close();
         self.shards.close();
         self.stop.send_replace(true);
-        for task in &self.background {
-            task.abort();
-        }
-        drop(self.publisher);
+        self.background.end();
         let (mut grpc_task, mut admin_task) = (self.grpc_task, self.admin_task);
         let mut registration = self.registration;
         let all = async {
@@ -211,8 +207,8 @@ impl ControlPlane {
         }
     }
 
-    /// Returns when the member cannot go on: a server has ended by itself, or the store takes no more writes. A new
-    /// process opens the store again; agents go on meanwhile with what they hold.
+    /// Returns when the member cannot go on: a server or a task has ended by itself ([`crate::background`]), or the store
+    /// takes no more writes. A new process opens the store again; agents go on meanwhile with what they hold.
     pub async fn failed(&mut self) -> anyhow::Error {
         let lost =
             async |lost: &mut watch::Receiver<Option<String>>| match lost.wait_for(Option::is_some).await {
@@ -226,6 +222,8 @@ impl ControlPlane {
             }
             ended = &mut self.grpc_task => anyhow::anyhow!("the gRPC server ended: {ended:?}"),
             ended = &mut self.admin_task => anyhow::anyhow!("the admin server ended: {ended:?}"),
+            ended = &mut self.registration => anyhow::anyhow!("the registration ended: {ended:?}"),
+            ended = self.background.ended() => anyhow::Error::new(ended).context("this member cannot go on"),
         }
     }
 }
@@ -330,8 +328,8 @@ async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
     followed::follow(&store, MODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
 }
 
-fn follow_tenants(tenants: Arc<Tenants>) -> JoinHandle<()> {
-    tokio::spawn(async move { tenants.follow().await })
+async fn follow_tenants(tenants: Arc<Tenants>) {
+    tenants.follow().await;
 }
 
 /// Keeps the ledgers of tenants in line with the map, the budgets and the nodes, and moves their bytes.

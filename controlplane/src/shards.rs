@@ -14,6 +14,9 @@
 //! revision at which this was the list, so a higher epoch is a later list. A member's incarnation is the revision that
 //! created its entry: higher with every registration under a name.
 //!
+//! A map has at most [`MEMBERS_MAX`] members. Who finds so many others does not register and says so. Of those that do so at the
+//! same moment some may be too many: they have no place in the map, the same ones for everybody, and answer for nothing.
+//!
 //! A member answers for its slots while its registration is certain, by its own clock. When it is not, it keeps what it
 //! knows of them, and answers for none, until it is registered again or another is given them.
 //!
@@ -33,7 +36,11 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::followed::{self, News};
+
 const MEMBERS_PREFIX: &str = "members/";
+/// Records that are read: more than a map has, so that all see the same first ones, however many come too many at once.
+const RECORDS_MAX: usize = 4 * MEMBERS_MAX;
 /// Pause after the store failed.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
 /// Lives of a lease that a former process of this name may still have: one, and the store may be late to notice.
@@ -98,6 +105,8 @@ enum Joined {
     /// At this revision.
     At(Revision),
     NameTaken,
+    /// There are as many others as a map has.
+    Full,
 }
 
 impl Shards {
@@ -118,7 +127,7 @@ impl Shards {
     /// # Errors
     /// The store's.
     pub async fn forget_former(&self) -> Result<(), StoreError> {
-        let former = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
+        let former = self.store.range(MEMBERS_PREFIX.as_bytes(), RECORDS_MAX).await?;
         if former.entries.is_empty() {
             return Ok(());
         }
@@ -179,16 +188,18 @@ impl Shards {
 
     /// Follows the members in the store; never returns.
     pub async fn follow(&self) {
-        loop {
-            match self.follow_on().await {
-                // Read the range again, at once.
-                StoreError::Compacted { .. } => {}
-                error => {
-                    tracing::warn!(%error, "the members of the control plane cannot be followed; trying again");
-                    sleep(RETRY_AFTER).await;
+        let mut members = BTreeMap::new();
+        followed::follow(&self.store, MEMBERS_PREFIX, RECORDS_MAX, |news| {
+            match news {
+                News::All(range) => {
+                    let all = range.entries.iter().filter_map(read);
+                    members = all.map(|member| (member.name.clone(), member)).collect();
                 }
+                News::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut members, event)),
             }
-        }
+            self.publish(news.revision(), &members);
+        })
+        .await;
     }
 
     /// Registers this member and registers it again whenever its lease is lost, until `stop`; then gives it back.
@@ -239,6 +250,15 @@ impl Shards {
             match self.put_under(&lease).await? {
                 Joined::At(revision) => return Ok((lease, revision)),
                 Joined::NameTaken => drop(lease),
+                Joined::Full => {
+                    drop(lease);
+                    tracing::error!(
+                        name = %self.name,
+                        "{MEMBERS_MAX} members are registered, as many as can be: this one waits until others are stopped"
+                    );
+                    sleep(former).await;
+                    continue;
+                }
             }
             let mut news = self.watch();
             let is_free = |news: &MemberNews| match news {
@@ -257,6 +277,10 @@ impl Shards {
     }
 
     async fn put_under(&self, lease: &HeldLease) -> Result<Joined, StoreError> {
+        let others = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
+        if others.entries.len() == MEMBERS_MAX {
+            return Ok(Joined::Full);
+        }
         let key = format!("{MEMBERS_PREFIX}{}", self.name).into_bytes();
         let stored = Stored { address: self.address.clone() };
         let value = serde_json::to_vec(&stored).expect("a record of a string is always JSON");
@@ -270,33 +294,11 @@ impl Shards {
         })
     }
 
-    /// Follows until the store fails.
-    async fn follow_on(&self) -> StoreError {
-        let follow = async {
-            let range = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
-            let mut members: BTreeMap<MemberName, Member> =
-                range.entries.iter().filter_map(read).map(|member| (member.name.clone(), member)).collect();
-            self.publish(range.revision, &members);
-            let from = Revision(range.revision.0 + 1);
-            let mut watch = self.store.watch(MEMBERS_PREFIX.as_bytes(), from).await?;
-            loop {
-                let batch = watch.next().await?;
-                for event in &batch.events {
-                    apply(&mut members, event);
-                }
-                self.publish(batch.revision, &members);
-            }
-        };
-        let ended: Result<std::convert::Infallible, StoreError> = follow.await;
-        let Err(error) = ended;
-        error
-    }
-
     /// Makes a list of members known, if it is another than the last.
     fn publish(&self, revision: Revision, members: &BTreeMap<MemberName, Member>) {
         self.news.send_if_modified(|news| {
             let MemberNews::Members(known) = news else { return false };
-            if known.members.iter().eq(members.values()) {
+            if known.members.iter().eq(members.values().take(MEMBERS_MAX)) {
                 return false;
             }
             let view = MemberView::of(revision, members);

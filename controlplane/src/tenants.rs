@@ -176,8 +176,8 @@ impl Tenants {
             (News::Changes(_), None) | (News::All(_), _) => BTreeMap::new(),
         };
         match news {
-            News::All(entries) => now.extend(entries.iter().filter_map(read)),
-            News::Changes(events) => events.iter().for_each(|event| apply(&mut now, event)),
+            News::All(range) => now.extend(range.entries.iter().filter_map(read)),
+            News::Changes(batch) => batch.events.iter().for_each(|event| apply(&mut now, event)),
         }
         *budgets = Some(Arc::new(now));
     }
@@ -335,7 +335,7 @@ mod tests {
     async fn capacity_that_has_gone_is_told_by_how_much() {
         let tenants = tenants().await;
         tenants.set(&name("a"), budget(60, 200), CAPACITY).await.expect("there is room");
-        tenants.take(News::All(&tenants.store.range(b"tenants/", 10).await.expect("readable").entries));
+        tenants.take(News::All(&tenants.store.range(b"tenants/", 10).await.expect("readable")));
         assert_eq!(tenants.overcommitted(CAPACITY.expect("known")), Amounts::default());
         let half = Amounts { dram: 50, nvme: 500 };
         assert_eq!(tenants.overcommitted(half), Amounts { dram: 10, nvme: 0 });

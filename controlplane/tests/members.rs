@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use reprise_policy::Epoch;
 use reprise_policy::shards::{MemberName, ShardMap};
-use reprise_proto::controlplane::{ListMembersRequest, MemberList, WatchMembersRequest};
+use reprise_proto::controlplane::{ListMembersRequest, MemberList, RegisterRequest, WatchMembersRequest};
 use tonic::Code;
 
 use process::{PATIENCE, Process, write_config};
@@ -131,4 +131,30 @@ async fn a_watch_brings_the_members_now_then_every_change_and_ends_with_the_memb
     let ended = lists.message().await.expect_err("the member is going away");
     assert_eq!(ended.code(), Code::Unavailable);
     assert!(a.end().success());
+}
+
+/// Node numbers that were given out after the backup are given out again: nobody may go on who knows them as others'.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn members_end_when_etcd_is_restored_from_a_backup_and_the_next_ones_begin_anew() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut server = etcd_server::Server::start(directory.path());
+    let endpoint = server.settings("").endpoints[0].clone();
+    let start = |name: &str| Process::start(&config(directory.path(), &endpoint, name));
+    let (mut a, mut b) = (start("a"), start("b"));
+    listed(&a, &["a", "b"]).await;
+    server.kill();
+    server.back_up();
+    server.restart();
+    listed(&a, &["a", "b"]).await;
+    listed(&b, &["a", "b"]).await;
+    let registration = || RegisterRequest { name: "n".to_owned(), ..RegisterRequest::default() };
+    let before = a.client().await.register(registration()).await.expect("granted").into_inner();
+    server.kill();
+    server.restore();
+    server.restart();
+    assert!(!a.end().success() && !b.end().success());
+    let again = start("a");
+    let after = again.client().await.register(registration()).await.expect("granted").into_inner();
+    assert_eq!((before.node, after.node), (1, 1), "the backup does not know it");
+    assert_ne!(before.epoch >> 32, after.epoch >> 32, "and it is taken for no registration of before");
 }

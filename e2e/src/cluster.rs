@@ -163,7 +163,6 @@ fn allow_absence(world: &World) {
     for words in [
         "cannot register with the control plane",
         "the control plane is gone",
-        "the members of the control plane cannot be followed",
         "this member cannot be registered now",
         "the registration of this member is lost",
         "the registration could not be given back",

@@ -123,6 +123,23 @@ fn a_drain_with_nowhere_to_go_says_so() {
 }
 
 #[test]
+fn a_node_that_restarts_before_its_engines_can_be_drained_of_the_blocks_of_every_tenant() {
+    let mut nodes = Nodes::start(&["first", "second"], &[ByteSize(64 << 20); 2]);
+    nodes.world.allow("node is silent");
+    nodes.world.allow("peer connection lost");
+    nodes.world.allow("registered from another address while alive");
+    nodes.agents[0].engine_of(small(), "team-a").save_durably(&numbers(0..20));
+    nodes.agents[0].engine_of(small(), "team-b").save_durably(&numbers(20..40));
+    nodes.agents[0].kill();
+    nodes.agents[0].start();
+    nodes.run(&["drain", "first", "--wait=60s"]);
+    assert_eq!(nodes.durable(1), 40);
+    nodes.agents[0].kill();
+    let other = nodes.agents[1].engine_of(small(), "team-b");
+    assert_eq!(other.load_all(&numbers(20..40), &Loading::LOCAL).len(), 20, "as its tenant's");
+}
+
+#[test]
 fn a_block_that_others_keep_reading_gets_a_second_replica() {
     let world = World::new();
     world.allow("node is silent");

@@ -10,12 +10,12 @@ mod pulse;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::agent::{AgentCore, Counters, DrainProgress, TenantUsage};
+use reprise_agent_core::agent::{AgentCore, Counters, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, OpToken};
 use reprise_buffers::ProgressWriter;
-use reprise_policy::{NodeMode, SessionId, Tick};
+use reprise_policy::{DrainProgress, NodeMode, SessionId, TenantId, Tick};
 use reprise_transport::IncomingOffer;
 
 use crate::directory::OwnState;
@@ -249,6 +249,7 @@ impl CoreLoop {
             }
             Input::PeerOffer(offer) => {
                 if let Some(offer) = self.executor.offered(*offer) {
+                    self.name_tenant(offer.tenant);
                     self.apply(Event::PeerOffer(offer));
                 }
             }
@@ -260,6 +261,7 @@ impl CoreLoop {
             Input::Opened(opened) => {
                 let Opened { opened, session, progress } = *opened;
                 self.executor.session_opened(session, opened.namespace, progress);
+                self.name_tenant(opened.tenant);
                 self.apply(Event::SessionOpened(opened));
             }
             Input::Inspect(answer) => {
@@ -273,6 +275,13 @@ impl CoreLoop {
             Input::Stop => return Flow::Stop,
         }
         Flow::On
+    }
+
+    /// Tells the core a tenant's name before any block of it can be written.
+    fn name_tenant(&mut self, tenant: TenantId) {
+        if let Some(name) = self.executor.name_for_core(tenant) {
+            self.apply(Event::TenantNamed { tenant, name });
+        }
     }
 
     /// Applies one event, and what its effects bring back at once.

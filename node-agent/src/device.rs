@@ -8,6 +8,7 @@
 
 mod health;
 mod identity;
+mod names;
 mod open;
 mod pieces;
 mod reads;
@@ -15,6 +16,7 @@ mod worker;
 
 pub(crate) use worker::read_error;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -25,6 +27,7 @@ use reprise_agent_core::effect::{DeviceId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
 use reprise_buffers::Arena;
 use reprise_io::{Caching, EngineKind, Waker};
+use reprise_policy::{TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
 use crate::core_loop::{Clock, Inbox};
@@ -98,6 +101,8 @@ pub(crate) struct OpenedDevice {
     pub(crate) device: Device,
     pub(crate) pool: DevicePool,
     pub(crate) stored: Vec<StoredBlock>,
+    /// Of tenants that have blocks there, as far as the blocks say.
+    pub(crate) names: BTreeMap<TenantId, TenantName>,
 }
 
 /// What an opening thread reports first.
@@ -112,6 +117,7 @@ enum Found {
 struct Recovered {
     pool: DevicePool,
     stored: Vec<StoredBlock>,
+    names: BTreeMap<TenantId, TenantName>,
     recovery: RecoveryInfo,
 }
 
@@ -264,7 +270,7 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
             )
         })?,
     };
-    let Recovered { pool, stored, recovery } = recovered;
+    let Recovered { pool, stored, names, recovery } = recovered;
     let Facts { bytes, engine, caching, waker } = facts;
     let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery };
     tracing::info!(
@@ -272,7 +278,7 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "pool device ready"
     );
     let device = Device { commands: opening.commands, waker, thread: Some(opening.thread), info };
-    Ok(OpenedDevice { device, pool, stored })
+    Ok(OpenedDevice { device, pool, stored, names })
 }
 
 /// What a thread has to say; a thread that ends without a word has panicked.

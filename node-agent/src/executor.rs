@@ -26,7 +26,7 @@ use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOff
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NamespaceDigest, SessionId, TenantId};
+use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
@@ -45,6 +45,8 @@ pub(crate) struct Executor {
     fetches: HashMap<FillId, Fetching>,
     /// Tenants that were said to have no name; as many as the core has tenants.
     unnamed: BTreeSet<TenantId>,
+    /// Tenants whose names the core knows; as many as the registry has.
+    named: BTreeSet<TenantId>,
 }
 
 /// What an executor is made of.
@@ -113,7 +115,7 @@ impl Executor {
 
     pub(crate) fn new(parts: ExecutorParts) -> Executor {
         let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
-        Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new() }
+        Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new(), named: BTreeSet::new() }
     }
 
     /// An event that an effect has brought at once.
@@ -327,6 +329,12 @@ impl Executor {
                 };
                 tracing::warn!(room, %error, "tenants are promised more than there is; reservations of devices shrink in proportion");
             }
+            Report::OffersRefused { layouts } => {
+                tracing::warn!(
+                    layouts,
+                    "peers offer blocks of further layouts, and this node has blocks of so many that it takes no other: what is left of its table is for its own engines"
+                );
+            }
             Report::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
                 let device_at = self.parts.devices.get(usize::from(device.0));
@@ -418,13 +426,23 @@ impl Executor {
         }
     }
 
+    /// The name of a tenant that the core is to be told: once, and not the default tenant's, which everybody knows.
+    pub(crate) fn name_for_core(&mut self, tenant: TenantId) -> Option<TenantName> {
+        if tenant == TenantId::DEFAULT || self.named.contains(&tenant) {
+            return None;
+        }
+        let name = lock(&self.parts.tenants).name(tenant).cloned()?;
+        self.named.insert(tenant);
+        Some(name)
+    }
+
     /// A peer's offer, for the core; answered here when node or tenant have no number on this node.
     pub(crate) fn offered(&mut self, offer: IncomingOffer) -> Option<PeerOffer> {
         let IncomingOffer { offer: id, from, tenant, layout, keys, .. } = offer;
         let offer = PeerOfferId(id);
         let node = self.parts.directory.node_of(&from);
         // Who is no node of the cluster gives no names to this one.
-        let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter(&tenant, None)));
+        let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter_offered(&tenant)));
         let reason = match tenant {
             Some((from, Ok(tenant))) => return Some(PeerOffer { offer, from, tenant, layout, keys }),
             Some((_, Err(error))) => error.to_string(),

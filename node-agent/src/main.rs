@@ -3,8 +3,8 @@
 //! Standard output carries one line when the agent is ready (JSON: ports and socket), standard error the log. Exit
 //! codes: 0 after SIGTERM or SIGINT, 1 configuration, 2 pool device, 3 memory, sockets or ports, 70 a bug.
 //!
-//! A panic on any thread ends the process: recovery from the journal takes a second, and half an agent would be
-//! worse than none.
+//! A panic on any thread, or in any task of a runtime, ends the process with SIGABRT: recovery from the journal takes a
+//! second, and half an agent would be worse than none. So nothing else here needs to look whether a thread still runs.
 
 mod admin;
 mod checker;
@@ -130,4 +130,39 @@ fn abort_on_panic() {
         default(panic);
         std::process::abort();
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// Set in the process that is to end.
+    const TO_END: &str = "REPRISE_TEST_PANIC_OF_A_TASK";
+
+    #[test]
+    fn a_panic_of_a_task_that_nobody_waits_for_ends_the_process() {
+        use std::os::unix::process::ExitStatusExt;
+        const NAME: &str = "tests::a_panic_of_a_task_that_nobody_waits_for_ends_the_process";
+        if std::env::var_os(TO_END).is_some() {
+            return panic_in_a_task();
+        }
+        let this = std::env::current_exe().expect("the test runs");
+        let output =
+            Command::new(this).args(["--exact", NAME]).env(TO_END, "1").output().expect("it runs again");
+        assert_eq!(output.status.signal(), Some(ABORTED), "{output:?}");
+    }
+
+    /// SIGABRT, signal(7).
+    const ABORTED: i32 = 6;
+
+    fn panic_in_a_task() {
+        abort_on_panic();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(async {
+            tokio::spawn(async { panic!("torn") });
+            tokio::task::yield_now().await;
+        });
+    }
 }

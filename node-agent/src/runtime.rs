@@ -9,9 +9,10 @@
 
 mod stopping;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -21,8 +22,8 @@ use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::{Event, Move};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
-use reprise_policy::NodeMode;
 use reprise_policy::tenant::TenantRegistry;
+use reprise_policy::{NodeMode, TenantId, TenantName};
 use reprise_transport::{TcpSettings, TcpTransport};
 use serde::Serialize;
 
@@ -100,6 +101,7 @@ impl Runtime {
         let mut devices = Vec::with_capacity(opened.len());
         let mut pools = Vec::with_capacity(opened.len());
         for (index, opened) in (0u8..).zip(opened) {
+            recall_tenants(&tenants, &opened.names);
             metrics.device_opened(DeviceId(index), opened.device.info());
             devices.push(opened.device);
             pools.push((opened.pool, opened.stored));
@@ -204,6 +206,16 @@ impl Runtime {
             }
         }
         self.admin.stop();
+    }
+}
+
+/// Enters the names that came back with blocks.
+fn recall_tenants(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
+    let mut tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
+    for (number, name) in names {
+        if let Err(error) = tenants.recall(name, *number) {
+            tracing::warn!(tenant = %name, number = number.0, %error, "a tenant's blocks cannot be given away");
+        }
     }
 }
 

@@ -28,7 +28,7 @@ pub use ids::{Epoch, Generation, NodeId, SessionId, TenantId};
 pub use key::BlockKey;
 pub use layout::{Dtype, Layout, LayoutDigest, LayoutSpec, Parts};
 pub use namespace::{NamespaceDigest, NamespaceSpec};
-pub use placement::NodeMode;
+pub use placement::{DrainProgress, NodeMode};
 pub use quota::Quota;
 pub use slot_set::SlotSet;
 pub use tenant::TenantName;

@@ -48,6 +48,21 @@ pub enum NodeMode {
     Draining,
 }
 
+/// How far the draining of a node is, as it says of itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DrainProgress {
+    /// Every durable block is on another node as well.
+    pub drained: bool,
+    /// Blocks that the walk is through with.
+    pub walked_blocks: u64,
+    /// Durable blocks of the node.
+    pub durable_blocks: u64,
+    /// Slot bytes given away since the agent's start, for any reason.
+    pub moved_bytes: u64,
+    /// Blocks for which the walk found no node with room.
+    pub nowhere_blocks: u64,
+}
+
 /// A living node that serves others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacementNode {

@@ -6,7 +6,7 @@
 //! replicas and one block always picks the same peer, whose copy then stays in DRAM.
 //!
 //! The directory puts replicas into that order ([`Arrival`]); the asking node adds what it knows itself ([`soonest`]).
-//! [`rank`] is for gateways.
+//! [`Ranker`] is for gateways.
 //!
 //! Pure functions of their arguments. Deliberately absent: measured latencies.
 
@@ -14,7 +14,7 @@ mod arrival;
 mod chain;
 
 pub use arrival::{Arrival, Domain, LoadClass, Peer, PeerTable};
-pub use chain::{Known, RankedNode, Ranking, rank};
+pub use chain::{Known, RankedNode, Ranker, Ranking};
 
 use crate::ids::NodeId;
 use crate::key::BlockKey;

@@ -37,6 +37,7 @@ pub struct ShardMap {
     members: Vec<MemberName>,
     /// Position of each slot's owner.
     owners: Box<[u16]>,
+    digest: u64,
 }
 
 /// Why there is no such map.
@@ -89,12 +90,20 @@ impl ShardMap {
         }
         let seeds: Vec<u64> = members.iter().map(seed).collect();
         let owners = (0..HASH_SLOTS).map(|slot| owner(&seeds, slot)).collect();
-        Ok(ShardMap { epoch, members, owners })
+        // Never 0, which says on the wire that nothing is said.
+        let digest = seeds.iter().fold(0, |digest, seed| mix(digest ^ seed)).max(1);
+        Ok(ShardMap { epoch, members, owners, digest })
     }
 
     /// The epoch at which these were the members.
     pub fn epoch(&self) -> Epoch {
         self.epoch
+    }
+
+    /// Stands for the list of members, never 0: maps of one list have one, whatever their epochs, and maps of two lists have
+    /// two but for 2⁻⁶⁴. Who has the same agrees about every slot.
+    pub fn digest(&self) -> u64 {
+        self.digest
     }
 
     /// The members, in order of their names.
@@ -195,6 +204,16 @@ mod tests {
     /// Name of each slot's owner.
     fn owners(map: &ShardMap) -> Vec<Option<&MemberName>> {
         (0..HASH_SLOTS).map(|slot| map.owner(slot).map(|at| &map.members()[usize::from(at.0)])).collect()
+    }
+
+    #[test]
+    fn maps_have_one_digest_when_they_have_the_same_members_and_only_then() {
+        let digest = |epoch, names: &[&str]| map(epoch, names).digest();
+        assert_eq!(digest(1, &["a", "b"]), digest(7, &["b", "a"]));
+        let lists: [&[&str]; 5] = [&[], &["a"], &["b"], &["a", "b"], &["ab"]];
+        let digests: std::collections::BTreeSet<u64> = lists.iter().map(|list| digest(1, list)).collect();
+        assert_eq!(digests.len(), lists.len());
+        assert!(!digests.contains(&0));
     }
 
     #[test]

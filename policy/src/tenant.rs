@@ -26,6 +26,9 @@ pub const TENANT_NAME_BYTES_MAX: usize = 63;
 /// Tenants of one node at the most: each costs a few hundred bytes and a step in decisions that look at all.
 pub const TENANTS_MAX: usize = 1024;
 
+/// How many there may be when a peer's offer brings another one: the rest is kept for sessions on this node.
+pub const TENANTS_OF_OFFERS_MAX: usize = TENANTS_MAX / 2;
+
 /// Namespaces that one node binds to tenants at the most: 65,536 × 34 bytes are 2 MiB, and a node serves tens of models.
 pub const NAMESPACES_MAX: usize = 65_536;
 
@@ -43,6 +46,19 @@ pub enum TenantError {
     /// Not a name.
     #[error("'{0}' is no tenant's name: use 1 to {TENANT_NAME_BYTES_MAX} of a-z, 0-9 and '-'")]
     Name(String),
+    /// One name has two numbers.
+    #[error(
+        "blocks of tenant '{name}' from before carry the number {kept}, and it has {number} now: set `number = {kept}` \
+         for it under [[tenants]] in the agent's configuration, or those blocks are nobody's"
+    )]
+    Renumbered {
+        /// Whose blocks.
+        name: TenantName,
+        /// The number that they carry.
+        kept: u16,
+        /// The tenant's number.
+        number: u16,
+    },
     /// Two names have one number.
     #[error(
         "tenant '{name}' has the number {number}, which is tenant '{other}''s on this node: give one of them another \
@@ -67,6 +83,12 @@ pub enum TenantError {
         /// Whose it is.
         owner: TenantName,
     },
+    /// A peer's offer would bring one more than the node leaves to offers.
+    #[error(
+        "this node knows {0} tenants, and what it can know besides is left to its own sessions: restart its agent to forget \
+         those that are gone"
+    )]
+    Offered(usize),
     /// The node knows as many as it can.
     #[error(
         "this node knows {0} already, as many as it can: restart its agent to forget those that are gone"
@@ -182,6 +204,31 @@ impl TenantRegistry {
         Ok(id)
     }
 
+    /// Enters a tenant whose blocks a peer offers.
+    ///
+    /// # Errors
+    /// As [`TenantRegistry::enter`], and [`TenantError::Offered`].
+    pub fn enter_offered(&mut self, name: &TenantName) -> Result<TenantId, TenantError> {
+        let id = self.numbers.get(name).copied().unwrap_or_else(|| name.number());
+        if !self.by_number.contains_key(&id) && self.by_number.len() >= TENANTS_OF_OFFERS_MAX {
+            return Err(TenantError::Offered(self.by_number.len()));
+        }
+        self.enter(name, None)
+    }
+
+    /// A tenant's blocks are found again, with its name and the number that they carry. What is known of either goes before.
+    ///
+    /// # Errors
+    /// [`TenantError::Number`] when another one has the number, [`TenantError::Renumbered`] when the name has another number,
+    /// [`TenantError::Full`].
+    pub fn recall(&mut self, name: &TenantName, number: TenantId) -> Result<(), TenantError> {
+        let known = self.numbers.get(name).filter(|known| **known != number);
+        if let Some(known) = known {
+            return Err(TenantError::Renumbered { name: name.clone(), kept: number.0, number: known.0 });
+        }
+        self.enter(name, Some(number)).map(drop)
+    }
+
     /// A session of a tenant names a namespace: from now on it is that tenant's.
     ///
     /// # Errors
@@ -262,6 +309,38 @@ mod tests {
         assert!(registry.enter(&name("b"), Some(TenantId(7))).is_ok());
         assert_eq!(registry.bind(&name("b"), &namespace(2)), Ok(TenantId(7)));
         assert!(registry.enter(&name("c"), Some(TenantId::DEFAULT)).is_err(), "0 is the default tenant's");
+    }
+
+    #[test]
+    fn a_name_that_is_found_again_keeps_the_number_of_its_blocks_unless_the_configuration_says_otherwise() {
+        let mut registry = TenantRegistry::default();
+        registry.enter(&name("listed"), Some(TenantId(5))).expect("free");
+        assert_eq!(registry.recall(&name("gone"), TenantId(9)), Ok(()));
+        assert_eq!(registry.name(TenantId(9)), Some(&name("gone")));
+        assert_eq!(
+            registry.bind(&name("gone"), &namespace(1)),
+            Ok(TenantId(9)),
+            "its sessions find its blocks"
+        );
+        assert_eq!(registry.recall(&name("listed"), TenantId(5)), Ok(()));
+        let error = registry.recall(&name("listed"), TenantId(6)).expect_err("it has 5").to_string();
+        assert!(error.contains("'listed'") && error.contains("`number = 6`"), "{error}");
+        let error = registry.recall(&name("other"), TenantId(5)).expect_err("it is taken");
+        assert!(matches!(error, TenantError::Number { .. }));
+        assert_eq!(registry.enter(&name("listed"), None), Ok(TenantId(5)), "nothing was changed");
+    }
+
+    #[test]
+    fn offers_fill_half_of_a_registry_and_sessions_all_of_it() {
+        let mut registry = TenantRegistry::default();
+        let entered = (0..2 * TENANTS_MAX)
+            .filter_map(|number| registry.enter_offered(&name(&format!("t{number}"))).ok())
+            .count();
+        assert_eq!(entered, TENANTS_OF_OFFERS_MAX - 1, "with the default tenant");
+        let error = registry.enter_offered(&name("one-more")).expect_err("half is full").to_string();
+        assert!(error.contains("512 tenants") && error.contains("left to its own sessions"), "{error}");
+        assert_eq!(registry.enter_offered(&name("t0")), Ok(name("t0").number()), "it is known");
+        assert!(registry.bind(&name("one-more"), &namespace(1)).is_ok());
     }
 
     #[test]

@@ -60,6 +60,8 @@ pub(crate) struct NodeSays {
     pub(crate) report: NodeReport,
     /// Of every tenant.
     pub(crate) said: Vec<Said>,
+    /// Of the map by which it was said whose tenants are.
+    pub(crate) map_digest: u64,
 }
 
 /// What a member answers.

@@ -399,7 +399,7 @@ impl World {
             Report::CorruptBlock { .. } => self.count("corrupt blocks"),
             Report::CorruptMemory { .. } => self.count("corrupt memory"),
             Report::DeviceLost { .. } => self.count("devices lost"),
-            Report::Unstorable { .. } | Report::Overcommitted { .. } => {}
+            Report::Unstorable { .. } | Report::Overcommitted { .. } | Report::OffersRefused { .. } => {}
         }
     }
 

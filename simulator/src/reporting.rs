@@ -6,10 +6,11 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::agent::{AgentCore, DrainProgress, NodeUsage, TenantUsage};
+use reprise_agent_core::agent::{AgentCore, NodeUsage, TenantUsage};
 use reprise_agent_core::event::{Event, Grant};
 use reprise_agent_core::orders::{self, Owner, ReportNumber};
-use reprise_controlplane_core::{Amounts, DrainProgress as Drain, NodeReport, Order, Said, TenantReport};
+use reprise_controlplane_core::{Amounts, NodeReport, Order, Said, TenantReport};
+use reprise_policy::placement::DrainProgress;
 use reprise_policy::{Epoch, Quota, TenantName, Tick};
 
 use crate::client::Routes;
@@ -54,13 +55,11 @@ impl OwnState {
     /// As a member is told.
     pub(crate) fn report(&self) -> NodeReport {
         let NodeUsage { dram_capacity, dram_used, nvme_capacity, nvme_used, queued_bytes } = self.usage;
-        let DrainProgress { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks } =
-            self.drain;
         NodeReport {
             capacity: Amounts { dram: dram_capacity, nvme: nvme_capacity },
             used: Amounts { dram: dram_used, nvme: nvme_used },
             queued_bytes,
-            drain: Drain { drained, walked_blocks, durable_blocks, moved_bytes, nowhere_blocks },
+            drain: self.drain,
         }
     }
 }
@@ -88,7 +87,8 @@ impl World {
         link.reporting.waits = false;
         let report = self.process(node).told.report();
         let (number, said) = self.say_tenants(node, id);
-        let says = NodeSays { node: granted.node, epoch: granted.epoch, report, said };
+        let map_digest = self.client(node).routes.as_ref().map_or(0, Routes::digest);
+        let says = NodeSays { node: granted.node, epoch: granted.epoch, report, said, map_digest };
         let of = LinkCall::Report { epoch: granted.epoch, number };
         self.call_member(node, id, of, (Request::Report(Box::new(says)), REPORT_TIMEOUT));
     }

@@ -113,7 +113,6 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::RegainedSlotsUnasked, 0..300, "does not know everything"),
         (Variant::RegistrationKeepsDirectory, 0..300, "is registered"),
         (Variant::DurableBeforeSync, 0..300, "told durable and gone"),
-        (Variant::RecoveryWithoutSync, 245..845, "told durable and gone"),
         (Variant::DeadNodesOffered, 0..300, "silent for"),
         (Variant::ReadsUnchecked, 0..300, "committed"),
         (Variant::EvictionsUnannounced, 0..300, "the directory names what is not there"),
@@ -132,6 +131,7 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::ElsewhereHeard, 0..300, "nodes may hold"),
         (Variant::NewLedgerDeaf, 0..300, "then nodes may hold"),
         (Variant::DeadNodesFreed, 20..320, "then nodes may hold"),
+        (Variant::RecoveryWithoutSync, 245..845, "told durable and gone"),
     ];
     for (flaw, seeds, words) in flaws {
         let found = finds(flaw, seeds);

@@ -203,6 +203,7 @@ fn block(pool: &mut DevicePool, key: BlockKey, layout: Layout) -> anyhow::Result
     Ok(BlockWrite {
         key,
         tenant: TenantId::DEFAULT,
+        tenant_name: None,
         layout,
         content: ContentId::UNKNOWN,
         priority: 1,

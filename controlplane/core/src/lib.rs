@@ -36,4 +36,4 @@ pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
 pub use members::{
     Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, StaleEpoch,
 };
-pub use reports::{DrainProgress, NodeReport};
+pub use reports::NodeReport;

@@ -23,11 +23,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_policy::{Epoch, NodeId, Tick};
+use reprise_policy::{DrainProgress, Epoch, NodeId, Tick};
 
 use crate::ledgers::{KnownNode, Presence};
 use crate::live::LiveNodes;
-use crate::reports::{DrainProgress, NodeReport};
+use crate::reports::NodeReport;
 
 /// When a silent node is dead, and when forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! A node as the list of nodes and its watchers name it.
 
-use reprise_controlplane_core::{DrainProgress, MemberState, Members, NodeRecord, NodeReport};
-use reprise_policy::NodeMode;
+use reprise_controlplane_core::{MemberState, Members, NodeRecord, NodeReport};
+use reprise_policy::{DrainProgress, NodeMode};
 use reprise_proto::controlplane::{self as wire, NodeInfo, NodeUsage};
 
 use super::Cluster;

@@ -27,25 +27,24 @@ use reprise_controlplane_core::{LiveNodes, Run, Told};
 use reprise_policy::NodeId;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinHandle;
 
 use super::format::{self, BLOCKS_PER_BATCH_MAX, Seconds};
 use super::zmtp::Role;
 use super::{Reading, sockets};
+use crate::background::Background;
 use crate::cluster::Cluster;
 use crate::config::EventsConfig;
 
 /// Changes that are cut into batches together, 200 KiB: replicas of a snapshot come by hash, so 100 nodes have 80 each in it.
 const PART_BLOCKS: usize = 8192;
 
-/// A running publisher; it stops when it is dropped.
+/// Where a running publisher is found.
 #[derive(Debug)]
 pub struct Publisher {
     /// Where it publishes.
     pub publish: SocketAddr,
     /// Where it answers replays.
     pub replay: Option<SocketAddr>,
-    tasks: Vec<JoinHandle<()>>,
 }
 
 /// What its tasks share.
@@ -83,17 +82,20 @@ pub(super) enum Batch {
 }
 
 impl Publisher {
-    /// Starts to publish, where the configuration says so. Errors say what to change.
-    pub async fn start(cluster: Arc<Cluster>, config: &EventsConfig) -> anyhow::Result<Option<Publisher>> {
+    /// Starts to publish in the background, where the configuration says so. Errors say what to change.
+    pub async fn start(
+        cluster: Arc<Cluster>,
+        config: &EventsConfig,
+        background: &mut Background,
+    ) -> anyhow::Result<Option<Publisher>> {
         let Some(publish) = config.publish else { return Ok(None) };
         let hub = Arc::new(Hub::new(cluster, config));
-        let mut tasks = Vec::new();
         let mut serve = async |field, address, role| -> anyhow::Result<SocketAddr> {
             let listener = TcpListener::bind(address)
                 .await
                 .with_context(|| format!("cannot listen on {address}: change '{field}' or free it"))?;
             let address = listener.local_addr()?;
-            tasks.push(tokio::spawn(sockets::serve(listener, role, hub.clone(), config.subscribers)));
+            background.for_ever(field, sockets::serve(listener, role, hub.clone(), config.subscribers));
             Ok(address)
         };
         let publish = serve("events.publish", publish, Role::Publisher).await?;
@@ -101,15 +103,9 @@ impl Publisher {
             Some(address) => Some(serve("events.replay", address, Role::Router).await?),
             None => None,
         };
-        tasks.push(tokio::spawn(publish_for_ever(hub)));
+        background.for_ever("KV events", publish_for_ever(hub));
         tracing::info!(%publish, replay = replay.map(tracing::field::display), "publishing KV events");
-        Ok(Some(Publisher { publish, replay, tasks }))
-    }
-}
-
-impl Drop for Publisher {
-    fn drop(&mut self) {
-        self.tasks.iter().for_each(JoinHandle::abort);
+        Ok(Some(Publisher { publish, replay }))
     }
 }
 
@@ -234,7 +230,7 @@ pub(super) fn now() -> Seconds {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::time::Duration;
 
     use reprise_controlplane_core::{Changes, MemberSettings, Opening, Scope, Update};
@@ -247,7 +243,7 @@ mod tests {
 
     const NODE: NodeId = NodeId(7);
 
-    fn cluster() -> Arc<Cluster> {
+    pub(crate) fn cluster() -> Arc<Cluster> {
         let settings =
             MemberSettings { dead_after: Duration::from_secs(1), forget_after: Duration::from_secs(1) };
         let cluster = Cluster::new(settings, 1, Events::new(1 << 20), Metrics::new().0);

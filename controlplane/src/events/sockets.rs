@@ -2,7 +2,9 @@
 //!
 //! A subscriber reads the publisher's buffer at a number of its own, so nothing is queued for it: it has 64 KiB that are being
 //! written, and what the kernel holds. One that takes nothing for [`STALLED_AFTER`] is cut; one whose machine is gone is found by
-//! TCP's keep-alive. Connections are as many as `events.subscribers` says, for each of both sockets; more are closed at once.
+//! TCP's keep-alive. Connections are as many as `events.subscribers` says, for each of both sockets; more are closed at once. One that
+//! wants nothing and says nothing for [`SILENT_MAX`] is closed, so that it keeps no seat from others: a subscriber without a
+//! subscription, or whoever asks for no replay. ZeroMQ connects again by itself when its user has something to say.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -31,6 +33,8 @@ const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_COUNT: u32 = 3;
 /// Pause after a connection could not be accepted: no descriptors are left, most likely.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Silence of a connection that waits for nothing: routers ask for a replay when they have missed something, which is rare.
+const SILENT_MAX: Duration = Duration::from_secs(600);
 /// Bytes that are written together.
 const WRITE_BYTES: usize = 64 << 10;
 /// What a peer may have said that was not yet looked at; it waits then.
@@ -137,6 +141,7 @@ async fn publish<W: AsyncWrite + Unpin>(
             _ = published.changed(), if wanted => {
                 next = send_published(hub, next, &mut out).await?;
             }
+            () = sleep(SILENT_MAX), if !wanted => return Err(ZmtpError::Peer("it subscribes to nothing")),
         }
         if !wanted && subscriptions.want(&hub.topic) {
             published.mark_unchanged();
@@ -176,7 +181,8 @@ async fn answer<W: AsyncWrite + Unpin>(
     mut out: Out<W>,
 ) -> Result<Infallible, ZmtpError> {
     loop {
-        match received.recv().await {
+        let said = timeout(SILENT_MAX, received.recv()).await;
+        match said.map_err(|_| ZmtpError::Peer("it asks for nothing"))? {
             Some(Received::Message(frames)) => {
                 let start = start(&frames).ok_or(ZmtpError::Peer(
                     "a replay is asked for by an empty frame and 8 bytes, big endian",
@@ -245,5 +251,57 @@ impl Subscriptions {
             _ => return Err(ZmtpError::Peer("it sends messages to a publisher")),
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+    use crate::config::EventsConfig;
+    use crate::events::publisher::tests::cluster;
+
+    fn hub() -> Hub {
+        Hub::new(cluster(), &EventsConfig::default())
+    }
+
+    fn out() -> Out<tokio::io::Sink> {
+        Out { write: tokio::io::sink(), pending: Vec::new() }
+    }
+
+    /// What a peer says: a message of one frame for each.
+    fn said(frames: &[&[u8]]) -> Received {
+        Received::Message(frames.iter().map(|frame| frame.to_vec()).collect())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_asks_for_no_replay_is_let_go_some_time_after_the_last_one() {
+        let (hub, began) = (hub(), Instant::now());
+        let (sender, received) = mpsc::channel(1);
+        let replay = said(&[b"", &0u64.to_be_bytes()]);
+        let asking = async {
+            sleep(SILENT_MAX - Duration::from_secs(1)).await;
+            sender.send(replay).await.expect("it is listened to");
+            std::future::pending::<()>().await;
+        };
+        let ended = tokio::select! {
+            ended = answer(&hub, received, out()) => ended,
+            () = asking => unreachable!("it waits"),
+        };
+        assert!(matches!(ended, Err(ZmtpError::Peer("it asks for nothing"))), "{ended:?}");
+        assert!(began.elapsed() >= 2 * SILENT_MAX - Duration::from_secs(1), "{:?}", began.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_subscriber_without_a_subscription_is_let_go_and_one_with_it_may_be_silent() {
+        let hub = hub();
+        let (_sender, received) = mpsc::channel(1);
+        let ended = publish(&hub, received, out()).await;
+        assert!(matches!(ended, Err(ZmtpError::Peer("it subscribes to nothing"))), "{ended:?}");
+        let (sender, received) = mpsc::channel(1);
+        sender.send(said(&[b"\x01"])).await.expect("there is room");
+        let ended = timeout(10 * SILENT_MAX, publish(&hub, received, out())).await;
+        assert!(ended.is_err(), "{ended:?}");
     }
 }

@@ -1,24 +1,31 @@
 //! Reports of nodes: what they have and do goes to the members' table, what they say of tenants to the ledgers.
+//!
+//! The ledgers hear only reports that were made by the map that they are kept by. A node names the tenants that it holds
+//! something of; whose map is older may be granted one that it does not name, by the member that it takes for the owner.
+//! What is compared is the list of members: two members may know one list under two epochs.
 
-use reprise_controlplane_core::{Amounts, DrainProgress, NodeReport, Order, OwnPlace, Said, TenantReport};
+use reprise_controlplane_core::{Amounts, NodeReport, Order, OwnPlace, Said, TenantReport};
 use reprise_policy::tenant::TENANTS_MAX;
-use reprise_policy::{Epoch, TenantName};
+use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
 use tonic::Status;
 
 use super::PlacementService;
 use crate::membership::node_number;
+use crate::shards::MemberView;
 
 /// Takes a report and answers what the node is to do.
 pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
+    // Older agents do not say by which map they report.
+    let is_by = |view: &MemberView| [0, view.map.digest()].contains(&request.map_digest);
     let said = said(request.tenants)?;
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
     if !service.cluster.report(node, epoch, report) {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
     }
     let mut orders = Vec::new();
-    if let Some(view) = service.shards.certain_map()
+    if let Some(view) = service.shards.certain_map().filter(|view| is_by(view))
         && let Some(incarnation) = service.shards.incarnation(&view)
         && let Some(budgets) = service.tenants.budgets()
     {

@@ -147,3 +147,50 @@ async fn what_is_no_record_of_a_member_is_none() {
     a.sees(&["a"]).await;
     a.stop().await;
 }
+
+/// Puts records of members that nobody keeps.
+async fn fill(store: &MemoryStore, members: std::ops::Range<usize>) {
+    for number in members {
+        let key = format!("members/m{number:04}").into_bytes();
+        let put = Write::Put { key, value: br#"{"address":"m:1"}"#.to_vec(), lease: None };
+        store.transact(Transaction { conditions: Vec::new(), writes: vec![put] }).await.expect("valid");
+    }
+}
+
+async fn remove(store: &MemoryStore, key: &str) {
+    let writes = vec![Write::Delete { key: key.into() }];
+    store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("valid");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_that_comes_too_many_waits_until_another_is_gone() {
+    let store = Arc::new(MemoryStore::new());
+    fill(&store, 0..MEMBERS_MAX).await;
+    let late = Running::start(&store, "late");
+    sleep(LIFE * 5).await;
+    assert!(!late.shards.is_registered());
+    assert_eq!(late.shards.view().expect("it follows").members.len(), MEMBERS_MAX);
+    remove(&store, "members/m0007").await;
+    timeout(LIFE * 10, async {
+        while late.shards.certain_map().is_none() {
+            sleep(LIFE / 20).await;
+        }
+    })
+    .await
+    .expect("there is room");
+    late.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_members_that_are_too_many_all_leave_out_the_same_ones_whenever_they_began_to_follow() {
+    let store = Arc::new(MemoryStore::new());
+    fill(&store, 0..MEMBERS_MAX + 2).await;
+    let early = Running::start(&store, "early");
+    sleep(LIFE).await;
+    remove(&store, "members/m0000").await;
+    let late = Running::start(&store, "late");
+    sleep(LIFE).await;
+    let views = [early, late].map(|running| running.shards.view().expect("it follows"));
+    assert_eq!(views[0].map.members(), views[1].map.members());
+    assert_eq!(views[0].members.last().map(|last| last.name.as_str()), Some("m1024"));
+}

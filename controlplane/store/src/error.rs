@@ -29,6 +29,15 @@ pub enum StoreError {
         /// The oldest revision that can still be watched.
         oldest: Revision,
     },
+    /// The store is not the one that it was: it was restored from a backup, or emptied. What is known from before may not be
+    /// so any more: start anew. A transaction may have been committed.
+    #[error(
+        "the store is another than before ({reason}): it was restored from a backup or emptied, and this process must be started again"
+    )]
+    Replaced {
+        /// By what it shows.
+        reason: String,
+    },
     /// The lease has expired or was revoked; its entries went with it.
     #[error(
         "the lease is gone (expired or revoked), and its entries with it: have another granted and put them again"

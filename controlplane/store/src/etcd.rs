@@ -14,19 +14,22 @@
 //!   that is cut off opens itself again behind the last change it has reported, and learns then whether that history
 //!   is gone.
 //!
-//! Every call has a deadline. Reads are linearizable.
+//! Every call has a deadline. Reads are linearizable. An etcd that goes back behind what it has said, since it was restored from a
+//! backup or emptied, is noticed (`etcd/history.rs`).
 //!
 //! Deliberately absent: a cache of entries (facts are few, and a stale one is worse than a slow one); the system's
 //! certificate authorities (whoever runs etcd has one of their own).
 
 use std::fmt;
+use std::sync::Arc;
 
 use etcd_client::{
-    Client, CompactionOptions, Compare, CompareOp, ConnectOptions, DeleteOptions, GetOptions, KvClient,
-    PutOptions, Txn, TxnOp,
+    Client, CompactionOptions, Compare, CompareOp, ConnectOptions, DeleteOptions, GetOptions, GetResponse,
+    KvClient, PutOptions, Txn, TxnOp,
 };
 
-use self::calls::{header_revision, revision, unavailable, wire, within};
+use self::calls::{revision, unavailable, wire, within};
+use self::history::History;
 use self::watch::Source;
 use crate::contract::{
     Condition, KeyValue, Outcome, Range, Revision, Store, StoreFuture, Transaction, Watch, Write,
@@ -36,6 +39,7 @@ use crate::lease::{Lease, LeaseId, TimeToLive};
 use crate::state::check;
 
 mod calls;
+mod history;
 mod settings;
 mod tls;
 mod watch;
@@ -59,6 +63,7 @@ pub struct EtcdStore {
     client: Client,
     /// What all entries' keys begin with.
     prefix: Vec<u8>,
+    history: Arc<History>,
 }
 
 impl EtcdStore {
@@ -84,7 +89,7 @@ impl EtcdStore {
     async fn open(settings: &EtcdSettings, options: ConnectOptions) -> Result<EtcdStore, StoreError> {
         let client = within(Client::connect(&settings.endpoints, Some(options))).await?;
         let prefix = settings.prefix.as_bytes();
-        let store = EtcdStore { client, prefix: [prefix, ENTRIES_PREFIX].concat() };
+        let store = EtcdStore { client, prefix: [prefix, ENTRIES_PREFIX].concat(), history: Arc::default() };
         // Connections are made when they are needed: without a call nobody knows whether somebody is there.
         store.check_schema([prefix, SCHEMA_KEY].concat()).await?;
         Ok(store)
@@ -112,6 +117,18 @@ impl EtcdStore {
 
     fn kv(&self) -> KvClient {
         self.client.kv_client().max_decoding_message_size(MESSAGE_BYTES_MAX)
+    }
+
+    /// Reads, and says at which revision.
+    async fn read(
+        &self,
+        key: Vec<u8>,
+        options: Option<GetOptions>,
+    ) -> Result<(GetResponse, Revision), StoreError> {
+        let before = self.history.before();
+        let answer = within(self.kv().get(key, options)).await?;
+        let revision = self.history.answered(before, answer.header())?;
+        Ok((answer, revision))
     }
 
     fn full(&self, key: &[u8]) -> Vec<u8> {
@@ -150,9 +167,9 @@ impl EtcdStore {
                 .with_range(end_of(prefix))
                 .with_limit(wire(page.max(1) as u64))
                 .with_revision(wire(range.revision.0));
-            let answer = within(self.kv().get(start, Some(options))).await?;
+            let (answer, revision) = self.read(start, Some(options)).await?;
             if range.revision == Revision(0) {
-                range.revision = header_revision(answer.header())?;
+                range.revision = revision;
             }
             if page == 0 {
                 range.more = !answer.kvs().is_empty();
@@ -190,7 +207,7 @@ impl Store for EtcdStore {
     fn get(&self, key: &[u8]) -> StoreFuture<'_, Option<KeyValue>> {
         let key = self.full(key);
         Box::pin(async move {
-            let mut answer = within(self.kv().get(key, None)).await?;
+            let (mut answer, _) = self.read(key, None).await?;
             answer.take_kvs().into_iter().next().map(|entry| self.entry(&entry)).transpose()
         })
     }
@@ -214,9 +231,11 @@ impl Store for EtcdStore {
             let conditions: Vec<Compare> =
                 transaction.conditions.iter().flat_map(|condition| self.compare(condition)).collect();
             let writes: Vec<TxnOp> = transaction.writes.iter().map(|write| self.operation(write)).collect();
+            let before = self.history.before();
             let answer = within(self.kv().txn(Txn::new().when(conditions).and_then(writes))).await?;
+            let revision = self.history.answered(before, answer.header())?;
             match answer.succeeded() {
-                true => Ok(Outcome::Committed(header_revision(answer.header())?)),
+                true => Ok(Outcome::Committed(revision)),
                 false => Ok(Outcome::Conflict),
             }
         })
@@ -250,8 +269,7 @@ impl Store for EtcdStore {
         // Of one key, since permissions may end at the prefix.
         let key = self.full(b"\0");
         Box::pin(async move {
-            let answer = within(self.kv().get(key, Some(GetOptions::new().with_count_only()))).await?;
-            header_revision(answer.header())
+            self.read(key, Some(GetOptions::new().with_count_only())).await.map(|(_, revision)| revision)
         })
     }
 

@@ -97,7 +97,64 @@ async fn a_watch_of_an_etcd_that_was_emptied_ends_instead_of_waiting_for_its_rev
     server.wipe();
     server.restart();
     let ended = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it ends");
-    assert!(matches!(ended, Err(StoreError::Compacted { .. })), "{ended:?}");
+    assert!(matches!(ended, Err(StoreError::Replaced { .. })), "{ended:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_etcd_that_is_restored_from_a_backup_shows_in_every_call_to_whoever_has_seen_more() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    store.transact(put("x", "before")).await.expect("committed");
+    server.kill();
+    server.back_up();
+    server.restart();
+    // Who has seen no more than the backup holds cannot be wrong about it.
+    let other = connect(&server, "/a/").await;
+    let mut seen = other.watch(b"", Revision(1)).await.expect("a watch");
+    seen.next().await.expect("what was put");
+    for number in 0..3 {
+        store.transact(put("x", &number.to_string())).await.expect("committed");
+    }
+    let mut watch = store.watch(b"x", Revision(1)).await.expect("a watch");
+    watch.next().await.expect("what was put");
+    server.kill();
+    server.restore();
+    server.restart();
+    let of_watch = tokio::time::timeout(Duration::from_secs(20), watch.next()).await.expect("it ends");
+    let answers = [
+        of_watch.err(),
+        store.get(b"x").await.err(),
+        store.range(b"", 10).await.err(),
+        store.revision().await.err(),
+        store.transact(put("y", "")).await.err(),
+        store.watch(b"", Revision(1)).await.err(),
+    ];
+    for (call, told) in answers.into_iter().enumerate() {
+        assert!(matches!(told, Some(StoreError::Replaced { .. })), "call {call}: {told:?}");
+    }
+    let fresh = connect(&server, "/a/").await;
+    let entry = fresh.get(b"x").await.expect("readable").expect("it was in the backup");
+    assert_eq!(entry.value, b"before");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_cluster_under_the_same_address_shows_however_far_it_is() {
+    let (folder, elsewhere) =
+        (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+    let mut server = Server::start(folder.path());
+    let store = connect(&server, "/a/").await;
+    store.transact(put("x", "")).await.expect("committed");
+    server.kill();
+    let token = ["--initial-cluster-token", "another"].map(str::to_owned).to_vec();
+    let mut other = server.replace(elsewhere.path(), token);
+    let fresh = connect(&other, "/a/").await;
+    for number in 0..20 {
+        fresh.transact(put(&number.to_string(), "")).await.expect("committed");
+    }
+    let told = store.get(b"x").await.expect_err("not the store that it was");
+    assert!(matches!(told, StoreError::Replaced { .. }), "{told}");
+    other.kill();
 }
 
 /// A server that keeps its connections and answers nothing is worse than none: nothing but a deadline ends a call.

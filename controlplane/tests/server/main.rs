@@ -4,6 +4,7 @@
 mod connection;
 mod directory;
 mod events;
+mod failing;
 mod harness;
 mod kv_events;
 mod membership;

@@ -3,10 +3,12 @@
 use std::time::Instant;
 
 use reprise_controlplane::server::ControlPlane;
+use reprise_policy::Epoch;
+use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
-    Bytes, ListTenantsRequest, RemoveTenantRequest, ReportReply, ReportRequest, SetTenantRequest, Tenant,
-    TenantOrder, TenantReport, TenantState,
+    Bytes, ListMembersRequest, ListTenantsRequest, RemoveTenantRequest, ReportReply, ReportRequest,
+    SetTenantRequest, Tenant, TenantOrder, TenantReport, TenantState,
 };
 use tonic::Code;
 use tonic::transport::Channel;
@@ -29,6 +31,9 @@ struct Reporter {
     node: Node,
     placement: PlacementClient<Channel>,
     report: TenantReport,
+    /// Whether it names the tenant, and by which map it reports.
+    names: bool,
+    map_digest: u64,
 }
 
 impl Reporter {
@@ -40,14 +45,16 @@ impl Reporter {
             ..TenantReport::default()
         };
         let placement = PlacementClient::new(channel(member).await);
-        Reporter { node: Node::register(member, name).await, placement, report }
+        let node = Node::register(member, name).await;
+        Reporter { node, placement, report, names: true, map_digest: 0 }
     }
 
     async fn say(&mut self) -> ReportReply {
         let request = ReportRequest {
             node: self.node.granted.node,
             epoch: self.node.granted.epoch,
-            tenants: vec![self.report.clone()],
+            tenants: self.names.then(|| self.report.clone()).into_iter().collect(),
+            map_digest: self.map_digest,
             ..ReportRequest::default()
         };
         self.placement.report(request).await.expect("answered").into_inner()
@@ -175,6 +182,27 @@ async fn a_node_that_takes_another_member_for_the_owner_holds_orders_up() {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     b.report.elsewhere = false;
+    tokio::join!(a.told(|_| true), b.told(|_| true));
+    member.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_node_that_reports_by_another_map_holds_orders_up_also_for_tenants_that_it_does_not_name() {
+    let member = start().await;
+    let mut a = Reporter::new(&member, "a").await;
+    let mut b = Reporter::new(&member, "b").await;
+    let list = a.node.membership.list_members(ListMembersRequest {}).await.expect("a list").into_inner();
+    let names = list.members.iter().map(|member| MemberName::new(&member.name).expect("a name"));
+    let now = ShardMap::new(Epoch(list.epoch), names).expect("a map").digest();
+    (a.map_digest, b.map_digest, b.names) = (now, now ^ 1, false);
+    b.say().await;
+    a.placement.set_tenant(tenant(0, GIB)).await.expect("there is room");
+    for _ in 0..30 {
+        assert!(a.say().await.orders.is_empty(), "a former owner may have granted it all to the other");
+        assert!(b.say().await.orders.is_empty(), "it would not take an order");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    b.map_digest = now;
     tokio::join!(a.told(|_| true), b.told(|_| true));
     member.shutdown().await;
 }

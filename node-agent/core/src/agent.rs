@@ -65,7 +65,6 @@ mod usage;
 mod writeback;
 
 pub use counters::Counters;
-pub use giving::DrainProgress;
 pub use settings::Settings;
 pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
 pub use usage::NodeUsage;
@@ -222,6 +221,7 @@ impl AgentCore {
 
     fn dispatch(&mut self, event: Event) {
         match event {
+            Event::TenantNamed { tenant, name } => self.name_tenant(tenant, name),
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
             Event::Request { session, request, body, received } => {

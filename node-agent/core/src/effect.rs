@@ -200,7 +200,8 @@ pub enum Effect {
         place: PlaceId,
         /// Durable blocks of this node, of one size.
         keys: Vec<BlockKey>,
-        /// Bytes that each takes on a device, header page included.
+        /// Bytes that each takes on a device, header page included: what its target is charged for. 1 where the answer is not
+        /// acted on.
         slot_bytes: u64,
         /// Why.
         reason: PlaceReason,
@@ -517,6 +518,12 @@ pub enum Report {
         room: Room,
         /// By how much, and what to do.
         error: QuotaError,
+    },
+    /// A peer offers blocks of a layout that is new here, and half of the table of tenants' layouts is in use: the other half is
+    /// kept for this node's engines, and such offers are refused. Said once.
+    OffersRefused {
+        /// Layouts of tenants in use.
+        layouts: usize,
     },
     /// A device had too many errors and is no longer used.
     DeviceLost {

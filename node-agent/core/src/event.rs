@@ -5,7 +5,7 @@ use std::time::Duration;
 use reprise_policy::quota::Quota;
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{
-    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, Tick, Tier,
+    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick, Tier,
 };
 
 use crate::effect::{
@@ -20,6 +20,14 @@ pub struct RequestId(pub u64);
 /// One thing that happened.
 #[derive(Debug)]
 pub enum Event {
+    /// A tenant's name, which its blocks carry on devices from now on. Comes before the first session and the first offer of
+    /// the tenant; a core that is never told writes blocks without it.
+    TenantNamed {
+        /// The number that its blocks have on this node.
+        tenant: TenantId,
+        /// Its name.
+        name: TenantName,
+    },
     /// An engine opened a session (its greeting was checked by the runtime).
     SessionOpened(SessionOpened),
     /// A session ended: all its leases, reservations and loads end with it.

@@ -30,7 +30,7 @@ mod slots;
 mod superblock;
 
 use reprise_policy::layout::PAGE_BYTES;
-use reprise_policy::{BlockKey, ContentId, Generation, Layout, TenantId};
+use reprise_policy::{BlockKey, ContentId, Generation, Layout, TenantId, TenantName};
 
 use crate::effect::ArenaSlot;
 
@@ -117,6 +117,8 @@ pub struct BlockWrite {
     pub key: BlockKey,
     /// Whose it is.
     pub tenant: TenantId,
+    /// The tenant's name, if it is known: kept in the header page.
+    pub tenant_name: Option<TenantName>,
     /// Its geometry.
     pub layout: Layout,
     /// Content id, or unknown.

@@ -16,7 +16,9 @@ use reprise_agent_core::pool::{
     BlockWrite, DeviceOp, DeviceOpKind, DevicePool, PageNumber, PoolParams, SUPERBLOCK_OFFSETS,
 };
 use reprise_policy::layout::OBJECTS_MAX;
-use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, TenantId};
+use reprise_policy::{
+    BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts, TenantId, TenantName,
+};
 
 const SUPERBLOCK: &str = include_str!("fixtures/superblock.hex");
 const BANK_HEADER: &str = include_str!("fixtures/bank_header.hex");
@@ -31,6 +33,7 @@ const LOG_PAGE_2_V1: &str = include_str!("fixtures/v1/log_page_2.hex");
 const CHECKPOINT_PAGE_V1: &str = include_str!("fixtures/v1/checkpoint_page.hex");
 const TAIL_PAGE_V1: &str = include_str!("fixtures/v1/tail_page.hex");
 const SLOT_HEADER: &str = include_str!("fixtures/slot_header.hex");
+const SLOT_HEADER_NAMED: &str = include_str!("fixtures/slot_header_named.hex");
 
 const DEVICE_BYTES: u64 = 64 << 20;
 const PAGE: u64 = 4096;
@@ -241,6 +244,7 @@ fn a_slot_header_is_written_and_read_as_its_fixture_says() {
         content: CONTENT,
         layout: layout(3),
         generation: expected.generation,
+        tenant: None,
         checksums: &pool_world::checksums(&key(0x22), &layout(3)),
     };
     let (encoded, crc) = encode_header(&fields);
@@ -251,6 +255,49 @@ fn a_slot_header_is_written_and_read_as_its_fixture_says() {
     assert_eq!((header.content, header.layout, header.page), (CONTENT, layout(3), number));
     assert_eq!(&*header.checksums, fields.checksums);
     assert_eq!(read_header(&page), Ok((header, crc)));
+}
+
+#[test]
+fn a_slot_header_names_the_tenant_as_its_fixture_says_and_one_without_a_name_is_as_good() {
+    let (unnamed, expected) = golden_header();
+    let name: TenantName = "team-7".parse().expect("a name");
+    let mut disk = Disk::new(DEVICE_BYTES);
+    DevicePool::format(&golden_params())
+        .expect("sound")
+        .iter()
+        .for_each(|(at, page)| disk.write_durably(*at, page));
+    let (mut pool, _, _) = recover(&disk).expect("opens");
+    let write = |pool: &mut DevicePool, number: u8, name: Option<TenantName>| {
+        let page = pool.allocate(layout(3).slot_bytes()).expect("room");
+        let write =
+            BlockWrite { content: CONTENT, tenant_name: name, ..block_write(key(number), layout(3), page) };
+        let ops = pool.write_batch(batch(u64::from(number)), vec![write]);
+        ops.into_iter().find_map(|op| match op.kind {
+            DeviceOpKind::WriteBlock { header, .. } => Some(header),
+            _ => None,
+        })
+    };
+    let page = fixture(SLOT_HEADER_NAMED);
+    let header = read_header(&page).expect("intact").0;
+    assert_eq!(header.tenant, Some(name.clone()));
+    assert_eq!(decode_header(&unnamed, &expected).expect("the expected header").tenant, None);
+    let first = write(&mut pool, 0x21, None).expect("written");
+    assert_eq!(read_header(&first).expect("intact").0.tenant, None);
+    let second = write(&mut pool, 0x22, Some(name)).expect("written");
+    assert_page(&second, SLOT_HEADER_NAMED, "slot header with a name");
+}
+
+#[test]
+fn a_tenant_s_name_that_is_none_costs_no_block() {
+    for (length, text) in [(64, "a"), (1, "A"), (255, "team-7"), (3, "a\u{fc}")] {
+        let mut page = fixture(SLOT_HEADER_NAMED);
+        page[3968..4032].fill(0);
+        page[3968] = length;
+        page[3969..3969 + text.len()].copy_from_slice(text.as_bytes());
+        let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &page[..4092]) as u32;
+        page[4092..].copy_from_slice(&crc.to_le_bytes());
+        assert_eq!(read_header(&page).expect("intact").0.tenant, None, "{length} of {text}");
+    }
 }
 
 #[test]
@@ -300,9 +347,11 @@ proptest! {
 
     #[test]
     fn any_slot_header_comes_back_as_it_was_written(
-        layout in any_layout(), key in any::<[u8; 16]>(), generation in any::<u32>(), base in any::<u32>()
+        layout in any_layout(), key in any::<[u8; 16]>(), generation in any::<u32>(), base in any::<u32>(),
+        name in prop::option::of("[a-z0-9-]{1,63}")
     ) {
         let checksums: Vec<u32> = (0..layout.objects()).map(|object| base.wrapping_mul(object + 1)).collect();
+        let name: Option<TenantName> = name.map(|name| name.parse().expect("a name"));
         let fields = HeaderFields {
             pool_uuid: [1; 16],
             page: PageNumber(base),
@@ -310,6 +359,7 @@ proptest! {
             content: ContentId::UNKNOWN,
             layout,
             generation: Generation(generation),
+            tenant: name.as_ref(),
             checksums: &checksums,
         };
         prop_assert!(layout.objects() <= OBJECTS_MAX);
@@ -318,6 +368,7 @@ proptest! {
         let header = decode_header(&page, &expected).expect("the same header");
         prop_assert_eq!((header.layout, header.page), (layout, fields.page));
         prop_assert_eq!(&*header.checksums, checksums.as_slice());
+        prop_assert_eq!(header.tenant, name);
     }
 
     /// A right checksum over nonsense: refused or read, never a panic.

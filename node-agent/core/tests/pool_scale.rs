@@ -54,7 +54,17 @@ fn fill(pool: &mut DevicePool, disk: &mut Disk, layout: Layout) {
             let checksums = vec![0; layout.objects() as usize].into();
             let content = ContentId::UNKNOWN;
             let tenant = TenantId(number as u16 % 4);
-            BlockWrite { key: key(number), tenant, layout, content, priority: 1, checksums, slot, page }
+            BlockWrite {
+                key: key(number),
+                tenant,
+                tenant_name: None,
+                layout,
+                content,
+                priority: 1,
+                checksums,
+                slot,
+                page,
+            }
         });
         let blocks = blocks.collect();
         let ops = pool.write_batch(batch(first), blocks);

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use reprise_agent_core::agent::{DrainProgress, TenantUsage};
-use reprise_policy::{ByteSize, Interval, NodeMode, quota};
+use reprise_agent_core::agent::TenantUsage;
+use reprise_policy::{ByteSize, DrainProgress, Interval, NodeMode, quota};
 use serde::Serialize;
 
 use super::AdminContext;

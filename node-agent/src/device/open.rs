@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use reprise_agent_core::pool::header::HEADER_BYTES;
 use reprise_agent_core::pool::{DevicePool, PoolError, PoolParams, Recovery};
 use reprise_buffers::{Arena, PageBuffer, Region};
 use reprise_io::{
@@ -17,6 +18,7 @@ use reprise_io::{
 };
 use reprise_policy::layout::PAGE_BYTES;
 
+use super::names;
 use super::{Facts, Found, Recovered, RecoveryInfo, Verdict};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::error::{AgentError, ErrorKind};
@@ -244,13 +246,17 @@ fn recover(
     if !report.is_clean() {
         tracing::warn!(path = %path.display(), ?report, "the journal was damaged; blocks it named only there are lost");
     }
+    let names = names::find(&stored, |offset| {
+        let mut page = PageBuffer::new(HEADER_BYTES).ok()?;
+        medium.read(offset, &mut page).ok().map(|()| page)
+    });
     let recovery = RecoveryInfo {
         took: started.elapsed(),
         records: report.checkpoint_records + report.log_records,
         blocks: stored.len() as u64,
         formatted: history == History::Formatted,
     };
-    Ok(Recovered { pool, stored, recovery })
+    Ok(Recovered { pool, stored, names, recovery })
 }
 
 fn whole_pages(file: &DeviceFile) -> u64 {

@@ -71,6 +71,11 @@ impl Routes {
         self.map.epoch()
     }
 
+    /// Of the members in the map.
+    pub(super) fn digest(&self) -> u64 {
+        self.map.digest()
+    }
+
     pub(super) fn links(&self) -> &[Arc<Link>] {
         &self.links
     }

@@ -7,12 +7,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantUsage};
+use reprise_agent_core::agent::{NodeUsage, TenantUsage};
 use reprise_agent_core::event::Grant;
 use reprise_agent_core::orders::{Bytes, Orders, Owner, ReportNumber, Said};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NodeId, TenantName};
+use reprise_policy::{DrainProgress, NodeId, TenantName};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder, TenantReport};
 use tokio::time::{MissedTickBehavior, interval};
@@ -143,6 +143,8 @@ fn request(
         usage: Some(usage),
         drain: Some(drain_progress(state.drain)),
         tenants,
+        // Of a tenant that is not named nothing else says by which owners this report was made.
+        map_digest: routes.map_or(0, Routes::digest),
     };
     (request, number)
 }

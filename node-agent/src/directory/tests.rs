@@ -64,6 +64,15 @@ impl Agent {
         }
     }
 
+    /// Waits until the client says so of itself.
+    fn wait_until(&self, wanted: impl Fn(&DirectoryStatus) -> bool) {
+        let start = Instant::now();
+        while !wanted(&self.client.status()) {
+            assert!(start.elapsed() < PATIENCE, "never came: {:?}", self.client.status());
+            std::thread::yield_now();
+        }
+    }
+
     /// Waits for the answer to a question where blocks go, whatever it is.
     fn wait_for_placed(&self) -> DirectoryEvent {
         loop {
@@ -261,6 +270,8 @@ fn a_control_plane_that_comes_back_knowing_the_node_gets_what_was_queued_and_no_
     let agent = Agent::start(settings(fake.endpoint()));
     agent.settle(&[(key(0), Tier::Dram)]);
     fake.wait(|state| state.log.len() == 1);
+    // An answer that is lost with the fake leaves its changes queued.
+    agent.wait_until(|status| status.changes_announced == 1);
     let state = fake.read(Clone::clone);
     let port = fake.stop();
     agent.wait_for(&DirectoryEvent::Disconnected);

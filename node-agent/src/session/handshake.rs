@@ -142,10 +142,11 @@ fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refu
     let mut tenants = context.tenants.lock().expect("nobody panics with the registry in hand");
     tenants.bind(&hello.tenant, &hello.namespace).map_err(|error| {
         let kind = match error {
-            TenantError::Full(_) => FailureKind::Busy,
-            TenantError::Name(_) | TenantError::Number { .. } | TenantError::Namespace { .. } => {
-                FailureKind::BadRequest
-            }
+            TenantError::Full(_) | TenantError::Offered(_) => FailureKind::Busy,
+            TenantError::Name(_)
+            | TenantError::Number { .. }
+            | TenantError::Renumbered { .. }
+            | TenantError::Namespace { .. } => FailureKind::BadRequest,
         };
         Refused { id: hello.id, kind, message: error.to_string() }
     })

@@ -7,9 +7,12 @@
 //! * [`Known::Nothing`]: nobody has answered for the key. It ends no node's run, and is not counted at its end: a node
 //!   needs no directory for what it has. It ends the run of the cluster, since nobody else would find it.
 //!
-//! Cost: replicas and the nodes whose run still goes on, for each key.
+//! Cost: a *step* for each replica and each node whose run still goes on, for each key, of 2 ns: where 8,192 keys are
+//! held by all of 1,000 nodes they are 8 million steps, 17 ms. [`Ranker::pass`] takes as many steps as whoever shares
+//! a thread with others allows; only the end, a sort of the nodes (0.1 ms for 1,000), goes in one.
 
 use std::cmp::Reverse;
+use std::ops::ControlFlow;
 
 use crate::ids::NodeId;
 use crate::key::BlockKey;
@@ -75,57 +78,92 @@ struct Marks {
     named: Vec<(u32, u32)>,
 }
 
-/// Ranks the nodes for a chain of keys, of each of which something is known.
-pub fn rank<'a>(
-    first: &BlockKey,
-    chain: impl IntoIterator<Item = Known<'a>>,
-    load: impl Fn(NodeId) -> LoadHint,
-) -> Ranking {
-    let (mut running, mut ended, mut cluster_run) = (Vec::new(), Vec::new(), None);
-    let mut marks = Marks::default();
-    // A node that no key has named: it may come in while no key speaks against it.
-    let mut unnamed = Some(Runner { node: NodeId(0), run: 0, dram_run: 0, in_dram: true });
-    let mut length = 0;
-    for (at, known) in (0u32..).zip(chain) {
-        length = at + 1;
+/// Ranks the nodes for a chain of keys, a part of it at a time.
+#[derive(Debug)]
+pub struct Ranker {
+    running: Vec<Runner>,
+    ended: Vec<Runner>,
+    marks: Marks,
+    /// A node that no key has named: it may come in while no key speaks against it.
+    unnamed: Option<Runner>,
+    /// Keys so far.
+    length: u32,
+    /// Once it has ended.
+    cluster_run: Option<u32>,
+}
+
+impl Default for Ranker {
+    fn default() -> Ranker {
+        Ranker {
+            running: Vec::new(),
+            ended: Vec::new(),
+            marks: Marks::default(),
+            unnamed: Some(Runner { node: NodeId(0), run: 0, dram_run: 0, in_dram: true }),
+            length: 0,
+            cluster_run: None,
+        }
+    }
+}
+
+impl Ranker {
+    /// Goes on with the chain for so many steps, or one key more than they allow; `Break` when nothing further of it matters.
+    pub fn pass<'a>(&mut self, chain: &mut impl Iterator<Item = Known<'a>>, steps: usize) -> ControlFlow<()> {
+        let mut left = steps;
+        while left > 0 {
+            let Some(known) = chain.next() else { return ControlFlow::Break(()) };
+            left = left.saturating_sub(self.next(known));
+            if self.running.is_empty() && self.unnamed.is_none() && self.cluster_run.is_some() {
+                return ControlFlow::Break(());
+            }
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Takes the next key; how many steps that took.
+    fn next(&mut self, known: Known<'_>) -> usize {
         let (names, of_others) = match known {
             Known::Replicas(replicas) => (replicas, Says::HasItNot),
             Known::Crowded(replicas) => (replicas, Says::of_unnamed(replicas)),
             Known::Nothing => (&[][..], Says::MayHaveIt),
         };
-        if names.is_empty() && cluster_run.is_none() {
-            cluster_run = Some(at);
+        if names.is_empty() && self.cluster_run.is_none() {
+            self.cluster_run = Some(self.length);
         }
+        self.length += 1;
+        let (length, marks, ended, unnamed) = (self.length, &mut self.marks, &mut self.ended, self.unnamed);
         for (node, tier) in names {
             let first = marks.mark(length, *node, *tier);
-            running.extend(unnamed.filter(|_| first).map(|unnamed| Runner { node: *node, ..unnamed }));
+            self.running.extend(unnamed.filter(|_| first).map(|unnamed| Runner { node: *node, ..unnamed }));
         }
-        running.retain_mut(|runner: &mut Runner| {
+        let steps = 1 + names.len() + self.running.len();
+        self.running.retain_mut(|runner: &mut Runner| {
             let goes_on = runner.pass(length, marks.of(runner.node, length).unwrap_or(of_others));
             if !goes_on {
                 ended.push(*runner);
             }
             goes_on
         });
-        unnamed = unnamed.and_then(|mut unnamed| unnamed.pass(length, of_others).then_some(unnamed));
-        if running.is_empty() && unnamed.is_none() && cluster_run.is_some() {
-            break;
-        }
+        self.unnamed = unnamed.and_then(|mut unnamed| unnamed.pass(length, of_others).then_some(unnamed));
+        steps
     }
-    let cluster_run = cluster_run.unwrap_or(length);
-    ended.append(&mut running);
-    let ranked = |runner: Runner| RankedNode {
-        node: runner.node,
-        run: runner.run,
-        dram_run: runner.dram_run,
-        load: load(runner.node),
-    };
-    let mut nodes: Vec<RankedNode> = ended.into_iter().map(ranked).collect();
-    nodes.sort_by_key(|node| {
-        let hash = preference(first, node.node);
-        (Reverse((node.run, node.dram_run)), node.load.class(), hash, node.node)
-    });
-    Ranking { nodes, cluster_run }
+
+    /// The ranking for the keys so far, of which this was the first.
+    pub fn finish(mut self, first: &BlockKey, load: impl Fn(NodeId) -> LoadHint) -> Ranking {
+        let cluster_run = self.cluster_run.unwrap_or(self.length);
+        self.ended.append(&mut self.running);
+        let ranked = |runner: Runner| RankedNode {
+            node: runner.node,
+            run: runner.run,
+            dram_run: runner.dram_run,
+            load: load(runner.node),
+        };
+        let mut nodes: Vec<RankedNode> = self.ended.into_iter().map(ranked).collect();
+        nodes.sort_by_cached_key(|node| {
+            let hash = preference(first, node.node);
+            (Reverse((node.run, node.dram_run)), node.load.class(), hash, node.node)
+        });
+        Ranking { nodes, cluster_run }
+    }
 }
 
 impl Marks {
@@ -245,7 +283,15 @@ mod tests {
     }
 
     fn ranked(chain: &[Given]) -> Ranking {
-        rank(&KEY, chain.iter().map(Given::known), |node| LoadHint(u64::from(node.0 % 2) << 30))
+        ranked_by(chain, usize::MAX)
+    }
+
+    /// In parts of so many steps.
+    fn ranked_by(chain: &[Given], steps: usize) -> Ranking {
+        let mut ranker = Ranker::default();
+        let mut keys = chain.iter().map(Given::known);
+        while ranker.pass(&mut keys, steps).is_continue() {}
+        ranker.finish(&KEY, |node| LoadHint(u64::from(node.0 % 2) << 30))
     }
 
     fn on(nodes: &[u16], tier: Tier) -> Given {
@@ -281,7 +327,24 @@ mod tests {
         assert_eq!((best.node.0, best.run, best.dram_run), (4, 4, 3));
     }
 
+    #[test]
+    fn a_part_ends_with_the_key_that_uses_up_its_steps_however_many_nodes_hold_the_keys() {
+        let nodes: Vec<u16> = (0..1000).collect();
+        let chain = vec![on(&nodes, Tier::Dram); 50];
+        let mut ranker = Ranker::default();
+        let mut keys = chain.iter().map(Given::known);
+        // 2,001 steps a key.
+        assert_eq!(ranker.pass(&mut keys, 20_000), ControlFlow::Continue(()));
+        assert_eq!(keys.len(), 40);
+        assert_eq!(ranker.pass(&mut keys, usize::MAX), ControlFlow::Break(()));
+    }
+
     proptest! {
+        #[test]
+        fn parts_make_no_difference(chain in prop::collection::vec(given(), 0..9), steps in 1usize..20) {
+            prop_assert_eq!(ranked_by(&chain, steps), ranked(&chain));
+        }
+
         #[test]
         fn runs_are_those_of_the_definition(chain in prop::collection::vec(given(), 0..9)) {
             let ranking = ranked(&chain);

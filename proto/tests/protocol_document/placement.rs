@@ -52,6 +52,7 @@ fn report_rows() -> Vec<String> {
         usage: Some(usage()),
         drain: Some(drain()),
         tenants: vec![tenant],
+        map_digest: 0x0102_0304_0506_0708,
     };
     let order =
         cluster::TenantOrder { tenant: "t".to_owned(), version: 9, reserved: both(1, 2), limit: both(3, 4) };
@@ -66,7 +67,7 @@ fn report_rows() -> Vec<String> {
         row(
             "`ReportRequest`",
             "node 7, epoch 3; of 1 KiB and 2 KiB uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7; tenant \"t\": version 9, \
-             limit 3, 4, used 1, 2, limited 5, 6, elsewhere",
+             limit 3, 4, used 1, 2, limited 5, 6, elsewhere; map 0x0102030405060708",
             &report,
         ),
         row(

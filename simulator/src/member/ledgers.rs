@@ -24,12 +24,14 @@ pub(crate) struct Tenancy {
 impl Member {
     /// A node says how it is; returns its orders. `None`: it must register again.
     pub(crate) fn report(&mut self, now: Tick, says: &NodeSays) -> Option<Vec<Order>> {
-        let NodeSays { node, epoch, report, ref said } = *says;
+        let NodeSays { node, epoch, report, ref said, map_digest } = *says;
         if !self.members.report(node, epoch, report) {
             return None;
         }
         let orders = self.with_place(now, |place, tenancy| {
-            let budgets = tenancy.budgets.as_ref()?;
+            // By another map a tenant may be another's that this report does not name.
+            let budgets =
+                tenancy.budgets.as_ref().filter(|_| [0, place.map.digest()].contains(&map_digest))?;
             Some(tenancy.ledgers.report(place, budgets, (node, epoch), said))
         });
         Some(orders.flatten().unwrap_or_default())

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use etcd_client::{Error as EtcdError, ResponseHeader};
+use etcd_client::Error as EtcdError;
 use tokio::time::timeout;
 
 use crate::contract::Revision;
@@ -92,10 +92,6 @@ pub(super) fn denied(reason: &str) -> StoreError {
 
 pub(super) fn unavailable(reason: &str) -> StoreError {
     StoreError::Unavailable { reason: reason.to_owned() }
-}
-
-pub(super) fn header_revision(header: Option<&ResponseHeader>) -> Result<Revision, StoreError> {
-    header.map(|header| revision(header.revision())).ok_or_else(|| unavailable("an answer without a header"))
 }
 
 pub(super) fn revision(number: i64) -> Revision {

@@ -20,8 +20,6 @@ pub(super) struct Source {
     prefix: Vec<u8>,
     /// The first revision not yet reported.
     next: u64,
-    /// The highest revision that etcd was seen at.
-    seen: u64,
     stream: Option<WatchStream>,
     pause: Duration,
 }
@@ -35,19 +33,15 @@ impl Source {
     ) -> Result<Source, StoreError> {
         // 0 would mean from now on.
         let next = from.0.max(1);
-        let mut source = Source { store, prefix, next, seen: 0, stream: None, pause: REOPEN_PAUSE_MIN };
+        let mut source = Source { store, prefix, next, stream: None, pause: REOPEN_PAUSE_MIN };
         source.open().await?;
         Ok(source)
     }
 
     async fn open(&mut self) -> Result<(), StoreError> {
-        // A token that has expired is renewed by calls, and not by watches.
-        let now = self.store.revision().await?;
-        if now.0 < self.seen {
-            // etcd was emptied, or restored from a backup: it would wait for a revision that others will make.
-            return Err(StoreError::Compacted { oldest: Revision(now.0 + 1) });
-        }
-        self.seen = now.0;
+        // A token that has expired is renewed by calls, and not by watches. And an etcd that has gone back is noticed: a watch
+        // would wait for a revision that others will make.
+        self.store.revision().await?;
         let mut client = self.store.client.watch_client().max_decoding_message_size(MESSAGE_BYTES_MAX);
         let prefix = self.store.full(&self.prefix);
         let options = WatchOptions::new().with_prefix().with_start_revision(wire(self.next));
@@ -82,7 +76,7 @@ impl Source {
         }
         let Some(last) = events.last().map(Event::revision) else { return Ok(None) };
         self.next = last.0 + 1;
-        self.seen = self.seen.max(last.0);
+        self.store.history.seen(last);
         Ok(Some(WatchBatch { revision: last, events }))
     }
 }

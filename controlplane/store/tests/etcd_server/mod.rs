@@ -142,6 +142,29 @@ impl Server {
         std::fs::remove_dir_all(self.folder.join("etcd")).expect("one's own folder");
     }
 
+    /// Copies all that it has stored. Only while it does not run.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
+    pub(crate) fn back_up(&self) {
+        copy(&self.folder.join("etcd"), &self.folder.join("backup"));
+    }
+
+    /// Puts the copy in the place of all that it has stored. Only while it does not run.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
+    pub(crate) fn restore(&self) {
+        self.wipe();
+        copy(&self.folder.join("backup"), &self.folder.join("etcd"));
+    }
+
+    /// Starts another one under the same addresses, with its data in another folder.
+    #[allow(dead_code, reason = "each test program uses a part of this module")]
+    pub(crate) fn replace(&self, folder: &Path, arguments: Vec<String>) -> Server {
+        let setup = Setup { arguments, ..self.setup.clone() };
+        let child = spawn(folder, self.ports, &setup);
+        let mut server = Server { child, ports: self.ports, folder: folder.to_owned(), setup };
+        assert!(server.is_ready(), "another etcd starts");
+        server
+    }
+
     /// Starts it again with its data and under its addresses.
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn restart(&mut self) {
@@ -171,6 +194,11 @@ impl Server {
             && stream.read_to_string(&mut answer).is_ok()
             && answer.contains("\"health\":\"true\"")
     }
+}
+
+fn copy(from: &Path, to: &Path) {
+    let copied = Command::new("cp").arg("-a").args([from, to]).status().expect("cp is everywhere");
+    assert!(copied.success(), "one's own folder");
 }
 
 fn spawn(folder: &Path, ports: Ports, setup: &Setup) -> Child {

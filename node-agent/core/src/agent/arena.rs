@@ -247,6 +247,12 @@ impl Arena {
         self.order.insert(EntryIndex(frame.0), Standing { group: Group(owner.0), class });
     }
 
+    /// Makes an evictable frame the next of its class to go.
+    pub(super) fn put_first(&mut self, place: Place, frame: FrameIndex, class: u8) {
+        let group = Group(self.owner(place).0);
+        self.order.put_back(EntryIndex(frame.0), Standing { group, class });
+    }
+
     /// Makes it not evictable.
     pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
         self.regions[usize::from(place.region)].evictable -= 1;

@@ -96,6 +96,15 @@ impl AgentCore {
         self.forget_if_nowhere(entry);
     }
 
+    /// A clean frame that nobody reads is the next of its class to go.
+    pub(super) fn evict_first(&mut self, frame: FrameIndex) {
+        let state = self.frames.get(frame);
+        if state.state == FrameState::Clean && state.leases == 0 {
+            let class = state.entry().map_or(0, |entry| self.index.entry(entry).class());
+            self.arena.put_first(state.place, frame, class);
+        }
+    }
+
     /// Somebody values a block more than was known. Where it waits to be evicted it moves to its new class, as the one
     /// used last. What its journal record says stays as it was written: after a restart the block has the class of then.
     pub(super) fn raise_priority(&mut self, entry: EntryIndex, priority: Priority) {

@@ -23,6 +23,7 @@ use super::lookups::peer_source;
 use super::placing::Wanted;
 use super::shapes::ShapeId;
 use super::slab::SlabId;
+use super::writeback::Worth;
 use crate::effect::{BlockRead, Change, DeviceId, FillId, LossReason, ServeId, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::pool::StoredBlock;
@@ -271,7 +272,8 @@ impl AgentCore {
         if fill.keep == Keep::Saved {
             self.counters.pulled_blocks += 1;
             self.counters.pulled_bytes += bytes;
-            self.save_taken(fill.frame);
+            let is_read = self.frames.get(fill.frame).leases > 0;
+            self.save_taken(fill.frame, if is_read { Worth::Used } else { Worth::Unasked });
         }
     }
 

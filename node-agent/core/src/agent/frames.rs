@@ -196,8 +196,11 @@ impl AgentCore {
         let state = self.frames.get_mut(frame);
         let evictable = state.leases == 0 && state.state == FrameState::Clean;
         state.leases += 1;
-        let place = state.place;
+        let (place, now) = (state.place, state.state);
         self.frames.read_leases += 1;
+        if let FrameState::Unsaved(slot) = now {
+            self.writeback.note_read(slot);
+        }
         if evictable {
             self.arena.remove_evictable(place, frame);
         }

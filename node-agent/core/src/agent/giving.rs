@@ -11,14 +11,14 @@
 //! has gone from here, or goes nowhere: nothing depends on an answer that was lost, came twice or came late. What
 //! destroys something, dropping a moved copy, follows only from the answer that the other copy is durable.
 //!
-//! One question covers what could be offered now and what peers have taken and not announced yet: the control plane charges
-//! a node for every block that it names it for. A block that was taken is offered again only when the peer must have
-//! given it up.
+//! A block that was taken is offered again only when the peer must have given it up. A peer that took less than it was
+//! offered and wishes for a pause is offered no blocks of the shape until then, whoever else answers meanwhile.
 //!
 //! Only durable blocks are given; those that are not yet become so by the write-back. Costs of one event are bounded by the
 //! size of a batch, and bytes by the bandwidth ([`super::bandwidth`]), which is taken when blocks are offered and given
 //! back for those that were not taken.
 
+mod asking;
 mod drain;
 mod moves;
 
@@ -31,19 +31,17 @@ use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 use super::AgentCore;
 use super::hot::Heat;
 use super::limits::{
-    FRUITLESS_ROUNDS_MAX, GIVING_BATCHES_MAX, GIVING_STEP_EVERY, HOT_BATCHES_MAX, LOOKUP_GRACE,
-    OFFER_RETRY_MAX, OFFER_TIMEOUT, PARKED_AFTER_ROUNDS, PARKED_BATCHES_MAX, PLACE_AGAIN, PLACE_HELD,
-    PLACE_KEYS_MAX, PLACE_TIMEOUT, PULL_PATIENCE,
+    GIVING_BATCHES_MAX, GIVING_STEP_EVERY, HOT_BATCHES_MAX, LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT,
+    PARKED_AFTER_ROUNDS, PARKED_BATCHES_MAX, PLACE_AGAIN, PLACE_KEYS_MAX, PULL_PATIENCE,
 };
 use super::shapes::{Shape, ShapeId};
 use super::slab::{Slab, SlabId};
 use super::tenants::nvme_bytes;
 use super::timers::Timer;
-use crate::effect::{Effect, Offer, OfferId, PlaceId, PlaceReason};
-use crate::event::Placement;
+use crate::effect::{Effect, Offer, OfferId, PlaceReason};
+pub(super) use asking::Ask;
 use drain::Drain;
-pub use drain::DrainProgress;
-use moves::{Dropped, Moving};
+use moves::Moving;
 
 /// What is being given away; see the module.
 #[derive(Debug)]
@@ -57,6 +55,9 @@ pub(super) struct Giving {
     hot: Vec<BlockKey>,
     drain: Drain,
     moving: Option<Moving>,
+    /// Peers that want no blocks of a shape until then. Those whose time has come are dropped when one is added, so there are as
+    /// many as offers are answered in [`OFFER_RETRY_MAX`].
+    rests: BTreeMap<(NodeId, ShapeId), Tick>,
     /// When this is to be looked at again.
     wake: Option<Tick>,
     /// Slot bytes given away since the start.
@@ -72,6 +73,8 @@ pub(super) struct Batch {
     pub(super) stage: Stage,
     /// So many of the first blocks were not part of the last question.
     unasked: usize,
+    /// All blocks were just asked about: those that nobody has taken want a place.
+    sifted: bool,
     /// Rounds in a row in which no block got further.
     fruitless: u32,
 }
@@ -109,21 +112,11 @@ pub(super) enum Stage {
     Offering { open: u32, again: Option<Tick> },
 }
 
-/// A question to the control plane.
-#[derive(Debug)]
-pub(super) struct Ask {
-    pub(super) batch: SlabId,
-    /// So many of the batch's first blocks are asked about.
-    blocks: usize,
-    /// Slot bytes of those that would have to be offered.
-    fresh_bytes: u64,
-    expires: Tick,
-}
-
 /// An offer to a peer.
 #[derive(Debug)]
 pub(super) struct OpenOffer {
     pub(super) batch: SlabId,
+    node: NodeId,
     reason: PlaceReason,
     keys: Vec<BlockKey>,
     /// Of each block.
@@ -143,6 +136,7 @@ impl Giving {
             hot: Vec::new(),
             drain: Drain::default(),
             moving: None,
+            rests: BTreeMap::new(),
             wake: None,
             given_bytes: 0,
         }
@@ -178,6 +172,17 @@ impl Giving {
         GIVING_BATCHES_MAX.saturating_sub(all - parked).min(beside_parked)
     }
 
+    /// Whether a peer wants no blocks of a shape now.
+    fn is_resting(&self, node: NodeId, shape: ShapeId, now: Tick) -> bool {
+        self.rests.get(&(node, shape)).is_some_and(|until| *until > now)
+    }
+
+    /// A peer wants no blocks of a shape for a while.
+    fn let_rest(&mut self, of: (NodeId, ShapeId), until: Tick, now: Tick) {
+        self.rests.retain(|_, until| *until > now);
+        self.rests.insert(of, until);
+    }
+
     /// Forgets batches of a kind. Answers that still come find nothing.
     fn forget(&mut self, kind: impl Fn(PlaceReason) -> bool) {
         let gone: Vec<SlabId> =
@@ -195,6 +200,7 @@ impl Giving {
             blocks,
             stage: Stage::Due(now),
             unasked: 0,
+            sifted: false,
             fruitless: 0,
         });
     }
@@ -282,160 +288,6 @@ impl AgentCore {
         shapes
     }
 
-    /// Asks about every batch whose time has come.
-    fn ask_due(&mut self) {
-        let due = self.giving.batches.iter().filter(|(_, batch)| batch.is_due(self.now));
-        let mut due: Vec<(u32, SlabId)> = due.map(|(id, batch)| (batch.fruitless, id)).collect();
-        // Those that get further first, as long as there is bandwidth.
-        due.sort_unstable();
-        for (_, id) in due {
-            self.leave_out_gone(id);
-            let Some(batch) = self.giving.batches.get_mut(id) else { continue };
-            if batch.fruitless >= FRUITLESS_ROUNDS_MAX {
-                let (reason, blocks) = (batch.reason, batch.blocks.len() as u64);
-                self.giving.batches.remove(id);
-                self.count_nowhere(reason, blocks);
-            } else if self.bandwidth.wait(self.now).is_zero() {
-                self.ask_or_hold(id);
-            }
-        }
-    }
-
-    /// Takes blocks out of a batch that are not here any more.
-    fn leave_out_gone(&mut self, id: SlabId) {
-        let Some(batch) = self.giving.batches.get_mut(id) else { return };
-        let (shape, reason, blocks) = (batch.shape, batch.reason, std::mem::take(&mut batch.blocks));
-        let before = blocks.len();
-        let kept: Vec<Given> =
-            blocks.into_iter().filter(|block| self.is_givable(&block.key, shape)).collect();
-        self.count_walked(reason, (before - kept.len()) as u64);
-        self.keep_blocks(id, kept);
-    }
-
-    /// These blocks of a batch are left; without any it ends.
-    fn keep_blocks(&mut self, id: SlabId, kept: Vec<Given>) {
-        if kept.is_empty() {
-            self.giving.batches.remove(id);
-        } else if let Some(batch) = self.giving.batches.get_mut(id) {
-            batch.blocks = kept;
-        }
-    }
-
-    /// Asks about a batch, unless open questions of others cover all that could be offered now.
-    fn ask_or_hold(&mut self, id: SlabId) {
-        let others: u64 = self.giving.asks.iter().map(|(_, ask)| ask.fresh_bytes).sum();
-        let available = self.bandwidth.available(self.now).saturating_sub(others);
-        let Some(batch) = self.giving.batches.get_mut(id) else { return };
-        if available == 0 && others > 0 {
-            batch.stage = Stage::Due(self.now.after(PLACE_HELD));
-        } else {
-            batch.fruitless += 1;
-            self.ask(id, available);
-        }
-    }
-
-    /// Asks about the blocks of a batch that are on their way, and about as many others as could be offered now, one at the
-    /// least: the control plane charges every node with what it names it for.
-    fn ask(&mut self, id: SlabId, available: u64) {
-        let now = self.now;
-        let Some(batch) = self.giving.batches.get_mut(id) else { return };
-        let slot_bytes = self.shapes.get(batch.shape).slot_bytes;
-        let coming = batch.blocks.iter().filter(|block| block.is_coming(now)).count();
-        let fresh = (available / slot_bytes).max(1).min((batch.blocks.len() - coming) as u64);
-        let blocks = coming + fresh as usize;
-        if blocks < batch.blocks.len() {
-            batch.blocks.sort_by_key(|block| !block.is_coming(now));
-        }
-        let keys: Vec<BlockKey> = batch.blocks[..blocks].iter().map(|block| block.key).collect();
-        let reason = batch.reason;
-        let expires = now.after(PLACE_TIMEOUT).after(LOOKUP_GRACE);
-        let ask =
-            self.giving.asks.insert(Ask { batch: id, blocks, fresh_bytes: fresh * slot_bytes, expires });
-        batch.stage = Stage::Asking(ask);
-        self.timers.set(expires, Timer::Place(ask));
-        let slot_bytes = nvme_bytes(slot_bytes);
-        self.counters.places += 1;
-        self.counters.place_keys += keys.len() as u64;
-        let (place, timeout) = (PlaceId(ask.0), PLACE_TIMEOUT);
-        self.emit(Effect::Place { place, keys, slot_bytes, reason, timeout });
-    }
-
-    /// The control plane will not answer: everything is asked again.
-    pub(super) fn place_failed(&mut self, id: SlabId) {
-        if self.giving.asks.get(id).is_some() {
-            self.counters.place_failures += 1;
-            self.placed(id, &[]);
-        }
-    }
-
-    /// The control plane has answered for a batch.
-    pub(super) fn placed(&mut self, id: SlabId, answers: &[Placement]) {
-        let Some(ask) = self.giving.asks.remove(id) else { return };
-        self.timers.clear(ask.expires, Timer::Place(id));
-        let Some(batch) = self.giving.batches.get_mut(ask.batch) else { return };
-        let (reason, shape, mut blocks) = (batch.reason, batch.shape, std::mem::take(&mut batch.blocks));
-        let unasked = blocks.split_off(ask.blocks.min(blocks.len()));
-        let answers = answers.iter().copied().chain(std::iter::repeat(Placement::Unanswered));
-        let (mut kept, mut offers) = (Vec::new(), BTreeMap::<NodeId, Vec<BlockKey>>::new());
-        let (mut answered, mut ended) = (0, 0);
-        for (block, answer) in blocks.into_iter().zip(answers) {
-            answered += u64::from(answer != Placement::Unanswered);
-            match answer {
-                Placement::Enough => match self.finish(reason, shape, block) {
-                    Dropped::NotNow => kept.push(block),
-                    Dropped::Done => ended += 1,
-                },
-                Placement::To(_) if block.is_coming(self.now) => kept.push(block),
-                Placement::To(node) => {
-                    offers.entry(node).or_default().push(block.key);
-                    kept.push(block);
-                }
-                Placement::Nowhere => {
-                    self.count_nowhere(reason, 1);
-                    ended += 1;
-                }
-                Placement::Unanswered if reason == PlaceReason::Hot => {}
-                Placement::Unanswered => kept.push(block),
-            }
-        }
-        if !kept.is_empty() && reason == PlaceReason::Drain {
-            self.giving.drain.note_unfinished();
-        }
-        let open = offers.into_iter().map(|(node, keys)| self.offer(ask.batch, node, keys)).sum();
-        if let Some(batch) = self.giving.batches.get_mut(ask.batch) {
-            batch.stage = match open {
-                // The others have their turn at once.
-                0 if kept.is_empty() && answered > 0 && !unasked.is_empty() => Stage::Due(self.now),
-                0 => Stage::Due(self.now.after(PLACE_AGAIN)),
-                open => Stage::Offering { open, again: None },
-            };
-            if ended > 0 || answered == 0 {
-                batch.fruitless = 0;
-            }
-        }
-        if let Some(batch) = self.giving.batches.get_mut(ask.batch) {
-            batch.unasked = unasked.len();
-        }
-        self.keep_blocks(ask.batch, unasked.into_iter().chain(kept).collect());
-        self.end_round_of_hot(ask.batch);
-    }
-
-    /// A block has enough replicas.
-    fn finish(&mut self, reason: PlaceReason, shape: ShapeId, block: Given) -> Dropped {
-        let bytes = nvme_bytes(self.shapes.get(shape).slot_bytes);
-        if let PlaceReason::Move(to) = reason {
-            let dropped = self.drop_moved(&block.key, shape, to);
-            if dropped == Dropped::NotNow {
-                return dropped;
-            }
-        }
-        self.count_walked(reason, 1);
-        if block.taken != Taken::No {
-            self.giving.given_bytes += bytes;
-        }
-        Dropped::Done
-    }
-
     /// Offers blocks to a node, as many as the bandwidth allows; how many offers were made.
     fn offer(&mut self, batch: SlabId, node: NodeId, mut keys: Vec<BlockKey>) -> u32 {
         let Some(Batch { reason, shape, .. }) = self.giving.batches.get(batch) else { return 0 };
@@ -450,7 +302,7 @@ impl AgentCore {
         self.counters.offers += 1;
         self.counters.offer_keys += keys.len() as u64;
         let expires = self.now.after(OFFER_TIMEOUT).after(LOOKUP_GRACE);
-        let open = OpenOffer { batch, reason, keys: keys.clone(), slot_bytes, expires };
+        let open = OpenOffer { batch, node, reason, keys: keys.clone(), slot_bytes, expires };
         let id = self.giving.offers.insert(open);
         self.timers.set(expires, Timer::Offer(id));
         let (offer, deadline) = (OfferId(id.0), OFFER_TIMEOUT);
@@ -479,7 +331,9 @@ impl AgentCore {
             self.counters.hot_blocks_given += taken.len() as u64;
             self.giving.given_bytes += nvme_bytes(offer.slot_bytes) * taken.len() as u64;
         }
+        let pause = retry_after.clamp(PLACE_AGAIN, OFFER_RETRY_MAX);
         let Some(batch) = self.giving.batches.get_mut(offer.batch) else { return };
+        let shape = batch.shape;
         for block in batch.blocks.iter_mut().filter(|block| taken.contains(&block.key)) {
             let taken = Taken::Yes { since: self.now };
             if std::mem::replace(&mut block.taken, taken) == Taken::No {
@@ -487,24 +341,17 @@ impl AgentCore {
             }
         }
         if let Stage::Offering { open, again } = batch.stage {
-            let wish = self.now.after(retry_after.clamp(PLACE_AGAIN, OFFER_RETRY_MAX));
+            let wish = self.now.after(pause);
             let again = again.map_or(wish, |again| again.min(wish));
             batch.stage = match open - 1 {
                 0 => Stage::Due(again),
                 open => Stage::Offering { open, again: Some(again) },
             };
         }
-        self.end_round_of_hot(offer.batch);
-    }
-
-    /// Hot blocks are asked about once: if they stay hot, they are again in the next window.
-    fn end_round_of_hot(&mut self, id: SlabId) {
-        let Some(batch) = self.giving.batches.get_mut(id) else { return };
-        if batch.reason == PlaceReason::Hot && matches!(batch.stage, Stage::Due(_)) {
-            let mut left = std::mem::take(&mut batch.blocks);
-            left.truncate(batch.unasked);
-            self.keep_blocks(id, left);
+        if taken.len() < offer.keys.len() {
+            self.giving.let_rest((offer.node, shape), self.now.after(pause), self.now);
         }
+        self.end_round(offer.batch);
     }
 
     /// When there is more to do though nothing happens.

@@ -52,6 +52,9 @@ pub const SERVE_ROUND_BYTES: u64 = 1 << 20;
 /// Pairs of tenant and layout at once: 8 ranks × a few hundred models.
 pub const SHAPES_MAX: usize = 4096;
 
+/// Of these, how many may be in use when a peer's offer brings another one: the rest is kept for this node's own engines.
+pub const SHAPES_OF_OFFERS_MAX: usize = SHAPES_MAX / 2;
+
 /// Tenants at once, those of blocks on devices included: as many as there can be shapes. A decision on NVMe looks at all,
 /// which is 4 µs for so many and nothing for a few.
 pub const TENANTS_MAX: usize = SHAPES_MAX;
@@ -157,6 +160,10 @@ pub const DRAINED_APART: Duration = Duration::from_secs(5);
 
 /// Of a tenant's stored bytes, the share that goes next by eviction, in thousandths: moving that is in vain.
 pub const MOVE_PASSES_PERMILLE: u64 = 60;
+
+/// Bytes a block for which a control plane charges the nodes that it names in a question that only sifts: next to none. A
+/// question of none at all makes no sense to it.
+pub const SIFT_BYTES: u64 = 1;
 
 /// Keys whose reads by peers are counted; about 100 bytes each.
 pub const HOT_KEYS_MAX: usize = 4096;

@@ -145,7 +145,7 @@ impl AgentCore {
         group: SlabId,
     ) -> Option<(SlabId, FrameIndex)> {
         let slot_bytes = self.shapes.get(shape).slot_bytes;
-        let taken = self.reserved_bytes + self.writeback.unsaved_bytes() + slot_bytes;
+        let taken = self.reserved_bytes + self.unsaved_bytes_of_engines() + slot_bytes;
         if taken > self.share_of_arena(self.settings.arena_unsaved_permille) {
             self.urge_writeback();
             return None;

@@ -50,9 +50,8 @@ impl Shapes {
         layout: Layout,
         arena: &mut Arena,
     ) -> Option<ShapeId> {
-        let known = self.shapes.iter().position(|shape| shape.tenant == tenant && shape.layout == layout);
-        if let Some(known) = known {
-            return Some(ShapeId(known as u16));
+        if let Some(known) = self.find(tenant, layout) {
+            return Some(known);
         }
         let (slot_bytes, unstorable) = (layout.slot_bytes(), Unstorable::Untold);
         if self.shapes.len() < SHAPES_MAX {
@@ -65,6 +64,17 @@ impl Shapes {
         let class = arena.join_class(tenant, slot_bytes);
         self.shapes[vacant] = Shape { tenant, tenant_index, layout, class, slot_bytes, unstorable, uses: 0 };
         Some(ShapeId(vacant as u16))
+    }
+
+    /// The number of a tenant's layout that is in the table.
+    pub(super) fn find(&self, tenant: TenantId, layout: Layout) -> Option<ShapeId> {
+        let known = self.shapes.iter().position(|shape| shape.tenant == tenant && shape.layout == layout);
+        known.map(|known| ShapeId(known as u16))
+    }
+
+    /// Shapes that somebody has.
+    pub(super) fn in_use(&self) -> usize {
+        self.shapes.iter().filter(|shape| shape.uses > 0).count()
     }
 
     pub(super) fn get(&self, id: ShapeId) -> &Shape {

@@ -9,7 +9,8 @@
 //! What is taken costs no other block its place on a device: it is refused when there is no room beyond what is kept free,
 //! and given up when the room went while it came. Bytes are bounded by the bandwidth when blocks are taken, and by
 //! [`PULL_BYTES_MAX`] and a share of the arena while they are fetched and written. A promise is no debt: what does not come
-//! about is offered again. The block is an ordinary one from the beginning of its fetch on: loads wait for it with the
+//! about is offered again. A fetched block that nobody here reads is the first to go from DRAM once it is saved, so that it
+//! displaces nothing that is used. Otherwise it is an ordinary one from the beginning of its fetch on: loads wait for it with the
 //! others, and a commit of the same block wins.
 
 mod coming;
@@ -25,13 +26,13 @@ use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::{
     OFFER_RETRY_MAX, PLACE_AGAIN, PLACE_KEYS_MAX, PULL_AGAIN, PULL_ARENA_PERMILLE, PULL_BYTES_MAX,
-    PULL_PATIENCE, PULLS_WAITING_MAX,
+    PULL_PATIENCE, PULLS_WAITING_MAX, SHAPES_OF_OFFERS_MAX,
 };
 use super::shapes::{Shape, ShapeId};
 use super::tenants::nvme_bytes;
 use super::tickets::TicketList;
-use super::writeback::Cause;
-use crate::effect::{Effect, LossReason, PeerBlock};
+use super::writeback::{Cause, Worth};
+use crate::effect::{Effect, LossReason, PeerBlock, Report};
 use crate::event::PeerOffer;
 use coming::Coming;
 
@@ -47,6 +48,8 @@ pub(super) struct Taking {
     in_flight_bytes: u64,
     /// The arena had no room: not before then.
     again: Option<Tick>,
+    /// The operator knows that offers of further layouts are refused.
+    told_of_layouts: bool,
 }
 
 /// A taken block that is not being fetched yet. It holds its shape.
@@ -139,6 +142,13 @@ impl AgentCore {
         if slot_bytes > self.arena.region_bytes_max() || !self.devices.can_hold(slot_bytes) {
             return None;
         }
+        let known = self.shapes.find(offered.tenant, offered.layout);
+        if known.is_none() && self.shapes.in_use() >= SHAPES_OF_OFFERS_MAX {
+            if !std::mem::replace(&mut self.taking.told_of_layouts, true) {
+                self.emit(Effect::Report(Report::OffersRefused { layouts: SHAPES_OF_OFFERS_MAX }));
+            }
+            return None;
+        }
         self.intern(offered.tenant, offered.layout)
     }
 
@@ -169,7 +179,7 @@ impl AgentCore {
             _ if self.taking.keys.contains(&key) => return Ok(()),
             _ if !room.take() => return Err(OFFER_RETRY_MAX),
             Standing::InDram(frame) => {
-                self.save_taken(frame);
+                self.save_taken(frame, Worth::Used);
                 return Ok(());
             }
             Standing::OnItsWay(fill) => {
@@ -254,11 +264,13 @@ impl AgentCore {
     }
 
     /// Sees to it that a block in DRAM becomes durable.
-    pub(super) fn save_taken(&mut self, frame: FrameIndex) {
+    pub(super) fn save_taken(&mut self, frame: FrameIndex, worth: Worth) {
         let lane = self.lane_of(frame, Cause::Taken);
         if self.frames.get(frame).state == FrameState::Clean && self.may_be_saved(lane) {
             self.taking.in_flight_bytes += lane.slot_bytes;
-            self.queue_save(lane, frame, TicketList::default());
+            self.queue_save((lane, worth), frame, TicketList::default());
+        } else if worth == Worth::Unasked {
+            self.evict_first(frame);
         }
     }
 
@@ -309,9 +321,20 @@ impl AgentCore {
         }
     }
 
+    /// Slot bytes that may be fetched and written at once.
+    fn pull_bytes_max(&self) -> u64 {
+        PULL_BYTES_MAX.min(self.share_of_arena(PULL_ARENA_PERMILLE))
+    }
+
+    /// Slot bytes of blocks that are not durable yet, for the share of the arena that saves of engines may take. Taken blocks
+    /// have a share of their own; what they hold beyond it counts, since nothing unsaved can make room.
+    pub(super) fn unsaved_bytes_of_engines(&self) -> u64 {
+        self.writeback.unsaved_bytes() - self.writeback.taken_bytes().min(self.pull_bytes_max())
+    }
+
     /// Whether one more block of a shape may be fetched beside those that are.
     fn may_pull(&self, shape: ShapeId) -> bool {
-        let bytes_max = PULL_BYTES_MAX.min(self.share_of_arena(PULL_ARENA_PERMILLE));
+        let bytes_max = self.pull_bytes_max();
         let taken = self.taking.in_flight_bytes;
         taken == 0 || taken + self.shapes.get(shape).slot_bytes <= bytes_max
     }
@@ -321,7 +344,7 @@ impl AgentCore {
         match self.standing(&pull.key, pull.shape) {
             Standing::Unknown => {}
             Standing::InDram(frame) => {
-                self.save_taken(frame);
+                self.save_taken(frame, Worth::Used);
                 return PullStart::Needless;
             }
             Standing::OnItsWay(fill) => {
@@ -381,6 +404,14 @@ impl AgentCore {
         let unsaved = self.writeback.unsaved.iter().filter(|(_, block)| block.cause == Cause::Taken);
         let frames = fills.chain(unsaved.map(|(_, block)| block.frame));
         let sum: u64 = frames.map(|frame| self.frame_slot(frame).bytes).sum();
+        let unsaved = self.writeback.unsaved.iter().filter(|(_, block)| block.cause == Cause::Taken);
+        let unsaved: u64 = unsaved.map(|(_, block)| self.frame_slot(block.frame).bytes).sum();
+        if unsaved != self.writeback.taken_bytes() {
+            return Err(format!(
+                "{unsaved} unsaved bytes of taken blocks, {} counted",
+                self.writeback.taken_bytes()
+            ));
+        }
         if sum != *in_flight_bytes {
             return Err(format!("{sum} bytes of taken blocks in flight, {in_flight_bytes} counted"));
         }

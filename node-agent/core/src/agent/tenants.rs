@@ -12,13 +12,13 @@
 //!   that nobody has had yet for its tenant ([`Arena`](super::arena::Arena)), and a tenant makes room for itself only.
 //! * **NVMe.** Slots change tenants with their blocks: [`quota`] says who gives way.
 //!
-//! Memory: about 250 bytes a tenant; nothing a block (its shape says whose it is).
+//! Memory: about 350 bytes a tenant; nothing a block (its shape says whose it is).
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::eviction::{EntryIndex, Group, Standing};
 use reprise_policy::quota::{self, Giver, Holding, Quota, QuotaError, Want};
-use reprise_policy::{TenantId, Tick};
+use reprise_policy::{TenantId, TenantName, Tick};
 
 use super::AgentCore;
 use super::limits::{SHRINK_EVERY, SHRINK_EVICTIONS_PER_APPLY, TENANTS_MAX};
@@ -77,6 +77,8 @@ pub struct TenantCounts {
 #[derive(Debug)]
 pub(super) struct Tenant {
     pub(super) id: TenantId,
+    /// Its name, if the runtime has said it.
+    pub(super) name: Option<TenantName>,
     dram: Account,
     nvme: Account,
     grant: Option<Grant>,
@@ -168,7 +170,7 @@ impl Tenants {
         let index = TenantIndex(self.tenants.len() as u16);
         let account = Account::new(Quota::UNLIMITED);
         let counts = TenantCounts::default();
-        self.tenants.push(Tenant { id, dram: account, nvme: account, grant: None, counts });
+        self.tenants.push(Tenant { id, name: None, dram: account, nvme: account, grant: None, counts });
         self.by_id.insert(id, index);
         Some(index)
     }
@@ -226,7 +228,7 @@ impl Tenants {
 
     /// What a tenant holds and may hold.
     pub(super) fn usage(&self, index: TenantIndex) -> TenantUsage {
-        let Tenant { id, grant, counts, .. } = *self.get(index);
+        let &Tenant { id, grant, counts, .. } = self.get(index);
         let (dram, nvme) = (self.dram(index), self.nvme(index));
         TenantUsage { tenant: id, grant, dram, nvme, counts }
     }
@@ -270,6 +272,13 @@ impl AgentCore {
         self.tenants.shrinking.extend(self.tenants.ids());
         self.quotas_changed();
         self.shrink_tenants();
+    }
+
+    /// A tenant's name has become known: blocks that are written from now on carry it.
+    pub(super) fn name_tenant(&mut self, tenant: TenantId, name: TenantName) {
+        if let Some(index) = self.tenants.enter(tenant) {
+            self.tenants.get_mut(index).name = Some(name);
+        }
     }
 
     /// A grant has come. One that is not younger than the last is passed over.

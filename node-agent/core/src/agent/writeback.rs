@@ -34,6 +34,8 @@ pub(super) struct WriteBack {
     pub(super) unsaved: Slab<UnsavedBlock>,
     queue: Queue,
     unsaved_bytes: u64,
+    /// The part of them that was taken from peers.
+    taken_bytes: u64,
     batches: Vec<Batch>,
     batches_started: u64,
     pace: Pace,
@@ -45,9 +47,19 @@ pub(super) struct UnsavedBlock {
     pub(super) frame: FrameIndex,
     pub(super) tickets: TicketList,
     pub(super) cause: Cause,
+    worth: Worth,
     since: Tick,
     attempts: u8,
     state: SaveState,
+}
+
+/// Where the copy in DRAM of a saved block stands in the order of eviction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Worth {
+    /// Behind all others: somebody here uses it.
+    Used,
+    /// First of its class: it came for its copy on a device, and displaces nothing that is used.
+    Unasked,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +101,7 @@ impl WriteBack {
             unsaved: Slab::new(),
             queue: Queue::default(),
             unsaved_bytes: 0,
+            taken_bytes: 0,
             batches: Vec::new(),
             batches_started: 0,
             pace: Pace::Patient,
@@ -98,6 +111,18 @@ impl WriteBack {
     /// Slot bytes of blocks that are not durable yet.
     pub(super) fn unsaved_bytes(&self) -> u64 {
         self.unsaved_bytes
+    }
+
+    /// The part of them that was taken from peers.
+    pub(super) fn taken_bytes(&self) -> u64 {
+        self.taken_bytes
+    }
+
+    /// Somebody reads a block that is not durable yet.
+    pub(super) fn note_read(&mut self, slot: u32) {
+        if let Some(block) = self.unsaved.at_mut(slot) {
+            block.worth = Worth::Used;
+        }
     }
 
     /// Frames that devices are writing.
@@ -146,15 +171,23 @@ impl AgentCore {
         if let Some(waiting) = self.tickets.get_mut(ticket) {
             waiting.waiting += 1;
         }
-        self.queue_save(self.lane_of(frame, Cause::Committed), frame, tickets);
+        self.queue_save((self.lane_of(frame, Cause::Committed), Worth::Used), frame, tickets);
     }
 
     /// Puts a readable, findable frame into the queue of a lane.
-    pub(super) fn queue_save(&mut self, lane: Lane, frame: FrameIndex, tickets: TicketList) {
+    pub(super) fn queue_save(
+        &mut self,
+        (lane, worth): (Lane, Worth),
+        frame: FrameIndex,
+        tickets: TicketList,
+    ) {
         let (state, cause) = (SaveState::Queued, lane.cause);
-        let record = UnsavedBlock { frame, tickets, cause, since: self.now, attempts: 0, state };
+        let record = UnsavedBlock { frame, tickets, cause, worth, since: self.now, attempts: 0, state };
         let id = self.writeback.unsaved.insert(record);
         self.writeback.unsaved_bytes += lane.slot_bytes;
+        if cause == Cause::Taken {
+            self.writeback.taken_bytes += lane.slot_bytes;
+        }
         self.taking.coming.enter(lane.tenant, lane.slot_bytes);
         self.writeback.queue.push(lane, id, self.now);
         self.set_frame_state(frame, FrameState::Unsaved(id.slot()));
@@ -302,10 +335,12 @@ impl AgentCore {
     fn block_write(&self, frame: FrameIndex, page: crate::pool::PageNumber) -> BlockWrite {
         let state = self.frames.get(frame);
         let entry = self.index.entry(state.entry().expect("an unsaved block can be found"));
+        let Shape { tenant, tenant_index, layout, .. } = *self.shapes.get(state.shape);
         BlockWrite {
             key: entry.key(),
-            tenant: self.shapes.get(state.shape).tenant,
-            layout: self.shapes.get(state.shape).layout,
+            tenant,
+            tenant_name: self.tenants.get(tenant_index).name.clone(),
+            layout,
             content: ContentId::UNKNOWN,
             priority: entry.class(),
             checksums: self.checksums(frame).into(),
@@ -379,8 +414,10 @@ impl AgentCore {
     /// An engine has committed a block that waits to be saved: it is saved like any other.
     pub(super) fn save_as_committed(&mut self, record: SlabId) {
         let Some(block) = self.writeback.unsaved.get_mut(record) else { return };
+        block.worth = Worth::Used;
         if std::mem::replace(&mut block.cause, Cause::Committed) == Cause::Taken {
             let frame = block.frame;
+            self.writeback.taken_bytes -= self.frame_slot(frame).bytes;
             self.leave_taking_frame(frame);
         }
     }
@@ -397,11 +434,15 @@ impl AgentCore {
         self.writeback.unsaved_bytes -= slot_bytes;
         self.taking.coming.leave(tenant, slot_bytes);
         if ended.cause == Cause::Taken {
+            self.writeback.taken_bytes -= slot_bytes;
             self.leave_taking_frame(ended.frame);
         }
         let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
         let key = self.index.entry(entry).key();
         self.set_frame_state(ended.frame, FrameState::Clean);
+        if ended.worth == Worth::Unasked {
+            self.evict_first(ended.frame);
+        }
         self.drop_if_damaged(ended.frame);
         self.end_items(&ended.tickets, key, end);
     }

@@ -350,6 +350,7 @@ impl DevicePool {
             content: block.content,
             layout: block.layout,
             generation: short(generation),
+            tenant: block.tenant_name.as_ref(),
             checksums: &block.checksums,
         });
         let content = SlotContent {

@@ -4,11 +4,15 @@
 //! checksum of every object. Whoever reads a block reads the header together with the first piece of the payload,
 //! checks it here against what the index says, and then checks objects against `Header::checksums`.
 //!
+//! The page also names the block's tenant, whose number is the node's own affair: so names survive restarts with the blocks,
+//! and are durable before any record speaks of the number.
+//!
 //! Invariant: [`decode_header`] returns a header only if it is the very page that the journal knows. A slot that was
 //! reused meanwhile, written to a wrong place, or damaged, is refused.
 
 use reprise_policy::layout::OBJECTS_MAX;
-use reprise_policy::{BlockKey, ContentId, Generation, Layout};
+use reprise_policy::tenant::TENANT_NAME_BYTES_MAX;
+use reprise_policy::{BlockKey, ContentId, Generation, Layout, TenantName};
 
 use super::PageNumber;
 use super::page::{CRC_AT, PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
@@ -32,7 +36,11 @@ const GENERATION_AT: usize = 88;
 const PAGE_AT: usize = 92;
 const CHECKSUMS_AT: usize = 128;
 
-const _: () = assert!(CHECKSUMS_AT + 4 * OBJECTS_MAX as usize <= CRC_AT);
+const TENANT_BYTES_AT: usize = 3968;
+const TENANT_AT: usize = TENANT_BYTES_AT + 1;
+
+const _: () = assert!(CHECKSUMS_AT + 4 * OBJECTS_MAX as usize <= TENANT_BYTES_AT);
+const _: () = assert!(TENANT_AT + TENANT_NAME_BYTES_MAX <= CRC_AT);
 
 /// What goes into a header page.
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +57,8 @@ pub struct HeaderFields<'a> {
     pub layout: Layout,
     /// Which use of the slot this is.
     pub generation: Generation,
+    /// The name of the tenant, if it is known.
+    pub tenant: Option<&'a TenantName>,
     /// CRC32C of each object, in order; as many as the layout has objects.
     pub checksums: &'a [u32],
 }
@@ -79,6 +89,8 @@ pub struct Header {
     pub layout: Layout,
     /// Which use of the slot this is.
     pub generation: Generation,
+    /// The name of the tenant, if the page has one.
+    pub tenant: Option<TenantName>,
     /// CRC32C of each object, in order.
     pub checksums: Box<[u32]>,
 }
@@ -136,7 +148,11 @@ pub fn encode_header(fields: &HeaderFields<'_>) -> (Box<[u8]>, u32) {
     put(&mut page, PAYLOAD_AT, &fields.layout.block_bytes().to_le_bytes());
     put(&mut page, GENERATION_AT, &fields.generation.0.to_le_bytes());
     put(&mut page, PAGE_AT, &fields.page.0.to_le_bytes());
-    let places = page[CHECKSUMS_AT..CRC_AT].chunks_exact_mut(4);
+    if let Some(name) = fields.tenant.map(TenantName::as_str) {
+        page[TENANT_BYTES_AT] = u8::try_from(name.len()).expect("a name has 63 bytes at the most");
+        put(&mut page, TENANT_AT, name.as_bytes());
+    }
+    let places = page[CHECKSUMS_AT..TENANT_BYTES_AT].chunks_exact_mut(4);
     fields.checksums.iter().zip(places).for_each(|(crc, place)| place.copy_from_slice(&crc.to_le_bytes()));
     let crc = seal(&mut page);
     (page, crc)
@@ -194,7 +210,16 @@ pub fn read_header(bytes: &[u8]) -> Result<(Header, u32), HeaderError> {
         content: ContentId(bytes_at(bytes, CONTENT_AT)),
         layout,
         generation: Generation(u32_at(bytes, GENERATION_AT)),
+        tenant: tenant_at(bytes),
         checksums,
     };
     Ok((header, crc))
+}
+
+/// The tenant that a page names. A name that is none is no reason to lose the block.
+fn tenant_at(page: &[u8]) -> Option<TenantName> {
+    let bytes = usize::from(page[TENANT_BYTES_AT]);
+    let name =
+        page.get(TENANT_AT..TENANT_AT + bytes).filter(|_| (1..=TENANT_NAME_BYTES_MAX).contains(&bytes))?;
+    std::str::from_utf8(name).ok()?.parse().ok()
 }

@@ -22,7 +22,7 @@ pub(crate) enum Job {
     Fetch { node: NodeId, fill: FillId, key: BlockKey, slot: ArenaSlot, layout: Layout, layers: u32 },
     Lookup { lookup: LookupId, keys: Vec<BlockKey> },
     Check(BlockCheck),
-    Place { place: PlaceId, keys: Vec<BlockKey>, reason: PlaceReason },
+    Place { place: PlaceId, keys: Vec<BlockKey>, slot_bytes: u64, reason: PlaceReason },
     Offer(Offer),
 }
 
@@ -58,7 +58,7 @@ impl World {
                 self.fetch_on(node, (fill, key, slot), layout, layers..to);
             }
             Job::Check(check) => self.end_check(&check),
-            Job::Place { place, keys, reason } => self.end_place(place, &keys, reason),
+            Job::Place { place, keys, reason, .. } => self.end_place(place, &keys, reason),
             Job::Offer(offer) => self.end_offer(&offer),
             Job::Lookup { lookup, keys } => {
                 if self.rng.chance(self.faults.lookup) {

@@ -18,6 +18,7 @@ mod rng;
 mod scenarios_devices;
 mod scenarios_giving;
 mod scenarios_load;
+mod scenarios_moving;
 mod scenarios_peers;
 mod scenarios_save;
 mod scenarios_scale;

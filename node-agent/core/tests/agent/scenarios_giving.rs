@@ -1,27 +1,27 @@
-//! Blocks given to other nodes, because they are hot, this one is to leave, or they are to move: one behaviour at a time.
+//! Blocks given to other nodes because they are hot or this one is to leave: one behaviour at a time.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use reprise_agent_core::agent::Settings;
 use reprise_agent_core::agent::limits::{
-    DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX,
+    DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX, SIFT_BYTES,
 };
-use reprise_agent_core::agent::{DrainProgress, Settings};
 use reprise_agent_core::effect::{Offer, PlaceReason};
-use reprise_agent_core::event::{Event, Grant, Move, Placement, Priority, Scope};
-use reprise_policy::{BlockKey, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier};
+use reprise_agent_core::event::{Event, Move, Placement, Priority};
+use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Parts, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
 use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
 
-const ONE: NodeId = NodeId(1);
+pub(crate) const ONE: NodeId = NodeId(1);
 const TWO: NodeId = NodeId(2);
-const LATER: Duration = Duration::from_millis(50);
+pub(crate) const LATER: Duration = Duration::from_millis(50);
 /// Longer than anything that is asked again waits.
-const LONG: Duration = Duration::from_secs(12);
-const TENANT: TenantId = TenantId::DEFAULT;
+pub(crate) const LONG: Duration = Duration::from_secs(12);
+pub(crate) const TENANT: TenantId = TenantId::DEFAULT;
 
-fn world() -> (World, SessionId) {
+pub(crate) fn world() -> (World, SessionId) {
     world_of(Setup::default())
 }
 
@@ -51,7 +51,7 @@ fn drain(world: &mut World) {
     world.apply(Event::Mode { mode: NodeMode::Draining, revision: 1 });
 }
 
-fn move_to(world: &mut World, to: NodeId, blocks: u64) {
+pub(crate) fn move_to(world: &mut World, to: NodeId, blocks: u64) {
     let bytes = blocks * (large_layout().slot_bytes() + 4096);
     world.apply(Event::Move(Some(Move { to, bytes })));
 }
@@ -69,7 +69,7 @@ fn confirm_drained(world: &mut World, blocks: usize) {
 }
 
 /// Keys of the questions that wait for an answer, and why they were asked.
-fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
+pub(crate) fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
     let asked = world.jobs.iter().filter_map(|job| match job {
         Job::Place { keys, reason, .. } => Some((*reason, keys.clone())),
         _ => None,
@@ -77,8 +77,17 @@ fn asked(world: &World) -> Vec<(PlaceReason, Vec<BlockKey>)> {
     asked.collect()
 }
 
+/// Keys of the questions whose answers cost the nodes that they name room.
+fn charged(world: &World) -> Vec<Vec<BlockKey>> {
+    let asked = world.jobs.iter().filter_map(|job| match job {
+        Job::Place { keys, slot_bytes, .. } if *slot_bytes > SIFT_BYTES => Some(keys.clone()),
+        _ => None,
+    });
+    asked.collect()
+}
+
 /// Answers the only question that waits.
-fn answer(world: &mut World, answers: &[Placement]) {
+pub(crate) fn answer(world: &mut World, answers: &[Placement]) {
     let at = world.jobs.iter().position(|job| matches!(job, Job::Place { .. })).expect("a question");
     let Job::Place { place, .. } = world.jobs.swap_remove(at) else { unreachable!("just seen") };
     world.apply(Event::Placed { place, answers: answers.to_vec() });
@@ -95,13 +104,13 @@ fn wait_for_question(world: &mut World) {
 }
 
 /// The only offer that waits, taken out.
-fn offered(world: &mut World) -> Offer {
+pub(crate) fn offered(world: &mut World) -> Offer {
     let at = world.jobs.iter().position(|job| matches!(job, Job::Offer(_))).expect("an offer");
     let Job::Offer(offer) = world.jobs.swap_remove(at) else { unreachable!("just seen") };
     offer
 }
 
-fn take(world: &mut World, offer: &Offer, taken: &[u32], retry_after: Duration) {
+pub(crate) fn take(world: &mut World, offer: &Offer, taken: &[u32], retry_after: Duration) {
     world.apply(Event::OfferAnswered { offer: offer.offer, taken: taken.to_vec(), retry_after });
 }
 
@@ -211,6 +220,32 @@ fn a_peer_without_room_does_not_hold_up_what_others_take() {
     take(&mut world, &second, &[0], Duration::ZERO);
     world.pass(Duration::from_millis(1100));
     assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))]);
+}
+
+#[test]
+fn a_peer_without_room_is_left_in_peace_for_as_long_as_it_wished_whoever_else_answers() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..2));
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE), Placement::To(TWO)]);
+    let (first, second) = (offered(&mut world), offered(&mut world));
+    take(&mut world, &first, &[], Duration::from_secs(9));
+    take(&mut world, &second, &[0], Duration::ZERO);
+    let rounds = 2 * FRUITLESS_ROUNDS_MAX;
+    for _ in 0..rounds {
+        world.pass(Duration::from_millis(8900) / rounds);
+        while let Some((_, keys)) = asked(&world).first().cloned() {
+            let first = |wanted: &BlockKey| *wanted == key(0);
+            let answers =
+                keys.iter().map(|key| if first(key) { Placement::To(ONE) } else { Placement::Enough });
+            answer(&mut world, &answers.collect::<Vec<_>>());
+        }
+        assert!(!world.jobs.iter().any(|job| matches!(job, Job::Offer(_))), "it has said when");
+    }
+    world.pass(Duration::from_millis(1100));
+    answer(&mut world, &[Placement::To(ONE)]);
+    assert_eq!(offered(&mut world).node, ONE);
+    assert_eq!(progress(&world).nowhere_blocks, 0);
 }
 
 #[test]
@@ -338,21 +373,27 @@ fn of_two_modes_that_with_the_higher_revision_holds() {
     assert_eq!(world.core.mode(), NodeMode::Cordoned);
 }
 
-#[test]
-fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
-    const BLOCKS: usize = GIVING_STEP_ENTRIES + 200;
+/// With so many durable blocks of the small layout.
+fn world_with_small_blocks(count: usize) -> (World, Vec<BlockKey>) {
     let settings = Settings { writeback_bytes: 8 << 20, ..Setup::default().settings };
     let setup = Setup { disks: vec![128 << 20], region_bytes: 2 << 20, settings, ..Setup::default() };
     let mut world = World::new(setup);
     let session = world.open_session(TENANT, small_layout());
-    let blocks: Vec<BlockKey> = (0..BLOCKS as u64).map(|number| key(1_000_000 + number)).collect();
+    let blocks: Vec<BlockKey> = (0..count as u64).map(|number| key(1_000_000 + number)).collect();
     for keys in blocks.chunks(800) {
         world.reserve(session, 800);
         world.commit(session, keys, Priority::Normal);
         world.pass(Duration::from_millis(6));
         world.finish_device_ops();
     }
-    assert_eq!(progress(&world).durable_blocks, BLOCKS as u64);
+    assert_eq!(progress(&world).durable_blocks, count as u64);
+    (world, blocks)
+}
+
+#[test]
+fn a_walk_over_many_blocks_asks_for_bounded_batches_of_one_shape() {
+    const BLOCKS: usize = GIVING_STEP_ENTRIES + 200;
+    let (mut world, _) = world_with_small_blocks(BLOCKS);
     drain(&mut world);
     let mut seen = 0;
     while seen < BLOCKS {
@@ -387,34 +428,39 @@ fn blocks_are_offered_no_faster_than_the_bandwidth_allows() {
     let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut world, session, &keys(0..8));
     drain(&mut world);
-    answer(&mut world, &[Placement::To(ONE); 8]);
+    let ask_twice = |world: &mut World| (0..2).for_each(|_| answer(world, &[Placement::To(ONE); 8]));
+    ask_twice(&mut world);
     let offer = offered(&mut world);
     assert_eq!(offer.keys.len(), 2, "a second's worth");
     take(&mut world, &offer, &[0, 1], Duration::ZERO);
     world.pass(Duration::from_millis(1010));
-    answer(&mut world, &[Placement::To(ONE); 8]);
+    ask_twice(&mut world);
     let offer = offered(&mut world);
     take(&mut world, &offer, &[], Duration::ZERO);
     world.pass(Duration::from_millis(1010));
-    answer(&mut world, &[Placement::To(ONE); 8]);
+    ask_twice(&mut world);
     assert_eq!(offered(&mut world).keys.len(), 2, "what was not taken costs nothing");
 }
 
 #[test]
-fn a_question_covers_what_can_be_offered_now_and_what_is_on_its_way() {
+fn a_question_that_costs_room_covers_what_can_be_offered_now_and_nothing_that_is_on_its_way() {
     let slot = large_layout().slot_bytes();
     let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut world, session, &keys(0..8));
     drain(&mut world);
-    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..2))]);
+    assert_eq!((asked(&world), charged(&world)), (vec![(PlaceReason::Drain, keys(0..8))], vec![]));
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    assert_eq!(charged(&world), [keys(0..2)], "what was only sifted is asked about at once");
     answer(&mut world, &[Placement::To(ONE); 2]);
     let offer = offered(&mut world);
     take(&mut world, &offer, &[0, 1], Duration::ZERO);
     world.pass(Duration::from_millis(1010));
-    assert_eq!(asked(&world), [(PlaceReason::Drain, keys(0..4))]);
-    answer(&mut world, &[Placement::To(ONE); 4]);
-    let offer = offered(&mut world);
-    assert_eq!(offer.keys, keys(2..4), "the others were taken just now");
+    let (_, sifted) = asked(&world).remove(0);
+    assert_eq!((sifted.len(), charged(&world).len()), (8, 0), "all of them, and nobody pays");
+    answer(&mut world, &[Placement::To(ONE); 8]);
+    assert_eq!(charged(&world), [keys(2..4)], "the others were taken just now");
+    answer(&mut world, &[Placement::To(ONE); 2]);
+    assert_eq!(offered(&mut world).keys, keys(2..4));
     assert!(!world.jobs.iter().any(|job| matches!(job, Job::Offer(_))));
 }
 
@@ -442,10 +488,34 @@ fn blocks_with_enough_replicas_are_walked_over_without_a_wait() {
     let (mut world, session) = world_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut world, session, &keys(0..8));
     drain(&mut world);
-    for _ in 0..4 {
-        answer(&mut world, &[Placement::Enough; 2]);
-    }
+    answer(&mut world, &[Placement::Enough; 8]);
     assert_eq!(progress(&world).walked_blocks, 8);
+}
+
+#[test]
+fn few_blocks_that_are_short_of_a_replica_do_not_slow_the_walk_over_many_that_are_not() {
+    const BLOCKS: usize = GIVING_STEP_ENTRIES + 2 * PLACE_KEYS_MAX;
+    let (mut world, blocks) = world_with_small_blocks(BLOCKS);
+    drain(&mut world);
+    let (mut seen, began) = (BTreeSet::new(), world.now);
+    while seen.len() < blocks.len() {
+        while let Some((_, keys)) = asked(&world).first().cloned() {
+            let short = |key: &BlockKey| blocks.iter().step_by(500).any(|short| short == key);
+            let answers =
+                keys.iter().map(|key| if short(key) { Placement::To(ONE) } else { Placement::Enough });
+            answer(&mut world, &answers.collect::<Vec<_>>());
+            seen.extend(keys);
+        }
+        while world.jobs.iter().any(|job| matches!(job, Job::Offer(_))) {
+            let offer = offered(&mut world);
+            let all: Vec<u32> = (0..offer.keys.len() as u32).collect();
+            take(&mut world, &offer, &all, Duration::ZERO);
+        }
+        world.pass(Duration::from_millis(2));
+    }
+    let took = world.now.since(began);
+    assert!(took < Duration::from_millis(500), "{took:?}");
+    assert_eq!(progress(&world).walked_blocks, (BLOCKS - BLOCKS.div_ceil(500)) as u64);
 }
 
 #[test]
@@ -472,74 +542,4 @@ fn each_of_many_hot_blocks_is_asked_about_once() {
     all.sort();
     assert_eq!(seen, all);
     assert_eq!(world.core.counters().hot_blocks_given, 7);
-}
-
-// ---- moving ----------------------------------------------------------------------------------------------------
-
-#[test]
-fn a_moved_block_is_dropped_here_when_it_is_durable_there_and_not_before() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..4));
-    move_to(&mut world, ONE, 2);
-    let (reason, moved) = asked(&world).remove(0);
-    assert_eq!((reason, moved.len()), (PlaceReason::Move(ONE), 2));
-    answer(&mut world, &[Placement::To(ONE); 2]);
-    let offer = offered(&mut world);
-    take(&mut world, &offer, &[0, 1], Duration::ZERO);
-    assert!(moved.iter().all(|key| is_durable_here(&world, *key)), "taken is not durable");
-    for key in &moved {
-        world.give_peer(ONE, *key, Tier::Nvme);
-    }
-    world.pass(Duration::from_millis(1100));
-    answer(&mut world, &[Placement::Enough; 2]);
-    assert!(!moved.iter().any(|key| is_durable_here(&world, *key)));
-    assert_eq!(world.core.counters().moved_blocks, 2);
-    world.pass(LONG);
-    assert!(world.jobs.iter().all(|job| matches!(job, Job::Device { .. })), "so much was to move");
-}
-
-#[test]
-fn a_block_that_is_read_is_not_dropped_until_it_is_released() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..1));
-    world.load(session, &keys(0..1), LATER, Scope::Local);
-    world.give_peer(ONE, key(0), Tier::Nvme);
-    move_to(&mut world, ONE, 1);
-    answer(&mut world, &[Placement::Enough]);
-    assert!(is_durable_here(&world, key(0)));
-    let load = *world.engines[&session].loads.keys().next().expect("held");
-    world.release(session, load);
-    world.pass(Duration::from_millis(1100));
-    answer(&mut world, &[Placement::Enough]);
-    assert!(!is_durable_here(&world, key(0)));
-}
-
-#[test]
-fn what_was_used_last_stays() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..20));
-    world.load(session, &keys(0..2), LATER, Scope::Local);
-    world.finish_jobs();
-    move_to(&mut world, ONE, 10);
-    let moved: Vec<BlockKey> = asked(&world).into_iter().flat_map(|(_, keys)| keys).collect();
-    assert_eq!(moved.len(), 10);
-    assert!(!moved.contains(&key(0)) && !moved.contains(&key(1)), "they were read just now");
-    let slot = large_layout().slot_bytes() + 4096;
-    let nvme = Quota::new(0, 19 * slot).expect("a quota");
-    world.apply(Event::Budget(Grant { tenant: TENANT, version: 1, dram: Quota::UNLIMITED, nvme }));
-    let evicted: Vec<BlockKey> =
-        keys(0..20).into_iter().filter(|key| !is_durable_here(&world, *key)).collect();
-    assert!(evicted.len() == 1 && !moved.contains(&evicted[0]), "what goes next is not worth the way");
-}
-
-#[test]
-fn a_move_that_is_withdrawn_drops_nothing_any_more() {
-    let (mut world, session) = world();
-    save_durably(&mut world, session, &keys(0..2));
-    world.give_peer(ONE, key(0), Tier::Nvme);
-    move_to(&mut world, ONE, 9);
-    world.apply(Event::Move(None));
-    answer(&mut world, &[Placement::Enough; 2]);
-    assert!(is_durable_here(&world, key(0)));
-    assert_eq!(world.core.next_deadline(), None);
 }

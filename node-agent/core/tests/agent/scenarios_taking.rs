@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
+use reprise_agent_core::agent::limits::SHAPES_OF_OFFERS_MAX;
 use reprise_agent_core::agent::{Settings, TenantQuotas};
-use reprise_agent_core::effect::{CommitStatus, LoadedBlock, Reply, Source};
+use reprise_agent_core::effect::{CommitStatus, LoadedBlock, Reply, Report, Source};
 use reprise_agent_core::event::{Event, FillError, Grant, Priority, Request, Scope};
-use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, TenantId, Tier};
+use reprise_policy::{
+    BlockKey, Dtype, Layout, LayoutSpec, NodeId, NodeMode, Parts, Quota, SessionId, TenantId, Tier,
+};
 
 use crate::engine::Asked;
 use crate::scenarios_giving::save_durably;
-use crate::world::{Setup, World, key, keys, large_layout, small_layout};
+use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
 
 const ONE: NodeId = NodeId(1);
 const TWO: NodeId = NodeId(2);
@@ -72,6 +75,67 @@ fn a_block_that_is_durable_here_is_taken_and_not_fetched_again() {
     save_durably(&mut world, session, &keys(0..1));
     assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &keys(0..1)).0, [0]);
     assert!(world.jobs.is_empty());
+}
+
+/// Pulls a block and makes it durable.
+fn pull(world: &mut World, key: BlockKey) {
+    world.give_peer(ONE, key, Tier::Nvme);
+    assert_eq!(world.peer_offer(ONE, TENANT, large_layout(), &[key]).0, [0]);
+    world.finish_jobs();
+    world.pass(LATER);
+    world.finish_jobs();
+    assert!(is_durable_here(world, key));
+}
+
+fn in_dram(world: &World, keys: &[BlockKey]) -> usize {
+    keys.iter().filter(|key| world.announced.contains(&(**key, Tier::Dram))).count()
+}
+
+#[test]
+fn blocks_that_nobody_asked_for_displace_each_other_in_memory_and_not_what_engines_use() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..16));
+    assert_eq!(in_dram(&world, &keys(0..16)), 16, "the arena is full");
+    for number in 100..108 {
+        pull(&mut world, key(number));
+    }
+    assert_eq!(in_dram(&world, &keys(0..16)), 15, "one place is enough for all of them");
+    assert_eq!(in_dram(&world, &keys(100..108)), 1);
+}
+
+#[test]
+fn a_pulled_block_that_an_engine_reads_stays_in_memory_like_any_other() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..16));
+    world.give_peer(ONE, key(100), Tier::Nvme);
+    world.peer_offer(ONE, TENANT, large_layout(), &[key(100)]);
+    while let Some(fetch) = world.fills().first().copied() {
+        world.advance_to(fetch, large_layout().layers());
+    }
+    assert!(!is_durable_here(&world, key(100)), "it is being saved");
+    world.load(session, &[key(100)], LATER, Scope::Local);
+    let load = *world.engines[&session].loads.keys().next().expect("held");
+    world.release(session, load);
+    world.pass(LATER);
+    world.finish_jobs();
+    pull(&mut world, key(101));
+    assert_eq!((in_dram(&world, &[key(100)]), in_dram(&world, &keys(0..16))), (1, 14));
+}
+
+#[test]
+fn what_was_pulled_and_is_not_saved_yet_leaves_engines_their_share_of_memory() {
+    let mut world = World::new(with_settings(|settings| settings.arena_unsaved_permille = 750));
+    let session = world.open_session(TENANT, large_layout());
+    for number in 100..102 {
+        world.give_peer(ONE, key(number), Tier::Nvme);
+    }
+    world.peer_offer(ONE, TENANT, large_layout(), &keys(100..102));
+    while let Some(fetch) = world.fills().first().copied() {
+        world.advance_to(fetch, large_layout().layers());
+    }
+    assert_eq!(world.core.counters().unsaved_blocks, 2);
+    world.reserve(session, 16);
+    assert_eq!(world.engines[&session].reserved.len(), 12, "three quarters of 16 slots");
 }
 
 #[test]
@@ -289,6 +353,39 @@ fn blocks_of_tenants_without_memory_here_are_refused_when_half_of_it_is_others()
         (vec![], Duration::from_secs(10))
     );
     assert_eq!(world.peer_offer(ONE, TenantId(3), large_layout(), &[key(7)]).0, [0], "it has a region");
+}
+
+/// Layouts of one page a block, each another one.
+fn rank_of_many(number: u16) -> Layout {
+    let spec = LayoutSpec {
+        layers: 1,
+        parts: Parts::Latent,
+        kv_heads: 1,
+        head_dim: 1 + number / 64,
+        dtype: Dtype::Bf16,
+        tokens_per_block: 16,
+        tp_rank: number % 64,
+        tp_size: 64,
+    };
+    spec.validate().expect("a valid layout")
+}
+
+#[test]
+fn offers_of_new_layouts_leave_half_of_the_table_to_engines_and_the_operator_hears_of_it() {
+    const OFFERED: usize = SHAPES_OF_OFFERS_MAX + 200;
+    let mut world = World::new(Setup { disks: vec![128 << 20], ..Setup::default() });
+    world.open_session(TENANT, large_layout());
+    let mut refused = 0;
+    for number in 0..OFFERED as u16 {
+        let layout = rank_of_many(number);
+        let (taken, _) = world.peer_offer(ONE, TENANT, layout, &[key(10_000 + u64::from(number))]);
+        refused += usize::from(taken.is_empty());
+    }
+    assert_eq!(world.reports, [Report::OffersRefused { layouts: SHAPES_OF_OFFERS_MAX }]);
+    assert_eq!(OFFERED - refused, SHAPES_OF_OFFERS_MAX - 1, "all but the session's");
+    let own = world.open_session(TENANT, layout(7, Parts::Latent, 64));
+    world.match_keys(own, &[key(1)], Scope::Local);
+    assert!(matches!(last_reply(&world, own), Reply::Matched { .. }), "engines bring theirs");
 }
 
 #[test]

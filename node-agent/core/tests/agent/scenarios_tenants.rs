@@ -5,9 +5,12 @@ use std::time::Duration;
 use reprise_agent_core::agent::{Settings, TenantQuotas, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Reply, Report, Room};
 use reprise_agent_core::event::{Event, Grant, Priority, Request, Scope};
+use reprise_agent_core::pool::header::read_header;
+use reprise_agent_core::pool::{DeviceOp, DeviceOpKind};
 use reprise_policy::{BlockKey, Quota, SessionId, TenantId, Tier};
 
 use crate::engine::Asked;
+use crate::jobs::Job;
 use crate::world::{Setup, World, key, keys, large_layout};
 
 const A: TenantId = TenantId(1);
@@ -48,6 +51,35 @@ fn save_durably(world: &mut World, session: SessionId, keys: &[BlockKey]) {
 
 fn usage(world: &World, tenant: TenantId) -> TenantUsage {
     world.core.tenant_usage().find(|usage| usage.tenant == tenant).expect("it had a session")
+}
+
+/// Names of tenants in the headers of blocks that are being written.
+fn names_being_written(world: &World) -> Vec<Option<String>> {
+    let headers = world.jobs.iter().filter_map(|job| match job {
+        Job::Device { op: DeviceOp { kind: DeviceOpKind::WriteBlock { header, .. }, .. }, .. } => {
+            Some(header)
+        }
+        _ => None,
+    });
+    let names = headers.map(|header| read_header(header).expect("intact").0.tenant);
+    names.map(|name| name.map(String::from)).collect()
+}
+
+#[test]
+fn blocks_carry_the_name_of_their_tenant_once_it_is_known() {
+    let (mut world, a, b) = with(Vec::new());
+    let written = |world: &mut World, session, number| {
+        world.reserve(session, 1);
+        world.commit(session, &[key(number)], Priority::Normal);
+        world.pass(Duration::from_millis(6));
+        let names = names_being_written(world);
+        world.finish_jobs();
+        names
+    };
+    assert_eq!(written(&mut world, a, 1), [None], "nobody has said it");
+    world.apply(Event::TenantNamed { tenant: A, name: "team-a".parse().expect("a name") });
+    assert_eq!(written(&mut world, a, 2), [Some("team-a".to_owned())]);
+    assert_eq!(written(&mut world, b, 3), [None], "it is another tenant's");
 }
 
 fn reserved(world: &World, session: SessionId) -> usize {

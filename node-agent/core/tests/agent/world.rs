@@ -411,7 +411,9 @@ impl World {
             }
             Effect::ServeObjects(objects) => self.serve(objects.serve, |serve| serve.on_objects(objects)),
             Effect::ServeAbsent { serve, block } => self.serve(serve, |serve| serve.on_absent(block)),
-            Effect::Place { place, keys, reason, .. } => self.jobs.push(Job::Place { place, keys, reason }),
+            Effect::Place { place, keys, slot_bytes, reason, .. } => {
+                self.jobs.push(Job::Place { place, keys, slot_bytes, reason });
+            }
             Effect::Offer(offer) => self.jobs.push(Job::Offer(offer)),
             Effect::AnswerOffer { offer, taken, retry_after } => {
                 let answered = self.offer_answers.insert(offer, (taken, retry_after));

@@ -81,6 +81,7 @@ pub(crate) fn block_write(key: BlockKey, layout: Layout, page: PageNumber) -> Bl
     BlockWrite {
         key,
         tenant: tenant_of(&key),
+        tenant_name: None,
         layout,
         content: ContentId::UNKNOWN,
         priority: key.0[0] % 3,

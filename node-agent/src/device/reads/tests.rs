@@ -61,6 +61,7 @@ impl World {
                 content: ContentId::UNKNOWN,
                 layout,
                 generation,
+                tenant: None,
                 checksums: &checksums,
             };
             let (header, header_crc) = encode_header(&fields);

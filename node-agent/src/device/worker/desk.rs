@@ -180,7 +180,7 @@ impl Desk {
         let checksums = payload.chunks(layout.object_bytes() as usize).map(crc32c).collect();
         let (key, content) = (key(number), ContentId::UNKNOWN);
         let tenant = TenantId::DEFAULT;
-        BlockWrite { key, tenant, layout, content, priority: 0, checksums, slot, page }
+        BlockWrite { key, tenant, tenant_name: None, layout, content, priority: 0, checksums, slot, page }
     }
 
     /// Gives a place of the arena to somebody else, who writes to it.

@@ -65,6 +65,7 @@ fn header(block: u32) -> (Box<[u8]>, u32) {
         content: ContentId::UNKNOWN,
         layout: layout(),
         generation: Generation(1),
+        tenant: None,
         checksums: &checksums,
     })
 }

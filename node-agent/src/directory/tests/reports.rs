@@ -1,9 +1,9 @@
 //! What a node reports, and which of the answers it follows.
 
-use reprise_agent_core::agent::{DrainProgress, NodeUsage, TenantCounts, TenantUsage};
-use reprise_policy::TenantName;
+use reprise_agent_core::agent::{NodeUsage, TenantCounts, TenantUsage};
 use reprise_policy::quota::{Holding, Quota};
 use reprise_policy::shards::{MemberName, ShardMap};
+use reprise_policy::{DrainProgress, TenantName};
 use reprise_proto::controlplane::{
     Bytes, MemberInfo, MemberList, Move, ReportReply, TenantOrder, TenantReport,
 };
@@ -89,9 +89,12 @@ fn who_has_not_the_tenants_slot_hears_its_name_only_and_is_not_obeyed() {
         let one = MemberInfo { name, ..other.info() };
         MemberList { epoch: 5, members: vec![fake.info(), one], answering: "a".to_owned(), registered: true }
     });
-    let owner = |list: &MemberList| {
+    let map = |list: &MemberList| {
         let names = list.members.iter().map(|member| MemberName::new(&member.name).expect("a name"));
-        let map = ShardMap::new(Epoch(5), names).expect("two names");
+        ShardMap::new(Epoch(5), names).expect("two names")
+    };
+    let owner = |list: &MemberList| {
+        let map = map(list);
         map.owner(tenant().hash_slot()).map(|owner| map.members()[usize::from(owner.0)].to_string())
     };
     let list = list.into_iter().find(|list| owner(list).as_deref() != Some("a")).expect("half of them do");
@@ -100,6 +103,8 @@ fn who_has_not_the_tenants_slot_hears_its_name_only_and_is_not_obeyed() {
     agent.client.set_own_state(own_state(&agent, None));
     let report = said(&fake);
     assert!(report.elsewhere && report.limit.is_none(), "{report:?}");
+    let digest = fake.read(|state| state.reports.last().expect("there is one").map_digest);
+    assert_eq!(digest, map(&list).digest(), "by which map it reports");
     fake.wait(|state| state.reports.len() >= 3);
     let budgets = agent.events.try_iter().filter(|event| matches!(event, DirectoryEvent::Budget(_)));
     assert_eq!(budgets.count(), 0);

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, NodeMode, Tick};
+use reprise_policy::{BlockKey, DrainProgress, NodeMode, Tick};
 
 use super::super::AgentCore;
 use super::super::limits::{
@@ -22,21 +22,6 @@ use super::super::limits::{
 use super::super::shapes::ShapeId;
 use super::Giving;
 use crate::effect::PlaceReason;
-
-/// How far the draining of a node is, as it says of itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DrainProgress {
-    /// Every durable block is on another node as well.
-    pub drained: bool,
-    /// Blocks that this walk is through with.
-    pub walked_blocks: u64,
-    /// Durable blocks of this node.
-    pub durable_blocks: u64,
-    /// Slot bytes given away since the start, for any reason.
-    pub moved_bytes: u64,
-    /// Blocks for which this walk found no node with room.
-    pub nowhere_blocks: u64,
-}
 
 /// State of the draining.
 #[derive(Debug, Default)]

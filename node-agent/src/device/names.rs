@@ -1,0 +1,153 @@
+//! Names of tenants, found again with their blocks.
+//!
+//! Records carry a tenant's number, which is this node's own affair; the name is in the header pages of blocks that were
+//! written when it was known. When a device is opened, a few headers of each tenant are read, the youngest blocks first:
+//! blocks of older agents have no name in theirs. At the most [`HEADERS_TRIED`] pages for each of 1,024 tenants, 64 MiB;
+//! one page a tenant is the rule.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+
+use reprise_agent_core::pool::StoredBlock;
+use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
+use reprise_policy::tenant::TENANTS_MAX;
+use reprise_policy::{TenantId, TenantName};
+
+/// Header pages of one tenant that are looked at.
+const HEADERS_TRIED: usize = 16;
+
+/// Finds the names of the tenants whose blocks these are. `read` gives the page at a byte offset, if it can be read.
+pub(super) fn find<P: Deref<Target = [u8]>>(
+    stored: &[StoredBlock],
+    mut read: impl FnMut(u64) -> Option<P>,
+) -> BTreeMap<TenantId, TenantName> {
+    let mut youngest: BTreeMap<TenantId, Vec<&StoredBlock>> = BTreeMap::new();
+    for block in stored.iter().filter(|block| block.tenant != TenantId::DEFAULT) {
+        let room = youngest.len() < TENANTS_MAX;
+        match youngest.get_mut(&block.tenant) {
+            Some(blocks) => keep_youngest(blocks, block),
+            None if room => drop(youngest.insert(block.tenant, vec![block])),
+            None => {}
+        }
+    }
+    let mut name_of = |blocks: Vec<&StoredBlock>| {
+        blocks.into_iter().find_map(|block| name_in(&read(block.page.offset())?, block))
+    };
+    youngest.into_iter().filter_map(|(tenant, blocks)| Some((tenant, name_of(blocks)?))).collect()
+}
+
+/// Enters a block among the youngest, which come first.
+fn keep_youngest<'a>(blocks: &mut Vec<&'a StoredBlock>, block: &'a StoredBlock) {
+    let at = blocks.partition_point(|other| other.generation.0 > block.generation.0);
+    if at < HEADERS_TRIED {
+        blocks.truncate(HEADERS_TRIED - 1);
+        blocks.insert(at, block);
+    }
+}
+
+/// The name that a header page carries, if it is the page that the journal knows.
+fn name_in(page: &[u8], block: &StoredBlock) -> Option<TenantName> {
+    let expected =
+        ExpectedHeader { key: block.key, generation: block.generation, header_crc: block.header_crc };
+    decode_header(page, &expected).ok()?.tenant
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use reprise_agent_core::pool::PageNumber;
+    use reprise_agent_core::pool::header::{HeaderFields, encode_header};
+    use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
+
+    use super::*;
+
+    fn layout() -> Layout {
+        let spec = LayoutSpec {
+            layers: 1,
+            parts: Parts::Latent,
+            kv_heads: 1,
+            head_dim: 64,
+            dtype: Dtype::Fp8,
+            tokens_per_block: 16,
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        spec.validate().expect("a small layout")
+    }
+
+    fn name(text: &str) -> TenantName {
+        text.parse().expect("a name")
+    }
+
+    /// Blocks by number, tenant and the name in their headers; a block's number is its page, generation and key.
+    struct Disk {
+        stored: Vec<StoredBlock>,
+        pages: BTreeMap<u64, Box<[u8]>>,
+    }
+
+    impl Disk {
+        fn of(blocks: &[(u32, u16, Option<&str>)]) -> Disk {
+            let (mut stored, mut pages) = (Vec::new(), BTreeMap::new());
+            for (number, tenant, text) in blocks {
+                let (page, generation, layout) = (PageNumber(*number), Generation(*number), layout());
+                let (key, named) = (BlockKey([*number as u8; 16]), text.map(name));
+                let checksums = vec![0; layout.objects() as usize];
+                let fields = HeaderFields {
+                    pool_uuid: [1; 16],
+                    page,
+                    key,
+                    content: ContentId::UNKNOWN,
+                    layout,
+                    generation,
+                    tenant: named.as_ref(),
+                    checksums: &checksums,
+                };
+                let (bytes, header_crc) = encode_header(&fields);
+                pages.insert(page.offset(), bytes);
+                let tenant = TenantId(*tenant);
+                stored.push(StoredBlock { key, tenant, layout, page, generation, header_crc, priority: 1 });
+            }
+            Disk { stored, pages }
+        }
+
+        fn names(&self) -> BTreeMap<TenantId, TenantName> {
+            find(&self.stored, |offset| self.pages.get(&offset).map(|page| &**page))
+        }
+    }
+
+    #[test]
+    fn each_tenant_with_blocks_has_its_name_back_and_the_default_tenant_needs_none() {
+        let disk = Disk::of(&[(1, 7, Some("a")), (2, 0, None), (3, 9, Some("b")), (4, 7, Some("a"))]);
+        assert_eq!(disk.names(), BTreeMap::from([(TenantId(7), name("a")), (TenantId(9), name("b"))]));
+    }
+
+    #[test]
+    fn blocks_without_a_name_hide_no_younger_one_that_has_it() {
+        let mut blocks: Vec<_> = (1..200).map(|number| (number, 7, None)).collect();
+        blocks.insert(50, (200, 7, Some("a")));
+        assert_eq!(Disk::of(&blocks).names(), BTreeMap::from([(TenantId(7), name("a"))]));
+    }
+
+    #[test]
+    fn headers_that_are_damaged_or_of_another_block_name_nobody() {
+        let mut disk = Disk::of(&[(1, 7, Some("a")), (2, 7, Some("b")), (3, 7, Some("c"))]);
+        disk.pages.get_mut(&PageNumber(3).offset()).expect("written")[40] ^= 1;
+        disk.stored[1].header_crc ^= 1;
+        assert_eq!(disk.names(), BTreeMap::from([(TenantId(7), name("a"))]));
+        disk.pages.clear();
+        assert!(disk.names().is_empty(), "nothing can be read");
+    }
+
+    #[test]
+    fn a_tenant_without_names_costs_a_bounded_number_of_reads() {
+        let disk = Disk::of(&(1..100).map(|number| (number, 7, None)).collect::<Vec<_>>());
+        let reads = Cell::new(0);
+        let found = find(&disk.stored, |offset| {
+            reads.set(reads.get() + 1);
+            disk.pages.get(&offset).map(|page| &**page)
+        });
+        assert!(found.is_empty());
+        assert_eq!(reads.get(), HEADERS_TRIED);
+    }
+}
