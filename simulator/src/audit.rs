@@ -14,7 +14,7 @@ use crate::store::{Key, Prefix, Revision, Value};
 
 use crate::node::count_all;
 use crate::reporting::OwnState;
-use crate::setup::{SETTLE, all_keys, layout_of};
+use crate::setup::{Limits, SETTLE, all_keys, layout_of};
 use crate::world::World;
 
 /// A header page in front of every block on a device.
@@ -116,6 +116,9 @@ impl World {
             known.extend(self.known_by(member));
         }
         assert!(owned == SlotSet::ALL, "every slot has an owner");
+        if self.setup.limits == Limits::Budgets {
+            self.assert_budgets_converged();
+        }
         let mut held = BTreeSet::new();
         for node in 0..self.nodes.len() {
             let number = self.number_of(node);
@@ -149,7 +152,7 @@ impl World {
         let running = self.members[member].as_ref().expect("it was started again");
         for node in 0..self.nodes.len() {
             let core = &self.nodes[node].process.as_ref().expect("it runs").core;
-            let state = OwnState { usage: core.node_usage(), drain: core.drain_progress() };
+            let state = OwnState::of(core);
             let known = running.report_of(self.number_of(node));
             assert_eq!(known, Some(&state.report()), "member {member} does not know how node {node} is");
         }

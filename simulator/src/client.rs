@@ -102,7 +102,12 @@ impl Routes {
         self.map.epoch()
     }
 
-    /// Whether a link's member owns a slot.
+    /// Of the members in the map.
+    pub(crate) fn digest(&self) -> u64 {
+        self.map.digest()
+    }
+
+    /// Whether a link's member owns a hash slot.
     pub(crate) fn owns(&self, link: LinkId, slot: u16) -> bool {
         self.map.owner(slot).is_some_and(|owner| self.links[usize::from(owner.0)] == link)
     }

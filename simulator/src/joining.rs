@@ -6,9 +6,11 @@
 //! ```
 //!
 //! The order of questions is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs` (register),
-//! `shards.rs` (follow, hold), `modes.rs` (modes), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
+//! `shards.rs` (follow, hold), `followed.rs`, `tenants.rs`, `modes.rs` (records), `server.rs` (start, end). A process that ends is
+//! started again, as Kubernetes does.
 //! Left out: concurrent reads of two keys are one question; node numbers never run out.
 
+mod followed;
 mod membership;
 mod modes;
 mod registry;
@@ -26,6 +28,7 @@ use crate::network::{Host, LineId};
 use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
 use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
 use crate::world::{Action, World, take_where};
+use followed::Followed;
 use modes::ModeOrder;
 use registry::Applicant;
 
@@ -89,10 +92,11 @@ enum Purpose {
     Register(Applicant, Box<NodeRecord>),
     IsOfStore(Applicant),
     ModesAtStart,
-    FollowModes,
-    WatchModes,
     ModeBefore(ModeOrder),
     ModePut(ModeOrder),
+    Follow(Followed),
+    Watch(Followed),
+    SetBudget,
 }
 
 /// Something within a member's process.
@@ -106,8 +110,10 @@ pub(crate) enum MemberStep {
     Join { attempt: u64 },
     /// Time to follow the members again.
     Follow,
-    /// Time to follow the modes again.
-    FollowModes,
+    /// Time to follow records again.
+    FollowRecords(Followed),
+    /// Ledgers are brought in line, and bytes moved.
+    Rebalance,
     /// Time to look at the store's identity again.
     Identity,
     /// Nodes that have not come are waited for no longer.
@@ -133,7 +139,8 @@ impl MemberStep {
             MemberStep::Expire => 7,
             MemberStep::TellNodes => 8,
             MemberStep::Own => 9,
-            MemberStep::FollowModes => 10,
+            MemberStep::FollowRecords(of) => 10 + ((*of as u64) << 8),
+            MemberStep::Rebalance => 11,
         }
     }
 }
@@ -149,7 +156,8 @@ impl World {
 
     pub(crate) fn start_member(&mut self, member: usize) {
         self.begin_process(Host::Member(member));
-        self.members[member] = Some(Member::new(member, self.setup.variant));
+        let begun = self.time(Host::Member(member));
+        self.members[member] = Some(Member::new(member, begun, self.setup.variant));
         self.ask_store(member, Purpose::Identity, Question::Get(vec![Key::Identity]));
     }
 
@@ -201,7 +209,8 @@ impl World {
             MemberStep::Follow => {
                 self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
             }
-            MemberStep::FollowModes => self.follow_modes(member),
+            MemberStep::FollowRecords(of) => self.follow_records(member, of),
+            MemberStep::Rebalance => self.rebalance(member),
             MemberStep::Identity => self.look_at_identity(member),
             MemberStep::GiveUpAbsent => {
                 self.member(member).give_up_absent();
@@ -262,9 +271,6 @@ impl World {
             | Purpose::CreateIdentity
             | Purpose::Records
             | Purpose::ModesAtStart => self.end_member(member),
-            Purpose::FollowModes | Purpose::WatchModes => {
-                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowModes);
-            }
             Purpose::FollowRange | Purpose::FollowWatch => {
                 self.member_later(member, STORE_RETRY_AFTER, MemberStep::Follow);
             }
@@ -289,8 +295,11 @@ impl World {
                     self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, look });
                 }
             }
+            Purpose::Follow(of) | Purpose::Watch(of) => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowRecords(of));
+            }
             // The operator is told, and asks again when that is still wanted.
-            Purpose::Revoke | Purpose::ModeBefore(_) | Purpose::ModePut(_) => {}
+            Purpose::Revoke | Purpose::SetBudget | Purpose::ModeBefore(_) | Purpose::ModePut(_) => {}
             Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
                 self.refuse(of);
             }
@@ -344,13 +353,9 @@ impl World {
             },
             (Purpose::Records, Told::Range { entries, .. }) => self.know_nodes(member, &entries),
             (Purpose::ModesAtStart, Told::Range { entries, .. }) => {
-                self.learn_modes(member, entries.iter().map(|(key, entry)| (*key, entry)));
+                entries.iter().for_each(|(key, entry)| self.record_put(member, *key, entry));
                 self.begin_serving(member);
             }
-            (Purpose::FollowModes, Told::Range { revision, entries }) => {
-                self.modes_listed(member, revision, &entries);
-            }
-            (Purpose::WatchModes, Told::Compacted) => self.follow_modes(member),
             (Purpose::ModeBefore(order), Told::Entries(entries)) => {
                 self.mode_read(member, order, &entries[0]);
             }
@@ -377,6 +382,11 @@ impl World {
                 Err(_) => self.look_whether_same(member, of),
             },
             (Purpose::IsOfStore(of), Told::Entries(entries)) => self.register_again(member, of, &entries[0]),
+            (Purpose::Follow(of), Told::Range { revision, entries }) => {
+                self.records_listed(member, of, revision, &entries);
+            }
+            (Purpose::Watch(of), Told::Compacted) => self.follow_records(member, of),
+            (Purpose::SetBudget, Told::Transacted(_)) => {}
             (of, told) => unreachable!("{told:?} is no answer to {of:?}"),
         }
     }
@@ -417,7 +427,10 @@ impl World {
         self.member_later(member, BEAT_EVERY, MemberStep::Expire);
         self.member_later(member, EXPECTED_FOR, MemberStep::GiveUpAbsent);
         self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
-        self.follow_modes(member);
+        self.follow_records(member, Followed::Nodes);
+        self.follow_records(member, Followed::Tenants);
+        self.follow_records(member, Followed::Modes);
+        self.rebalance(member);
         self.join(member);
         self.look_at_identity(member);
     }

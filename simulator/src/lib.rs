@@ -12,7 +12,7 @@
 //! announced durable is there after `SIGKILL` and power loss (2); budgets, by the cores' own audits after every event
 //! (3); no slot is handed out while anybody reads or writes it (4); every request and every lookup is over by its deadline
 //! (5); when faults have stopped every slot has one owner, who names the union of the inventories and knows that nothing is
-//! missing (6); no tenant gets more than its quota, or sees another's blocks (7); what is on a node is found there, whoever
+//! missing (6); no tenant gets more than its quota, or sees another's blocks, and what nodes may hold of it stays within its budget (7); what is on a node is found there, whoever
 //! is away (8); nothing is left over. Of members besides: who answers has a lease by its own clock, under one epoch one member
 //! answers for a slot, and what is said to be whole is. Of placement: nothing is evicted for a placed block, a moved block is
 //! dropped only when its other replica was durable, who is not active takes nothing, offers and questions are over by their
@@ -31,9 +31,9 @@
 //! |---|---|
 //! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
 //! | `placing.rs`, `placements.rs` (`directed`) | `node-agent/src/directory/{placing,reporting}.rs` |
-//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs`, `placement/reports.rs` |
-//! | `member/choosing.rs` | `controlplane/src/placement/{places,reports}.rs`, `cluster/choosing.rs` |
-//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,modes,followed}.rs`, `controlplane/store/src/held.rs` |
+//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
+//! | `member/choosing.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/choosing,server}.rs` |
+//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,followed,modes,tenants}.rs`, `controlplane/store/src/held.rs` |
 //! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
 //! | `peers.rs`, `offers.rs` | `node-agent/transport`, `node-agent/src/executor.rs` (offers) |
 //!
@@ -42,6 +42,7 @@
 mod answers;
 mod asking;
 mod audit;
+mod budgets;
 mod client;
 mod clock;
 mod disk;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::event::Event;
+use reprise_agent_core::orders::ReportNumber;
 use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
 use reprise_controlplane_core::Standing;
 use reprise_policy::{Epoch, NodeId, Tick};
@@ -62,7 +63,7 @@ pub(crate) enum LinkCall {
     Beat { epoch: Epoch },
     Slots { epoch: Epoch },
     Update(Arc<Batch>),
-    Report { epoch: Epoch },
+    Report { epoch: Epoch, number: ReportNumber },
 }
 
 impl Link {
@@ -172,8 +173,8 @@ impl World {
                 }
                 self.announced(node, id);
             }
-            (LinkCall::Report { epoch }, Reply::Reported { direction, .. }) => {
-                self.reported(node, id, epoch, direction);
+            (LinkCall::Report { epoch, number }, Reply::Reported(answer)) => {
+                self.reported(node, id, (epoch, number), answer);
             }
             (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
         }

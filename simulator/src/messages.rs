@@ -6,7 +6,7 @@ use std::time::Duration;
 use reprise_agent_core::effect::{FetchId, OfferId, PlaceReason};
 use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
-use reprise_controlplane_core::{NodeReport, SetMode, Standing};
+use reprise_controlplane_core::{NodeReport, Order, Said, SetMode, Standing};
 use reprise_policy::{BlockKey, Epoch, Layout, NodeId, TenantId, Tier};
 
 use crate::memory::Tag;
@@ -59,6 +59,17 @@ pub(crate) struct NodeSays {
     pub(crate) node: NodeId,
     pub(crate) epoch: Epoch,
     pub(crate) report: NodeReport,
+    /// Of every tenant.
+    pub(crate) said: Vec<Said>,
+    /// Of the map by which it was said whose tenants are.
+    pub(crate) map_digest: u64,
+}
+
+/// What a member answers to a report.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct NodeIsTold {
+    pub(crate) orders: Vec<Order>,
+    pub(crate) direction: Option<Direction>,
 }
 
 /// What a member answers.
@@ -82,10 +93,8 @@ pub(crate) enum Reply {
     Placed(Option<Box<PlaceAnswer>>),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
-    Reported {
-        fenced: bool,
-        direction: Option<Direction>,
-    },
+    /// `None`: it is not the registration that is known.
+    Reported(Option<NodeIsTold>),
     Unavailable,
 }
 
@@ -150,6 +159,7 @@ pub(crate) enum Question {
     Get(Vec<Key>),
     Range(Prefix),
     Transact { conditions: Vec<Condition>, writes: Vec<Write> },
+    Delete { conditions: Vec<Condition>, key: Key },
     Watch { prefix: Prefix, from: Revision },
     Grant(Duration),
     KeepAlive(LeaseId),
@@ -237,9 +247,10 @@ impl Reply {
                 let keys = answer.as_ref().map_or(0, |answer| answer.answers.len() as u64 + 1);
                 52 + (keys << 8)
             }
-            Reply::Reported { fenced, direction } => {
+            Reply::Reported(None) => 51 + (1 << 8),
+            Reply::Reported(Some(NodeIsTold { orders, direction })) => {
                 let bytes = direction.and_then(|direction| direction.given).map_or(0, |given| given.bytes);
-                51 + (u64::from(*fenced) << 8) + (bytes << 16)
+                51 + ((orders.len() as u64) << 16) + (bytes << 24)
             }
         }
     }
@@ -254,6 +265,7 @@ impl Question {
             Question::Watch { from, .. } => 34 + (from << 8),
             Question::Grant(_) => 35,
             Question::KeepAlive(lease) => 36 + (lease.0 << 8),
+            Question::Delete { conditions, .. } => 38 + ((conditions.len() as u64) << 8),
             Question::Revoke(lease) => 37 + (lease.0 << 8),
         }
     }

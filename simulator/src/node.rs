@@ -12,6 +12,7 @@ use reprise_agent_core::effect::{
     Report, ServeId,
 };
 use reprise_agent_core::event::{Event, Request, RequestId, Scope};
+use reprise_agent_core::orders::Orders;
 use reprise_agent_core::pool::DeviceOpKind;
 use reprise_policy::{BlockKey, SessionId, SlotSet, TenantId, Tick, Tier};
 
@@ -113,6 +114,7 @@ pub(crate) struct Process {
     pub(crate) placed: Placed,
     /// As the core last said.
     pub(crate) told: OwnState,
+    pub(crate) orders: Orders,
     /// The largest inventory so far.
     pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
@@ -181,6 +183,7 @@ impl World {
             offers_heard: 0,
             placed: Placed::default(),
             told: OwnState::default(),
+            orders: Orders::default(),
             inventory_max: 0,
             tick_at: None,
         });
@@ -207,6 +210,7 @@ impl World {
             process.jobs.values().filter_map(of).collect()
         });
         let running = running.collect();
+        self.books.leave(node);
         self.end_process(Host::Node(node));
         Some((process, running))
     }

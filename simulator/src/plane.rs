@@ -10,7 +10,7 @@ use reprise_controlplane_core::NodeRecord;
 use reprise_policy::{BlockKey, Epoch, NodeId};
 
 use crate::joining::MemberStep;
-use crate::messages::{CallId, Message, NodeSays, PlaceQuestion, Reply, Request};
+use crate::messages::{CallId, Message, NodeIsTold, NodeSays, PlaceQuestion, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::setup::BEAT_EVERY;
 use crate::world::World;
@@ -77,10 +77,11 @@ impl World {
     }
 
     fn take_report(&mut self, member: usize, says: &NodeSays) -> Reply {
-        let known = self.member(member).report(says.node, says.epoch, says.report);
         let now = self.time(Host::Member(member));
-        let direction = known.then(|| self.member(member).direct(now, says.node)).flatten();
-        Reply::Reported { fenced: !known, direction }
+        let orders = self.member(member).report(now, says);
+        self.audit_orders(member);
+        let direct = |orders| NodeIsTold { orders, direction: self.member(member).direct(now, says.node) };
+        Reply::Reported(orders.map(direct))
     }
 
     fn members_now(&mut self, member: usize) -> Reply {
@@ -114,7 +115,7 @@ impl World {
         self.audit_directory(member);
     }
 
-    fn nodes_changed(&mut self, member: usize) {
+    pub(crate) fn nodes_changed(&mut self, member: usize) {
         if !std::mem::replace(&mut self.member(member).tells_nodes, true) {
             self.member_later(member, TELL_NODES_AFTER, MemberStep::TellNodes);
         }

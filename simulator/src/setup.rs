@@ -43,6 +43,9 @@ pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// delays between attempts, and the longest load.
 pub(crate) const SETTLE: Duration = Duration::from_secs(14);
 
+/// Worlds in which grants are drawn, of a thousand.
+const DRAWN_PERMILLE: u64 = 200;
+
 /// Keys of each layout of a tenant.
 pub(crate) const KEYS: u64 = 64;
 /// Bytes of disks: most are too small for all blocks, but where a node is to leave others should have room.
@@ -116,6 +119,21 @@ pub enum Variant {
     TakenPushesOut,
     /// An agent does not hear that it is to move nothing more.
     MovesWithoutEnd,
+    /// A member takes an agent for heard that takes another for the owner of the tenant's slot.
+    ElsewhereHeard,
+    /// A new ledger does not wait to hear what nodes hold.
+    NewLedgerDeaf,
+    /// What a silent node may hold is given to others when it is not offered any more.
+    DeadNodesFreed,
+}
+
+/// Where the limits of tenants come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Limits {
+    /// Grants are drawn, and come in any order.
+    Drawn,
+    /// From budgets in the store, which members split.
+    Budgets,
 }
 
 /// See the module.
@@ -146,6 +164,7 @@ pub(crate) struct Setup {
     pub(crate) faults_until: Tick,
     /// Bound of the queue of announcements.
     pub(crate) changes_queued_max: usize,
+    pub(crate) limits: Limits,
     pub(crate) settings: Settings,
     pub(crate) variant: Variant,
 }
@@ -170,6 +189,7 @@ impl Setup {
             fault_every: Duration::from_secs(1),
             faults_until: Tick(0),
             changes_queued_max: 1 << 20,
+            limits: Limits::Budgets,
             settings: Settings { lookup_timeout: LOOKUP_TIMEOUT, ..Settings::default() },
             variant: Variant::Production,
         }
@@ -212,6 +232,7 @@ impl Setup {
             fault_every: rng.millis(200..4000),
             faults_until: Tick(0).after(rng.millis(3_000..15_000)),
             changes_queued_max: rng.one_of(&[8, 64, 1 << 20]),
+            limits: if rng.chance(DRAWN_PERMILLE) { Limits::Drawn } else { Limits::Budgets },
             settings,
             variant,
         }

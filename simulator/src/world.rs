@@ -12,6 +12,7 @@ use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
 
 use crate::answers::Answers;
+use crate::budgets::{Books, FIRST_BUDGET_AFTER};
 use crate::clock::Clock;
 use crate::faults::Repair;
 use crate::joining::MemberStep;
@@ -25,7 +26,7 @@ use crate::node::Node;
 use crate::places::Places;
 use crate::queue::Queue;
 use crate::rng::Rng;
-use crate::setup::{Setup, Variant};
+use crate::setup::{Limits, Setup, Variant};
 use crate::trace::{Recording, Trace};
 
 /// Steps of one run at the most: more would mean that something goes round in circles.
@@ -51,6 +52,8 @@ pub(crate) enum Action {
     Grant,
     /// An operator says what a node is for.
     Operate,
+    /// An operator sets a tenant's budget.
+    Budget,
     /// Something breaks.
     Fault,
     /// The power of a node fails.
@@ -124,6 +127,8 @@ pub(crate) struct World {
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
     pub(crate) tags: Tag,
     pub(crate) grants: u64,
+    /// What tenants may hold in the whole cluster.
+    pub(crate) books: Books,
     pub(crate) calm: bool,
     /// How often what happened, by name.
     pub(crate) seen: BTreeMap<&'static str, u64>,
@@ -166,6 +171,7 @@ impl World {
             truth: BTreeMap::new(),
             tags: 0,
             grants: 0,
+            books: Books::default(),
             calm: false,
             seen: BTreeMap::new(),
             setup,
@@ -187,7 +193,10 @@ impl World {
         }
         self.after(self.setup.operate_every, Action::Operate);
         self.after(self.setup.fault_every, Action::Fault);
-        self.after(self.setup.fault_every, Action::Grant);
+        match self.setup.limits {
+            Limits::Drawn => self.after(self.setup.fault_every, Action::Grant),
+            Limits::Budgets => self.after(FIRST_BUDGET_AFTER, Action::Budget),
+        }
     }
 
     /// Has something happen later.
@@ -241,6 +250,7 @@ impl World {
             Action::Engine { node, seat } => self.engine_turn(node, seat),
             Action::Grant => self.send_grant(),
             Action::Operate => self.operate(),
+            Action::Budget => self.change_budget(),
             Action::Fault => self.fault(),
             Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
@@ -255,7 +265,7 @@ impl World {
             Local::Closed { session } => self.apply(node, Event::SessionClosed { session }),
             Local::Event(Event::Budget(grant)) => {
                 let grant = self.grant_arrives(node, grant);
-                self.apply(node, Event::Budget(grant));
+                self.apply_grant(node, grant);
             }
             Local::Event(event) => self.apply(node, event),
             Local::Beat { link, epoch } => self.beat(node, link, epoch),
@@ -321,6 +331,7 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Engine { node, seat } => [6, *node as u64, *seat as u64],
         Action::Grant => [10, 0, 0],
         Action::Operate => [11, 0, 0],
+        Action::Budget => [12, 0, 0],
         Action::Fault => [7, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],

@@ -55,10 +55,7 @@ impl World {
                 }
                 self.publish(member, revision);
             }
-            Purpose::WatchModes => {
-                let put = changes.iter().filter_map(|change| Some((change.key, change.entry.as_ref()?)));
-                self.learn_modes(member, put);
-            }
+            Purpose::Watch(_) => self.records_changed(member, changes),
             // Anything that happens to it is its end.
             Purpose::IdentityWatch(_) => self.end_member(member),
             of => unreachable!("{of:?} is no watch"),

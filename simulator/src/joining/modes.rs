@@ -7,7 +7,7 @@ use reprise_policy::NodeMode;
 
 use super::Purpose;
 use crate::messages::Question;
-use crate::store::{Condition, Entry, Key, Prefix, Refused, Revision, Value, Write};
+use crate::store::{Condition, Entry, Key, Refused, Revision, Value, Write};
 use crate::world::World;
 
 /// Attempts against others that set the same node's mode.
@@ -59,25 +59,6 @@ impl World {
                 self.read_mode(member, ModeOrder { attempts: order.attempts + 1, ..order });
             }
             Err(_) => {}
-        }
-    }
-
-    pub(super) fn follow_modes(&mut self, member: usize) {
-        self.ask_store(member, Purpose::FollowModes, Question::Range(Prefix::Modes));
-    }
-
-    /// All modes were read: what happens from there on is watched.
-    pub(super) fn modes_listed(&mut self, member: usize, revision: Revision, entries: &[(Key, Entry)]) {
-        self.learn_modes(member, entries.iter().map(|(key, entry)| (*key, entry)));
-        let watch = Question::Watch { prefix: Prefix::Modes, from: revision + 1 };
-        self.ask_store(member, Purpose::WatchModes, watch);
-    }
-
-    pub(super) fn learn_modes<'a>(&mut self, member: usize, entries: impl Iterator<Item = (Key, &'a Entry)>) {
-        for (key, entry) in entries {
-            if let Key::Mode(node) = key {
-                self.member(member).learn_mode(node, set_by(entry));
-            }
         }
     }
 }
