@@ -86,7 +86,8 @@ impl World {
         );
         let moved = counters.moved_blocks - std::mem::replace(&mut placed.moved, counters.moved_blocks);
         assert!(moved <= placed.may_drop, "node {node} drops {moved} moved blocks unasked");
-        placed.saving &= counters.unsaved_blocks > 0;
+        // What is committed while it is being fetched is saved when it is there.
+        placed.saving &= counters.unsaved_blocks + counters.fills_in_flight > 0;
         let offers = process.offers.len();
         assert!(offers <= OFFERS_PER_NODE_MAX * nodes, "node {node} has {offers} offers open");
         self.assert_placed_in_time(node);
