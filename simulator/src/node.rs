@@ -145,9 +145,8 @@ impl World {
         let place = &mut self.nodes[node];
         for disk in &mut place.disks {
             // As `device/open.rs` does before it reads.
-            match self.setup.variant {
-                Variant::RecoveryWithoutSync | Variant::DurableBeforeSync => {}
-                _ => disk.synced(disk.covered()),
+            if self.setup.variant != Variant::DurableBeforeSync {
+                disk.synced(disk.covered());
             }
         }
         let pools = place.disks.iter().map(|disk| {

@@ -71,8 +71,6 @@ pub enum Variant {
     RegistrationKeepsDirectory,
     /// Syncs of devices say that they are done and do nothing: what is told durable is not.
     DurableBeforeSync,
-    /// An agent that starts does not sync its devices before it reads them.
-    RecoveryWithoutSync,
     /// Lookups do not look whether beats of nodes still arrive.
     DeadNodesOffered,
     /// What is read from devices is not compared with its checksums.
