@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Amounts, Beat, Directory, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, NodeRecord,
-    NodeReport, Scope, StaleEpoch, Standing,
+    Amounts, Beat, Directory, KnownNode, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, Modes,
+    MovesRound, NodeRecord, NodeReport, Scope, StaleEpoch, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -26,9 +26,9 @@ use tokio::sync::broadcast;
 use tonic::Status;
 
 use crate::events::Events;
-use crate::ledgers::{KnownNode, Ledgers, Presence};
+use crate::ledgers::Ledgers;
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
-use choosing::{Modes, MovesRound, PeersKept};
+use choosing::PeersKept;
 
 /// Node changes a watcher may lag behind. A restart of 1,000 nodes makes two each.
 const NODE_NEWS_MAX: usize = 4096;
@@ -303,9 +303,7 @@ impl Cluster {
 
     /// All nodes, as ledgers want to know them.
     pub fn known_nodes(&self) -> Vec<KnownNode> {
-        let presence = |state| if state == MemberState::Absent { Presence::Away } else { Presence::Here };
-        let members = self.members();
-        members.iter().map(|(record, state)| (record.node, record.epoch, presence(state))).collect()
+        self.members().known().collect()
     }
 
     /// All nodes, by number.

@@ -3,7 +3,8 @@
 //! A record is put and never deleted: its revision orders it against what nodes have heard, also after all members were
 //! away. So a node that is taken back has a record that says *active*; one that was never set has none.
 
-use reprise_controlplane_store::{Condition, KeyValue, Outcome, Revision, Store, Transaction, Write};
+use reprise_controlplane_core::SetMode;
+use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, Transaction, Write};
 use reprise_policy::NodeMode;
 use serde::{Deserialize, Serialize};
 
@@ -14,15 +15,6 @@ use crate::registry::RegistryError;
 pub(crate) const MODES_PREFIX: &str = "modes/";
 /// Attempts against others that set the same node's mode. Each failure means that another has succeeded.
 const ATTEMPTS_MAX: usize = 64;
-
-/// A node's mode and the revision of the store that set it; of two the one with the higher revision holds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SetMode {
-    /// The mode.
-    pub mode: NodeMode,
-    /// 0: never set.
-    pub revision: Revision,
-}
 
 /// The stored form of a mode.
 #[derive(Debug, Serialize, Deserialize)]
@@ -62,7 +54,7 @@ pub async fn set(
         let conditions = vec![unchanged, identity.unchanged()];
         let writes = vec![Write::Put { key: key.clone(), value: written(mode), lease: None }];
         if let Outcome::Committed(revision) = store.transact(Transaction { conditions, writes }).await? {
-            return Ok((before.mode, SetMode { mode, revision }));
+            return Ok((before.mode, SetMode { mode, revision: revision.0 }));
         }
         if !identity.is_of(store).await? {
             return Err(RegistryError::OtherStore);
@@ -88,7 +80,7 @@ pub fn read(entry: &KeyValue) -> Result<(&str, SetMode), RegistryError> {
         StoredMode::Cordoned => NodeMode::Cordoned,
         StoredMode::Draining => NodeMode::Draining,
     };
-    Ok((name, SetMode { mode, revision: entry.modified }))
+    Ok((name, SetMode { mode, revision: entry.modified.0 }))
 }
 
 fn written(mode: NodeMode) -> Vec<u8> {
@@ -117,7 +109,7 @@ mod tests {
         assert_eq!(set(NodeMode::Cordoned).await, (NodeMode::Cordoned, cordoned));
         let (before, active) = set(NodeMode::Active).await;
         assert_eq!((before, active.mode), (NodeMode::Cordoned, NodeMode::Active));
-        assert!(active.revision > cordoned.revision && cordoned.revision > Revision(0));
+        assert!(active.revision > cordoned.revision && cordoned.revision > 0);
         let entry = store.get(b"modes/a").await.expect("read").expect("it stays");
         assert_eq!(read(&entry).expect("ours"), ("a", active));
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::{Amounts, MemberSettings};
+use reprise_controlplane_core::{Amounts, MemberSettings, OwnPlace};
 use reprise_controlplane_store::{EmbeddedStore, EtcdStore, KeyValue, MemoryStore, Store, TimeToLive};
 use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
@@ -29,7 +29,6 @@ use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
 use crate::followed;
 use crate::identity::Identity;
-use crate::ledgers::OwnPlace;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::modes::{self, MODES_PREFIX};
@@ -344,8 +343,8 @@ async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<T
         match (certain, tenants.budgets()) {
             (Some((incarnation, view)), Some(budgets)) => {
                 let nodes = cluster.known_nodes();
-                let place = OwnPlace { view: &view, name: shards.name(), incarnation };
-                cluster.ledgers.rebalance(&place, &budgets, &nodes, EXPECTED_FOR);
+                let place = OwnPlace { map: &view.map, name: shards.name(), incarnation };
+                cluster.ledgers.rebalance(cluster.now(), &place, &budgets, &nodes);
             }
             (None, _) | (_, None) => cluster.ledgers.end(),
         }

@@ -43,7 +43,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{LookupId, PlaceId, ReplicaChange};
-use reprise_agent_core::event::{Grant, Placement, Replica};
+use reprise_agent_core::event::{Grant, Move, Placement, Replica};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 use reprise_proto::controlplane::NodeMode;
@@ -124,7 +124,7 @@ pub(crate) enum DirectoryEvent {
     /// The mode that this node is to be in; each has a higher number than any before.
     Mode { mode: NodeMode, number: u64 },
     /// So many bytes of blocks are to go to another node; `None`: nothing any more.
-    Move(Option<(NodeId, u64)>),
+    Move(Option<Move>),
     /// The control plane answers: at least one of its members.
     Connected,
     /// The control plane is gone or has forgotten this node; the client keeps trying.

@@ -20,7 +20,7 @@ use crossbeam_channel::bounded;
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
-use reprise_agent_core::event::{Event, Move};
+use reprise_agent_core::event::Event;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
@@ -328,7 +328,7 @@ fn directory_sink(inbox: Inbox) -> DirectorySink {
                 Some(mode) => Event::Mode { mode, revision: number },
                 None => return,
             },
-            DirectoryEvent::Move(order) => Event::Move(order.map(|(to, bytes)| Move { to, bytes })),
+            DirectoryEvent::Move(order) => Event::Move(order),
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
             DirectoryEvent::Placed { place, answers } => Event::Placed { place, answers },
             DirectoryEvent::PlaceFailed { place } => Event::PlaceFailed { place },

@@ -69,6 +69,14 @@ impl World {
         );
     }
 
+    /// A report, as it is answered: orders are of who has a lease as well.
+    pub(crate) fn audit_orders(&self, member: usize) {
+        let now = self.time(Host::Member(member));
+        if self.members[member].as_ref().is_some_and(|running| running.certain_map(now).is_some()) {
+            self.assert_lease(member);
+        }
+    }
+
     /// Whoever answers holds a lease, by its own clock, and unless that stood still by the store's.
     fn assert_lease(&self, member: usize) {
         let host = Host::Member(member);

@@ -14,7 +14,7 @@ use crate::store::{Key, Prefix, Revision, Value};
 
 use crate::node::count_all;
 use crate::reporting::OwnState;
-use crate::setup::{SETTLE, all_keys, layout_of};
+use crate::setup::{Limits, SETTLE, all_keys, layout_of};
 use crate::world::World;
 
 /// A header page in front of every block on a device.
@@ -33,6 +33,8 @@ impl World {
                 self.close_session(node, session);
             }
         }
+        self.drain_in_calm();
+        self.cordon_all();
         self.run_until(self.now.after(SETTLE));
         for node in 0..self.nodes.len() {
             count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("it runs"));
@@ -55,6 +57,11 @@ impl World {
             ("serves", counters.serves_in_flight),
             ("unsaved blocks", counters.unsaved_blocks),
             ("pending frees", counters.pool_pending_free_bytes),
+            ("pulls", counters.pulls_waiting),
+            ("bytes of pulls", counters.pulls_in_flight_bytes),
+            ("offers", process.offers.len() as u64),
+            ("offers of peers", process.heard_offers.len() as u64),
+            ("questions of places", client.placings.len() as u64),
             ("jobs", process.jobs.len() as u64),
             ("fetches", process.fetches.len() as u64),
             ("requests of peers", process.serves.len() as u64),
@@ -109,6 +116,9 @@ impl World {
             known.extend(self.known_by(member));
         }
         assert!(owned == SlotSet::ALL, "every slot has an owner");
+        if self.setup.limits == Limits::Budgets {
+            self.assert_budgets_converged();
+        }
         let mut held = BTreeSet::new();
         for node in 0..self.nodes.len() {
             let number = self.number_of(node);
@@ -142,7 +152,7 @@ impl World {
         let running = self.members[member].as_ref().expect("it was started again");
         for node in 0..self.nodes.len() {
             let core = &self.nodes[node].process.as_ref().expect("it runs").core;
-            let state = OwnState { usage: core.node_usage(), drain: core.drain_progress() };
+            let state = OwnState::of(core);
             let known = running.report_of(self.number_of(node));
             assert_eq!(known, Some(&state.report()), "member {member} does not know how node {node} is");
         }

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_agent_core::backoff::Backoff;
-use reprise_agent_core::effect::LookupId;
+use reprise_agent_core::directions::Directions;
+use reprise_agent_core::effect::{LookupId, PlaceId};
 use reprise_agent_core::outbox::Outbox;
 use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
@@ -18,6 +19,7 @@ use crate::asking::Asking;
 use crate::link::{Link, LinkCall, LinkId};
 use crate::messages::{CallId, MemberList, Message, NodeInfo, Reply, Request};
 use crate::network::{Host, LineId};
+use crate::placing::Placing;
 use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, LINK_KEPT, UNSURE_MAX, Variant};
 use crate::world::{Local, World, take_where};
 
@@ -33,6 +35,8 @@ pub(crate) struct Client {
     /// As home has last named them, by number.
     nodes: Option<Arc<[NodeInfo]>>,
     pub(crate) lookups: BTreeMap<LookupId, Asking>,
+    pub(crate) placings: BTreeMap<PlaceId, Placing>,
+    pub(crate) directions: Directions,
 }
 
 /// A map of slots, and the link to each of its members.
@@ -79,12 +83,33 @@ pub(crate) enum Purpose {
     Learn {
         lookup: LookupId,
     },
+    /// The part of a question of places, under a registration.
+    Place {
+        place: PlaceId,
+        link: LinkId,
+        epoch: Epoch,
+        places: Vec<u32>,
+    },
+    /// As `Learn`.
+    LearnOfPlaces {
+        place: PlaceId,
+    },
     Follow,
 }
 
 impl Routes {
     pub(crate) fn epoch(&self) -> Epoch {
         self.map.epoch()
+    }
+
+    /// Of the members in the map.
+    pub(crate) fn digest(&self) -> u64 {
+        self.map.digest()
+    }
+
+    /// Whether a link's member owns a hash slot.
+    pub(crate) fn owns(&self, link: LinkId, slot: u16) -> bool {
+        self.map.owner(slot).is_some_and(|owner| self.links[usize::from(owner.0)] == link)
     }
 
     /// The link to the owner of a key.
@@ -98,6 +123,12 @@ impl Client {
     pub(crate) fn host_of(&self, node: NodeId) -> Option<usize> {
         let nodes = self.nodes.as_ref()?;
         nodes.binary_search_by_key(&node, |info| info.node).ok().map(|at| nodes[at].host)
+    }
+
+    /// The number of the agent of a machine; `None` for one that home has not named.
+    pub(crate) fn node_at(&self, host: usize) -> Option<NodeId> {
+        let nodes = self.nodes.as_ref()?;
+        nodes.iter().find(|info| info.host == host).map(|info| info.node)
     }
 
     /// Agents begin with different homes.
@@ -185,6 +216,8 @@ impl World {
             Purpose::Link(link, of) => self.link_call_failed(node, link, &of),
             Purpose::Lookup { lookup, .. } => self.part_failed(node, lookup),
             Purpose::Learn { lookup } => self.lookup_over(node, lookup),
+            Purpose::Place { place, .. } => self.place_part_over(node, place),
+            Purpose::LearnOfPlaces { place } => self.place_over(node, place),
             Purpose::Follow => self.leave_home(node),
         }
     }
@@ -205,6 +238,15 @@ impl World {
                     self.take_list(node, &list);
                 }
                 self.learned(node, lookup);
+            }
+            (Purpose::Place { place, link, epoch, places }, Reply::Placed(answer)) => {
+                self.part_placed(node, (place, link, epoch), &places, answer.map(|answer| *answer));
+            }
+            (Purpose::LearnOfPlaces { place }, Reply::Members(list)) => {
+                if list.registered {
+                    self.take_list(node, &list);
+                }
+                self.learned_of_places(node, place);
             }
             (Purpose::Follow, reply) => {
                 let home = &mut self.client(node).home;

@@ -72,8 +72,8 @@ impl World {
             Repair::StartAgent(node) if self.nodes[node].process.is_none() => {
                 self.start_agent(node);
                 // What an agent has just believed of its disks must be on them.
-                if !self.calm && self.rng.below(3) == 0 {
-                    let delay = self.rng.millis(1..100);
+                if !self.calm && self.rng.below(2) == 0 {
+                    let delay = self.rng.millis(1..50);
                     self.after(delay, Action::Outage(node));
                 }
             }

@@ -1,15 +1,18 @@
 //! A member and the store: how it starts, follows the members, holds its lease, notices another store, and registers nodes.
 //!
 //! ```text
-//!   start ── identity ──► records ──► serving:  follow members │ hold a lease and an entry │ watch the identity
+//!   start ── identity ──► records, modes ──► serving:  follow members, modes │ hold a lease and an entry │ watch the identity
 //!     └── the store does not answer: the process ends, and the next one begins
 //! ```
 //!
 //! The order of questions is that of the binary: `controlplane/src/identity.rs` (start, watch), `registry.rs` (register),
-//! `shards.rs` (follow, hold), `server.rs` (start, end). A process that ends is started again, as Kubernetes does.
+//! `shards.rs` (follow, hold), `followed.rs`, `tenants.rs`, `modes.rs` (records), `server.rs` (start, end). A process that ends is
+//! started again, as Kubernetes does.
 //! Left out: concurrent reads of two keys are one question; node numbers never run out.
 
+mod followed;
 mod membership;
+mod modes;
 mod registry;
 
 use std::collections::BTreeMap;
@@ -25,6 +28,8 @@ use crate::network::{Host, LineId};
 use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_RETRY_AFTER, STORE_TIMEOUT, TIME_TO_LIVE, Variant};
 use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
 use crate::world::{Action, World, take_where};
+use followed::Followed;
+use modes::ModeOrder;
 use registry::Applicant;
 
 /// Calls to the store, and the connection to it.
@@ -86,6 +91,12 @@ enum Purpose {
     Registered(Applicant),
     Register(Applicant, Box<NodeRecord>),
     IsOfStore(Applicant),
+    ModesAtStart,
+    ModeBefore(ModeOrder),
+    ModePut(ModeOrder),
+    Follow(Followed),
+    Watch(Followed),
+    SetBudget,
 }
 
 /// Something within a member's process.
@@ -99,6 +110,10 @@ pub(crate) enum MemberStep {
     Join { attempt: u64 },
     /// Time to follow the members again.
     Follow,
+    /// Time to follow records again.
+    FollowRecords(Followed),
+    /// Ledgers are brought in line, and bytes moved.
+    Rebalance,
     /// Time to look at the store's identity again.
     Identity,
     /// Nodes that have not come are waited for no longer.
@@ -124,6 +139,8 @@ impl MemberStep {
             MemberStep::Expire => 7,
             MemberStep::TellNodes => 8,
             MemberStep::Own => 9,
+            MemberStep::FollowRecords(of) => 10 + ((*of as u64) << 8),
+            MemberStep::Rebalance => 11,
         }
     }
 }
@@ -139,7 +156,8 @@ impl World {
 
     pub(crate) fn start_member(&mut self, member: usize) {
         self.begin_process(Host::Member(member));
-        self.members[member] = Some(Member::new(member, self.setup.variant));
+        let begun = self.time(Host::Member(member));
+        self.members[member] = Some(Member::new(member, begun, self.setup.variant));
         self.ask_store(member, Purpose::Identity, Question::Get(vec![Key::Identity]));
     }
 
@@ -191,6 +209,8 @@ impl World {
             MemberStep::Follow => {
                 self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
             }
+            MemberStep::FollowRecords(of) => self.follow_records(member, of),
+            MemberStep::Rebalance => self.rebalance(member),
             MemberStep::Identity => self.look_at_identity(member),
             MemberStep::GiveUpAbsent => {
                 self.member(member).give_up_absent();
@@ -246,9 +266,11 @@ impl World {
 
     fn store_failed(&mut self, member: usize, of: &Purpose) {
         match *of {
-            Purpose::Identity | Purpose::IdentityOf(_) | Purpose::CreateIdentity | Purpose::Records => {
-                self.end_member(member);
-            }
+            Purpose::Identity
+            | Purpose::IdentityOf(_)
+            | Purpose::CreateIdentity
+            | Purpose::Records
+            | Purpose::ModesAtStart => self.end_member(member),
             Purpose::FollowRange | Purpose::FollowWatch => {
                 self.member_later(member, STORE_RETRY_AFTER, MemberStep::Follow);
             }
@@ -273,7 +295,11 @@ impl World {
                     self.member_later(member, STORE_RETRY_AFTER, MemberStep::Lease { id, look });
                 }
             }
-            Purpose::Revoke => {}
+            Purpose::Follow(of) | Purpose::Watch(of) => {
+                self.member_later(member, STORE_RETRY_AFTER, MemberStep::FollowRecords(of));
+            }
+            // The operator is told, and asks again when that is still wanted.
+            Purpose::Revoke | Purpose::SetBudget | Purpose::ModeBefore(_) | Purpose::ModePut(_) => {}
             Purpose::Registered(of) | Purpose::Register(of, _) | Purpose::IsOfStore(of) => {
                 self.refuse(of);
             }
@@ -325,7 +351,15 @@ impl World {
                 }
                 None => self.end_member(member),
             },
-            (Purpose::Records, Told::Range { entries, .. }) => self.begin_serving(member, &entries),
+            (Purpose::Records, Told::Range { entries, .. }) => self.know_nodes(member, &entries),
+            (Purpose::ModesAtStart, Told::Range { entries, .. }) => {
+                entries.iter().for_each(|(key, entry)| self.record_put(member, *key, entry));
+                self.begin_serving(member);
+            }
+            (Purpose::ModeBefore(order), Told::Entries(entries)) => {
+                self.mode_read(member, order, &entries[0]);
+            }
+            (Purpose::ModePut(order), Told::Transacted(result)) => self.mode_put(member, order, result),
             (Purpose::FollowRange, Told::Range { revision, entries }) => {
                 self.members_listed(member, revision, &entries);
             }
@@ -348,6 +382,11 @@ impl World {
                 Err(_) => self.look_whether_same(member, of),
             },
             (Purpose::IsOfStore(of), Told::Entries(entries)) => self.register_again(member, of, &entries[0]),
+            (Purpose::Follow(of), Told::Range { revision, entries }) => {
+                self.records_listed(member, of, revision, &entries);
+            }
+            (Purpose::Watch(of), Told::Compacted) => self.follow_records(member, of),
+            (Purpose::SetBudget, Told::Transacted(_)) => {}
             (of, told) => unreachable!("{told:?} is no answer to {of:?}"),
         }
     }
@@ -373,18 +412,25 @@ impl World {
         self.member(member).joining.identity.expect("read before anything else")
     }
 
-    /// It has read what it needs.
-    fn begin_serving(&mut self, member: usize, records: &[(Key, Entry)]) {
+    fn know_nodes(&mut self, member: usize, records: &[(Key, Entry)]) {
         let record = |(_, entry): &(Key, Entry)| match &entry.value {
             Value::Node(record) => NodeRecord::clone(record),
             other => unreachable!("{other:?} is no record of a node"),
         };
-        let running = self.member(member);
-        running.restore(records.iter().map(record).collect());
-        running.joining.serving = true;
+        self.member(member).restore(records.iter().map(record).collect());
+        self.ask_store(member, Purpose::ModesAtStart, Question::Range(Prefix::Modes));
+    }
+
+    /// It has read what it needs.
+    fn begin_serving(&mut self, member: usize) {
+        self.member(member).joining.serving = true;
         self.member_later(member, BEAT_EVERY, MemberStep::Expire);
         self.member_later(member, EXPECTED_FOR, MemberStep::GiveUpAbsent);
         self.ask_store(member, Purpose::FollowRange, Question::Range(Prefix::Members));
+        self.follow_records(member, Followed::Nodes);
+        self.follow_records(member, Followed::Tenants);
+        self.follow_records(member, Followed::Modes);
+        self.rebalance(member);
         self.join(member);
         self.look_at_identity(member);
     }

@@ -80,7 +80,7 @@ impl World {
     pub(crate) fn keep(&mut self, of: (LineId, CallId), question: Question) {
         let now = self.now;
         let took_us_max = match question {
-            Question::Transact { .. } | Question::Grant(_) => WRITE_US_MAX,
+            Question::Transact { .. } | Question::Delete { .. } | Question::Grant(_) => WRITE_US_MAX,
             _ => READ_US_MAX,
         };
         let store = &mut self.keeper.store;
@@ -92,6 +92,7 @@ impl World {
             Question::Transact { conditions, writes } => {
                 Told::Transacted(store.transact(&conditions, writes))
             }
+            Question::Delete { conditions, key } => Told::Transacted(store.delete(&conditions, key)),
             Question::Watch { prefix, from } => return self.watch(of, prefix, from),
             Question::Grant(time_to_live) => Told::Granted(store.grant(now, time_to_live)),
             Question::KeepAlive(lease) => Told::Kept { lives: store.keep_alive(now, lease) },
@@ -101,6 +102,7 @@ impl World {
             }
         };
         self.answer(of, took_us_max, told);
+        self.note_budgets();
         self.expire_leases();
         self.tell_watchers();
     }
@@ -184,6 +186,7 @@ impl World {
             self.kill_store();
         }
         self.keeper.store.wipe();
+        self.nobody_is_bound();
         self.start_store();
     }
 }

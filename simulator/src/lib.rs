@@ -12,9 +12,12 @@
 //! announced durable is there after `SIGKILL` and power loss (2); budgets, by the cores' own audits after every event
 //! (3); no slot is handed out while anybody reads or writes it (4); every request and every lookup is over by its deadline
 //! (5); when faults have stopped every slot has one owner, who names the union of the inventories and knows that nothing is
-//! missing (6); no tenant gets more than its quota, or sees another's blocks (7); what is on a node is found there, whoever
+//! missing (6); no tenant gets more than its quota, or sees another's blocks, and what nodes may hold of it stays within its budget (7); what is on a node is found there, whoever
 //! is away (8); nothing is left over. Of members besides: who answers has a lease by its own clock, under one epoch one member
-//! answers for a slot, and what is said to be whole is.
+//! answers for a slot, and what is said to be whole is. Of placement: nothing is evicted for a placed block, a moved block is
+//! dropped only when its other replica was durable, who is not active takes nothing, offers and questions are over by their
+//! deadlines and what moves is within the bandwidth; when faults have stopped, a node that leaves and is refused nothing becomes
+//! drained, and then others have all that it has.
 //!
 //! Every process has a clock of its own (`clock.rs`), which runs a little wrong, and stands still or jumps when its machine is
 //! suspended; cores get what it shows.
@@ -27,16 +30,19 @@
 //! | here | there |
 //! |---|---|
 //! | `link.rs`, `client.rs`, `asking.rs`, `reporting.rs` | `node-agent/src/directory/{link,heartbeat,members,asking,reporting}.rs` |
-//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs`, `placement/reports.rs` |
-//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards}.rs`, `controlplane/store/src/held.rs` |
+//! | `placing.rs`, `placements.rs` (`directed`) | `node-agent/src/directory/{placing,reporting}.rs` |
+//! | `member.rs`, `plane.rs` | `controlplane/src/{cluster,directory,membership,server}.rs` |
+//! | `member/choosing.rs`, `member/ledgers.rs` | `controlplane/src/{placement/places,placement/reports,cluster/choosing,server}.rs` |
+//! | `joining.rs`, `joining/` | `controlplane/src/{identity,registry,shards,followed,modes,tenants}.rs`, `controlplane/store/src/held.rs` |
 //! | `store.rs`, `keeper.rs` | the contract of `controlplane/store`, as etcd keeps it |
-//! | `peers.rs` | `node-agent/transport` |
+//! | `peers.rs`, `offers.rs` | `node-agent/transport`, `node-agent/src/executor.rs` (offers) |
 //!
 //! Pure as the cores are: no clock, no threads, no environment; whoever runs many seeds brings the threads.
 
 mod answers;
 mod asking;
 mod audit;
+mod budgets;
 mod client;
 mod clock;
 mod disk;
@@ -51,8 +57,12 @@ mod memory;
 mod messages;
 mod network;
 mod node;
+mod offers;
+mod operators;
 mod peers;
+mod placements;
 mod places;
+mod placing;
 mod plane;
 mod queue;
 mod reporting;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use reprise_agent_core::backoff::Backoff;
 use reprise_agent_core::event::Event;
+use reprise_agent_core::orders::ReportNumber;
 use reprise_agent_core::outbox::{Batch, Next, Outbox, Outcome};
 use reprise_controlplane_core::Standing;
 use reprise_policy::{Epoch, NodeId, Tick};
@@ -62,7 +63,7 @@ pub(crate) enum LinkCall {
     Beat { epoch: Epoch },
     Slots { epoch: Epoch },
     Update(Arc<Batch>),
-    Report { epoch: Epoch },
+    Report { epoch: Epoch, number: ReportNumber },
 }
 
 impl Link {
@@ -172,8 +173,8 @@ impl World {
                 }
                 self.announced(node, id);
             }
-            (LinkCall::Report { epoch }, Reply::Reported { fenced }) => {
-                self.reported(node, id, epoch, fenced);
+            (LinkCall::Report { epoch, number }, Reply::Reported(answer)) => {
+                self.reported(node, id, (epoch, number), answer);
             }
             (of, reply) => unreachable!("{reply:?} is no answer to {of:?}"),
         }
@@ -205,7 +206,7 @@ impl World {
         self.report_if_due(node, id);
     }
 
-    fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
+    pub(crate) fn lose_registration(&mut self, node: usize, id: LinkId, epoch: Epoch) {
         let (now, random) = (self.time(Host::Node(node)), self.rng.next() as u32);
         let Some(link) = self.link(node, id) else { return };
         let Some(granted) = link.granted.take_if(|granted| granted.epoch == epoch) else { return };

@@ -3,7 +3,10 @@
 //! What the services of the binary do around the cores is done here in the same order: a lookup and its two looks at the
 //! map as in `controlplane/src/directory.rs`, registrations and expiry as in `cluster.rs`, [`Member::kept`] and
 //! [`Member::certain_map`] as in `shards.rs`, the schedule of the lease as in `controlplane/store/src/held.rs`. How it talks
-//! with the store is in `joining.rs`, with agents in `plane.rs`. The binary's locks, parts and streams are not here.
+//! with the store is in `joining.rs`, with agents in `plane.rs`; what it says of places, modes and moves in `member/choosing.rs`. The binary's locks, parts and streams are not here.
+
+mod choosing;
+mod ledgers;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,8 +15,8 @@ use std::time::Duration;
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
-    Beat, Changes, Directory, Found, MemberEvent, MemberSettings, MemberState, Members, NodeRecord,
-    NodeReport, Opening, Standing, Update, Updated,
+    Beat, Changes, Directory, Found, MemberEvent, MemberSettings, MemberState, Members, Modes, MovesRound,
+    NodeRecord, Opening, SetMode, Standing, Update, Updated,
 };
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
@@ -23,6 +26,7 @@ use crate::messages::{Answered, CallId, MemberList, NodeInfo};
 use crate::network::LineId;
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
+use ledgers::Tenancy;
 
 /// Places of the directory's tables that one sweep looks at.
 const SWEEP_PLACES: usize = 1 << 12;
@@ -51,6 +55,11 @@ pub(crate) struct Member {
     pub(crate) tells_nodes: bool,
     /// Nodes that have a record, and their machines.
     hosts: BTreeMap<NodeId, usize>,
+    /// What nodes are for, and who gives blocks to whom while this member decides that.
+    modes: Modes,
+    moves: MovesRound,
+    /// What the store has said of modes. For the auditor.
+    pub(crate) told_modes: BTreeMap<usize, SetMode>,
     /// Slots that registrations have been asked for.
     asked: BTreeMap<(NodeId, Epoch), SlotSet>,
     /// The last sign of life of a node, by this member's clock.
@@ -58,6 +67,9 @@ pub(crate) struct Member {
     /// Of each node that is waited for: the slots whose inventory it has ended since this member has owned them. For the
     /// auditor, who does not ask the directory.
     pub(crate) ended: BTreeMap<NodeId, SlotSet>,
+    pub(crate) tenancy: Tenancy,
+    /// When it has begun, by its clock.
+    begun: Tick,
     /// Changes of the directory since it was audited.
     pub(crate) unaudited: u32,
     variant: Variant,
@@ -139,7 +151,7 @@ impl View {
 
 impl Member {
     /// A member whose process has just started, before it knows anything.
-    pub(crate) fn new(name: usize, variant: Variant) -> Member {
+    pub(crate) fn new(name: usize, begun: Tick, variant: Variant) -> Member {
         let settings = MemberSettings { dead_after: DEAD_AFTER, forget_after: FORGET_AFTER };
         Member {
             name,
@@ -154,9 +166,14 @@ impl Member {
             followers: Vec::new(),
             tells_nodes: false,
             hosts: BTreeMap::new(),
+            modes: Modes::default(),
+            moves: MovesRound::default(),
+            told_modes: BTreeMap::new(),
             asked: BTreeMap::new(),
             heard: BTreeMap::new(),
             ended: BTreeMap::new(),
+            tenancy: Tenancy::default(),
+            begun,
             unaudited: 0,
             variant,
         }
@@ -228,7 +245,7 @@ impl Member {
 
     /// A registration is in the store. Whether it is the newest.
     pub(crate) fn registered(&mut self, now: Tick, record: NodeRecord) -> bool {
-        let node = record.node;
+        let (node, epoch) = (record.node, record.epoch);
         if self.directory.register(node, self.epoch(record.epoch)) {
             self.ended.insert(node, SlotSet::EMPTY);
         }
@@ -236,6 +253,7 @@ impl Member {
         let newest = self.members.register(now, record).is_ok();
         if newest {
             self.heard.insert(node, now);
+            self.register_shares(node, epoch);
         }
         newest
     }
@@ -248,14 +266,10 @@ impl Member {
         known
     }
 
-    /// A node says how it is; `false`: it must register again.
-    pub(crate) fn report(&mut self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
-        self.members.report(node, epoch, report)
-    }
-
-    /// What a node last said of itself.
-    pub(crate) fn report_of(&self, node: NodeId) -> Option<&NodeReport> {
-        self.members.report_of(node)
+    /// A node has registered with some member. Returns whether its machine is news.
+    pub(crate) fn learn(&mut self, record: NodeRecord) -> bool {
+        let news = self.hosts.insert(record.node, machine_of(&record)).is_none();
+        self.members.learn(record) || news
     }
 
     pub(crate) fn nodes(&self) -> Arc<[NodeInfo]> {
@@ -268,9 +282,13 @@ impl Member {
             return None;
         }
         for event in self.members.expire(now) {
-            if let MemberEvent::Forgotten(node, epoch) = event {
-                self.directory.forget(node, self.epoch(epoch));
-                self.ended.remove(&node);
+            match event {
+                MemberEvent::Forgotten(node, epoch) => {
+                    self.directory.forget(node, self.epoch(epoch));
+                    self.ended.remove(&node);
+                    self.forget_shares(node);
+                }
+                MemberEvent::Died(node) => self.node_died(node),
             }
         }
         self.members.next_deadline()

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_agent_core::effect::FetchId;
-use reprise_agent_core::event::Replica;
+use reprise_agent_core::effect::{FetchId, OfferId, PlaceReason};
+use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
-use reprise_controlplane_core::{NodeReport, Standing};
-use reprise_policy::{BlockKey, Epoch, Layout, NodeId, Tier};
+use reprise_controlplane_core::{NodeReport, Order, Said, SetMode, Standing};
+use reprise_policy::{BlockKey, Epoch, Layout, NodeId, TenantId, Tier};
 
 use crate::memory::Tag;
 use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Refused, Revision, Write};
@@ -45,6 +45,7 @@ pub(crate) enum Request {
         keys: Vec<BlockKey>,
         asking: Option<NodeId>,
     },
+    Place(Arc<PlaceQuestion>),
     Report(Box<NodeSays>),
     /// The list of members.
     Members,
@@ -58,19 +59,42 @@ pub(crate) struct NodeSays {
     pub(crate) node: NodeId,
     pub(crate) epoch: Epoch,
     pub(crate) report: NodeReport,
+    /// Of every tenant.
+    pub(crate) said: Vec<Said>,
+    /// Of the map by which it was said whose tenants are.
+    pub(crate) map_digest: u64,
+}
+
+/// What a member answers to a report.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct NodeIsTold {
+    pub(crate) orders: Vec<Order>,
+    pub(crate) direction: Option<Direction>,
 }
 
 /// What a member answers.
 #[derive(Clone, Debug)]
 pub(crate) enum Reply {
-    Registered { node: NodeId, epoch: Epoch },
-    Beaten { known: bool, version: u64 },
+    Registered {
+        node: NodeId,
+        epoch: Epoch,
+    },
+    Beaten {
+        known: bool,
+        version: u64,
+    },
     Standing(Option<Box<Standing>>),
-    Updated { answer: Answer, version: u64 },
+    Updated {
+        answer: Answer,
+        version: u64,
+    },
     Found(Answered),
+    /// `None`: a newer registration is known.
+    Placed(Option<Box<PlaceAnswer>>),
     Members(Arc<MemberList>),
     Nodes(Arc<[NodeInfo]>),
-    Reported { fenced: bool },
+    /// `None`: it is not the registration that is known.
+    Reported(Option<NodeIsTold>),
     Unavailable,
 }
 
@@ -83,6 +107,32 @@ pub(crate) struct Answered {
     /// Keys of which some node has not announced what it has.
     pub(crate) partial: usize,
     pub(crate) map_epoch: Epoch,
+}
+
+/// Where do further durable replicas of blocks go?
+#[derive(Clone, Debug)]
+pub(crate) struct PlaceQuestion {
+    pub(crate) holder: NodeId,
+    pub(crate) epoch: Epoch,
+    pub(crate) keys: Vec<BlockKey>,
+    pub(crate) slot_bytes: u64,
+    pub(crate) reason: PlaceReason,
+}
+
+/// Where they go, as far as a member can say.
+#[derive(Clone, Debug)]
+pub(crate) struct PlaceAnswer {
+    pub(crate) answers: Vec<Placement>,
+    /// Indices of keys that are others'.
+    pub(crate) elsewhere: Vec<u32>,
+    pub(crate) map_epoch: Epoch,
+}
+
+/// What a node is to do.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Direction {
+    pub(crate) set: SetMode,
+    pub(crate) given: Option<Move>,
 }
 
 /// The members of the control plane, as one of them knows them.
@@ -109,6 +159,7 @@ pub(crate) enum Question {
     Get(Vec<Key>),
     Range(Prefix),
     Transact { conditions: Vec<Condition>, writes: Vec<Write> },
+    Delete { conditions: Vec<Condition>, key: Key },
     Watch { prefix: Prefix, from: Revision },
     Grant(Duration),
     KeepAlive(LeaseId),
@@ -137,6 +188,17 @@ pub(crate) enum PeerMessage {
     Header { fetch: FetchId, block: u32, tier: Tier, checksums: Box<[u32]> },
     Layers { fetch: FetchId, block: u32, first: u32, tags: Vec<Tag> },
     Absent { fetch: FetchId, block: u32 },
+    Offer { offer: OfferId, blocks: Box<OfferedBlocks> },
+    OfferAnswer { offer: OfferId, taken: Vec<u32>, retry_after: Duration },
+}
+
+/// Blocks that an agent offers to another.
+#[derive(Clone, Debug)]
+pub(crate) struct OfferedBlocks {
+    /// Names and numbers of tenants are the same everywhere.
+    pub(crate) tenant: TenantId,
+    pub(crate) layout: Layout,
+    pub(crate) keys: Vec<BlockKey>,
 }
 
 impl Message {
@@ -162,6 +224,7 @@ impl Request {
             Request::Slots { .. } => 5,
             Request::Members => 6,
             Request::Watch => 7,
+            Request::Place(question) => 9 + ((question.keys.len() as u64) << 8),
             Request::Report(says) => 8 + (says.report.used.nvme << 8),
         }
     }
@@ -180,7 +243,15 @@ impl Reply {
             Reply::Members(list) => 18 + (list.epoch.0 << 8),
             Reply::Nodes(nodes) => 19 + ((nodes.len() as u64) << 8),
             Reply::Unavailable => 20,
-            Reply::Reported { fenced } => 51 + (u64::from(*fenced) << 8),
+            Reply::Placed(answer) => {
+                let keys = answer.as_ref().map_or(0, |answer| answer.answers.len() as u64 + 1);
+                52 + (keys << 8)
+            }
+            Reply::Reported(None) => 51 + (1 << 8),
+            Reply::Reported(Some(NodeIsTold { orders, direction })) => {
+                let bytes = direction.and_then(|direction| direction.given).map_or(0, |given| given.bytes);
+                51 + ((orders.len() as u64) << 16) + (bytes << 24)
+            }
         }
     }
 }
@@ -194,6 +265,7 @@ impl Question {
             Question::Watch { from, .. } => 34 + (from << 8),
             Question::Grant(_) => 35,
             Question::KeepAlive(lease) => 36 + (lease.0 << 8),
+            Question::Delete { conditions, .. } => 38 + ((conditions.len() as u64) << 8),
             Question::Revoke(lease) => 37 + (lease.0 << 8),
         }
     }
@@ -226,6 +298,10 @@ impl PeerMessage {
                 24 + (fetch.0 << 8) + (u64::from(*first) << 32) + (tags[0] << 40)
             }
             PeerMessage::Absent { fetch, block } => 25 + (fetch.0 << 8) + (u64::from(*block) << 32),
+            PeerMessage::Offer { offer, .. } => 26 + (offer.0 << 8),
+            PeerMessage::OfferAnswer { offer, taken, .. } => {
+                27 + (offer.0 << 8) + ((taken.len() as u64) << 40)
+            }
         }
     }
 }

@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::AgentCore;
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Effect, FetchId, RegionId, ReplicaChange, Reply, Report, ServeId,
+    ArenaSlot, Change, DeviceId, Effect, FetchId, OfferId, PeerOfferId, RegionId, ReplicaChange, Reply,
+    Report, ServeId,
 };
 use reprise_agent_core::event::{Event, Request, RequestId, Scope};
+use reprise_agent_core::orders::Orders;
 use reprise_agent_core::pool::DeviceOpKind;
-use reprise_policy::{BlockKey, SessionId, SlotSet, Tick, Tier};
+use reprise_policy::{BlockKey, SessionId, SlotSet, TenantId, Tick, Tier};
 
 use crate::client::Client;
 use crate::disk::{Disk, Written};
@@ -20,14 +22,16 @@ use crate::engine::Engine;
 use crate::jobs::Job;
 use crate::memory::{Memory, overlap};
 use crate::network::{Host, LineId};
+use crate::offers::{HeardOffer, OpenOffer};
 use crate::peers::{Fetch, Serve};
+use crate::placements::Placed;
 use crate::reporting::OwnState;
 use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
 use crate::tenants::Tenants;
 use crate::world::{Action, Local, World};
 
 /// Counters of the core that say what runs have reached.
-const COUNTED: [&str; 24] = [
+const COUNTED: [&str; 31] = [
     "duplicate_items",
     "durable_items",
     "lost_items",
@@ -52,6 +56,13 @@ const COUNTED: [&str; 24] = [
     "serve_blocks_dram",
     "serve_blocks_nvme",
     "serve_blocks_absent",
+    "hot_blocks_given",
+    "moved_blocks",
+    "pulled_blocks",
+    "pulls_dropped",
+    "offer_keys_taken",
+    "offer_failures",
+    "place_failures",
 ];
 
 /// A deadline is noticed when the clock next shows another microsecond.
@@ -64,6 +75,8 @@ pub(crate) struct Node {
     pub(crate) disks: Vec<Disk>,
     /// Blocks that were announced durable and not withdrawn.
     pub(crate) promised: BTreeSet<BlockKey>,
+    /// Blocks that were durable once, and since when they are not.
+    pub(crate) withdrawn: BTreeMap<BlockKey, Tick>,
 }
 
 /// A running agent.
@@ -93,8 +106,15 @@ pub(crate) struct Process {
     /// Connections that this agent has opened to others, by their index.
     pub(crate) peer_lines: BTreeMap<usize, LineId>,
     pub(crate) tenants: Tenants,
+    /// Tenants whose names it knows.
+    pub(crate) names: BTreeSet<TenantId>,
+    pub(crate) offers: BTreeMap<OfferId, OpenOffer>,
+    pub(crate) heard_offers: BTreeMap<PeerOfferId, HeardOffer>,
+    pub(crate) offers_heard: u64,
+    pub(crate) placed: Placed,
     /// As the core last said.
     pub(crate) told: OwnState,
+    pub(crate) orders: Orders,
     /// The largest inventory so far.
     pub(crate) inventory_max: usize,
     /// When the core's next tick is due.
@@ -105,7 +125,12 @@ impl Node {
     pub(crate) fn new(index: usize, setup: &Setup) -> Node {
         let disk =
             |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
-        Node { process: None, disks: (0..setup.disks).map(disk).collect(), promised: BTreeSet::new() }
+        Node {
+            process: None,
+            disks: (0..setup.disks).map(disk).collect(),
+            promised: BTreeSet::new(),
+            withdrawn: BTreeMap::new(),
+        }
     }
 }
 
@@ -120,9 +145,8 @@ impl World {
         let place = &mut self.nodes[node];
         for disk in &mut place.disks {
             // As `device/open.rs` does before it reads.
-            match self.setup.variant {
-                Variant::RecoveryWithoutSync | Variant::DurableBeforeSync => {}
-                _ => disk.synced(disk.covered()),
+            if self.setup.variant != Variant::DurableBeforeSync {
+                disk.synced(disk.covered());
             }
         }
         let pools = place.disks.iter().map(|disk| {
@@ -152,7 +176,13 @@ impl World {
             serves_lost: BTreeSet::new(),
             peer_lines: BTreeMap::new(),
             tenants: Tenants::default(),
+            names: self.setup.names.clone(),
+            offers: BTreeMap::new(),
+            heard_offers: BTreeMap::new(),
+            offers_heard: 0,
+            placed: Placed::default(),
             told: OwnState::default(),
+            orders: Orders::default(),
             inventory_max: 0,
             tick_at: None,
         });
@@ -179,6 +209,7 @@ impl World {
             process.jobs.values().filter_map(of).collect()
         });
         let running = running.collect();
+        self.books.leave(node);
         self.end_process(Host::Node(node));
         Some((process, running))
     }
@@ -187,6 +218,7 @@ impl World {
     pub(crate) fn apply(&mut self, node: usize, event: Event) {
         let now = self.time(Host::Node(node));
         let mut effects = Vec::new();
+        self.before_event(node, &event);
         let process = self.process(node);
         process.core.apply(now, event, &mut effects);
         process.core.audit().unwrap_or_else(|broken| panic!("node {node}: {broken}"));
@@ -208,6 +240,7 @@ impl World {
             );
         }
         self.look_at(node);
+        self.after_event(node);
         self.audit_tenants(node);
         self.audit_queues(node);
         self.schedule_tick(node);
@@ -309,15 +342,13 @@ impl World {
             }
             Effect::ServeObjects(objects) => self.serve_objects(node, objects),
             Effect::ServeAbsent { serve, block } => self.serve_absent(node, serve, block),
-            Effect::Place { place, .. } => {
-                self.later(node, Duration::ZERO, Local::Event(Event::PlaceFailed { place }));
+            Effect::Place { place, keys, slot_bytes, reason, timeout } => {
+                self.ask_where(node, place, (keys, slot_bytes, reason), timeout);
             }
-            Effect::Offer(offer) => {
-                let offer = offer.offer;
-                self.later(node, Duration::ZERO, Local::Event(Event::OfferFailed { offer }));
+            Effect::Offer(offer) => self.offer(node, offer),
+            Effect::AnswerOffer { offer, taken, retry_after } => {
+                self.answer_offer(node, offer, (taken, retry_after));
             }
-            // Nobody offers anything.
-            Effect::AnswerOffer { .. } => {}
             Effect::Report(report) => self.report(node, &report),
         }
     }
@@ -335,7 +366,7 @@ impl World {
     }
 
     fn announce(&mut self, node: usize, changes: &[ReplicaChange]) {
-        let variant = self.setup.variant;
+        let (variant, now) = (self.setup.variant, self.now);
         let place = &mut self.nodes[node];
         let process = place.process.as_mut().expect("only a running agent announces");
         for change in changes {
@@ -349,9 +380,11 @@ impl World {
                 (Tier::Nvme, Change::Added) => {
                     process.ever_stored.insert(change.key);
                     place.promised.insert(change.key);
+                    place.withdrawn.remove(&change.key);
                 }
                 (Tier::Nvme, Change::Removed) => {
                     place.promised.remove(&change.key);
+                    place.withdrawn.insert(change.key, now);
                 }
                 (Tier::Dram, _) => {}
             }
@@ -386,7 +419,12 @@ impl World {
         let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);
         let stored: BTreeSet<_> = stored.collect();
         process.ever_stored.extend(&stored);
-        self.nodes[node].promised = stored;
+        let now = self.now;
+        let place = &mut self.nodes[node];
+        let gone = place.promised.difference(&stored).map(|key| (*key, now));
+        place.withdrawn.extend(gone);
+        place.withdrawn.retain(|key, _| !stored.contains(key));
+        place.promised = stored;
     }
 
     fn report(&mut self, node: usize, report: &Report) {

@@ -1,4 +1,4 @@
-//! The transport between agents: fetches of blocks, and how they are served.
+//! The transport between agents: fetches of blocks, and how they are served. Offers of blocks are in `offers.rs`.
 //!
 //! What a fetch receives is compared with the block's checksums before the core hears of it, as the transport does.
 //! Deliberately absent: credits; a fetch is as large as the core makes it.
@@ -92,8 +92,7 @@ impl World {
             return self.fetch_nowhere(node, &blocks);
         };
         blocks.iter().for_each(|block| self.assert_unused(node, block.slot));
-        let known = self.process(node).peer_lines.get(&host).copied();
-        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Node(host)));
+        let line = self.peer_line(node, host);
         let keys = blocks.iter().map(|block| block.key).collect();
         let waiting = blocks.iter().map(|block| FetchBlock {
             fill: block.fill,
@@ -104,12 +103,18 @@ impl World {
             over: false,
         });
         let blocks = waiting.collect();
-        let process = self.process(node);
-        process.peer_lines.insert(host, line);
-        process.fetches.insert(id, Fetch { line, layout, blocks });
+        self.process(node).fetches.insert(id, Fetch { line, layout, blocks });
         self.count("fetches");
         self.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, keys, layout, deadline }));
         self.later(node, deadline, Local::FetchDeadline(id));
+    }
+
+    /// The connection to another agent.
+    pub(crate) fn peer_line(&mut self, node: usize, host: usize) -> LineId {
+        let known = self.process(node).peer_lines.get(&host).copied();
+        let line = known.unwrap_or_else(|| self.open_line(Host::Node(node), Host::Node(host)));
+        self.process(node).peer_lines.insert(host, line);
+        line
     }
 
     fn fetch_nowhere(&mut self, node: usize, blocks: &[PeerBlock]) {
@@ -148,6 +153,7 @@ impl World {
             self.process(node).serves_lost.remove(&serve);
             self.apply(node, Event::ServeAborted { serve });
         }
+        self.offers_lost(node, line);
     }
 
     /// Whether the core does not know yet that nobody waits for a serve any more.
@@ -173,6 +179,10 @@ impl World {
             }
             PeerMessage::Layers { fetch, block, first, tags } => {
                 self.layers_come(node, (fetch, block), first, &tags);
+            }
+            PeerMessage::Offer { offer, blocks } => self.offered(node, line, offer, *blocks),
+            PeerMessage::OfferAnswer { offer, taken, retry_after } => {
+                self.offer_answered(node, offer, (taken, retry_after));
             }
             PeerMessage::Absent { fetch, block } => {
                 if let Some(block) = self.fetch_block(node, fetch, block) {
@@ -286,6 +296,7 @@ impl World {
         let begun = block.checksums.is_some();
         block.state = if begun { Sending::Given } else { Sending::Ended };
         self.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
+        self.note_unreadable(node);
         if begun {
             self.send_later(node, serve, number);
         } else {

@@ -10,7 +10,7 @@ use reprise_controlplane_core::NodeRecord;
 use reprise_policy::{BlockKey, Epoch, NodeId};
 
 use crate::joining::MemberStep;
-use crate::messages::{CallId, Message, NodeSays, Reply, Request};
+use crate::messages::{CallId, Message, NodeIsTold, NodeSays, PlaceQuestion, Reply, Request};
 use crate::network::{Host, LineId};
 use crate::setup::BEAT_EVERY;
 use crate::world::World;
@@ -31,6 +31,7 @@ impl World {
             }
             Request::Update(batch) => self.take_update(member, &batch),
             Request::Lookup { keys, asking } => self.find(member, &keys, asking),
+            Request::Place(question) => self.say_where(member, &question),
             Request::Report(says) => self.take_report(member, &says),
             Request::Members => self.members_now(member),
             Request::Watch => return self.follow(member, from),
@@ -66,9 +67,21 @@ impl World {
         Reply::Found(answered)
     }
 
+    fn say_where(&mut self, member: usize, question: &PlaceQuestion) -> Reply {
+        let now = self.time(Host::Member(member));
+        let answer = self.member(member).place(now, question);
+        if let Some(answer) = &answer {
+            self.audit_places(member, question, answer);
+        }
+        Reply::Placed(answer.map(Box::new))
+    }
+
     fn take_report(&mut self, member: usize, says: &NodeSays) -> Reply {
-        let known = self.member(member).report(says.node, says.epoch, says.report);
-        Reply::Reported { fenced: !known }
+        let now = self.time(Host::Member(member));
+        let orders = self.member(member).report(now, says);
+        self.audit_orders(member);
+        let direct = |orders| NodeIsTold { orders, direction: self.member(member).direct(now, says.node) };
+        Reply::Reported(orders.map(direct))
     }
 
     fn members_now(&mut self, member: usize) -> Reply {
@@ -102,7 +115,7 @@ impl World {
         self.audit_directory(member);
     }
 
-    fn nodes_changed(&mut self, member: usize) {
+    pub(crate) fn nodes_changed(&mut self, member: usize) {
         if !std::mem::replace(&mut self.member(member).tells_nodes, true) {
             self.member_later(member, TELL_NODES_AFTER, MemberStep::TellNodes);
         }

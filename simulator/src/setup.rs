@@ -3,6 +3,7 @@
 //! Times are those of the binaries' defaults where no other reason is given; sizes are small, so that everything runs
 //! full, evicts and overflows within seconds.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::agent::{Settings, TenantQuotas};
@@ -42,8 +43,14 @@ pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// delays between attempts, and the longest load.
 pub(crate) const SETTLE: Duration = Duration::from_secs(14);
 
+/// Worlds in which grants are drawn, of a thousand.
+const DRAWN_PERMILLE: u64 = 200;
+
 /// Keys of each layout of a tenant.
 pub(crate) const KEYS: u64 = 64;
+/// Bytes of disks: most are too small for all blocks, but where a node is to leave others should have room.
+const TIGHT: [u64; 3] = [8 << 20, 8 << 20, 24 << 20];
+const ROOMY: [u64; 3] = [8 << 20, 24 << 20, 24 << 20];
 /// Tenants at the most.
 pub(crate) const TENANTS_MAX: u16 = 3;
 
@@ -64,8 +71,6 @@ pub enum Variant {
     RegistrationKeepsDirectory,
     /// Syncs of devices say that they are done and do nothing: what is told durable is not.
     DurableBeforeSync,
-    /// An agent that starts does not sync its devices before it reads them.
-    RecoveryWithoutSync,
     /// Lookups do not look whether beats of nodes still arrive.
     DeadNodesOffered,
     /// What is read from devices is not compared with its checksums.
@@ -96,6 +101,37 @@ pub enum Variant {
     TenantsTogether,
     /// Grants count in the order in which they come.
     GrantsInOrderOfArrival,
+    /// A member takes a replica in DRAM for a durable one when it says where further ones go.
+    DramCountsAsDurable,
+    /// A member does not follow what nodes are for.
+    ModesUnfollowed,
+    /// An agent does not hear that its node is cordoned.
+    CordonsUnheard,
+    /// An agent does not hear that its node is to leave.
+    DrainsUnheard,
+    /// An offer waits for its answer however long that takes.
+    OffersWithoutEnd,
+    /// An agent takes the blocks that it is offered for those of one tenant.
+    OffersOfOneTenant,
+    /// An agent makes room for what it is offered.
+    TakenPushesOut,
+    /// An agent does not hear that it is to move nothing more.
+    MovesWithoutEnd,
+    /// A member takes an agent for heard that takes another for the owner of the tenant's slot.
+    ElsewhereHeard,
+    /// A new ledger does not wait to hear what nodes hold.
+    NewLedgerDeaf,
+    /// What a silent node may hold is given to others when it is not offered any more.
+    DeadNodesFreed,
+}
+
+/// Where the limits of tenants come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Limits {
+    /// Grants are drawn, and come in any order.
+    Drawn,
+    /// From budgets in the store, which members split.
+    Budgets,
 }
 
 /// See the module.
@@ -114,12 +150,19 @@ pub(crate) struct Setup {
     pub(crate) disk_bytes: u64,
     /// An engine does something so often, about.
     pub(crate) pace: Duration,
+    /// An operator sets a node's mode so often, about.
+    pub(crate) operate_every: Duration,
+    /// When faults have stopped this node leaves.
+    pub(crate) leaves_at_end: Option<usize>,
+    /// Tenants that the agents' configuration names.
+    pub(crate) names: BTreeSet<TenantId>,
     /// Faults come so often, about.
     pub(crate) fault_every: Duration,
     /// Faults stop after this.
     pub(crate) faults_until: Tick,
     /// Bound of the queue of announcements.
     pub(crate) changes_queued_max: usize,
+    pub(crate) limits: Limits,
     pub(crate) settings: Settings,
     pub(crate) variant: Variant,
 }
@@ -138,9 +181,13 @@ impl Setup {
             disks: 1,
             disk_bytes: 4 << 20,
             pace: Duration::from_millis(10),
+            operate_every: Duration::from_secs(1),
+            leaves_at_end: None,
+            names: BTreeSet::new(),
             fault_every: Duration::from_secs(1),
             faults_until: Tick(0),
             changes_queued_max: 1 << 20,
+            limits: Limits::Budgets,
             settings: Settings { lookup_timeout: LOOKUP_TIMEOUT, ..Settings::default() },
             variant: Variant::Production,
         }
@@ -159,21 +206,31 @@ impl Setup {
             arena_serves_permille: rng.one_of(&[250, 1000]),
             pool_free_permille: rng.one_of(&[30, 300, 600]),
             tenants: quotas,
+            placement_bandwidth: rng.one_of(&[1 << 20, 8 << 20, 256 << 20]),
+            hot_reads: rng.one_of(&[1, 2, 4]),
             ..Settings::default()
         };
+        let configured = settings.tenants.iter().map(|quotas| quotas.tenant).collect();
+        let names = if rng.chance(800) { (0..tenants).map(TenantId).collect() } else { configured };
+        let nodes = 2 + rng.below(4);
+        let leaves_at_end = if rng.chance(400) { Some(rng.below(nodes)) } else { None };
         Setup {
             tenants,
-            nodes: 2 + rng.below(4),
+            nodes,
             members: 1 + rng.below(4),
             engines: 1 + rng.below(2),
             regions: 1 + tenants + rng.below(4) as u16,
             region_bytes: 4 * slot,
             disks: 1 + rng.below(2),
-            disk_bytes: 8 << 20,
+            operate_every: rng.millis(1_000..10_000),
+            leaves_at_end,
+            disk_bytes: rng.one_of(if leaves_at_end.is_some() { &ROOMY } else { &TIGHT }),
+            names,
             pace: rng.millis(5..120),
             fault_every: rng.millis(200..4000),
             faults_until: Tick(0).after(rng.millis(3_000..15_000)),
             changes_queued_max: rng.one_of(&[8, 64, 1 << 20]),
+            limits: if rng.chance(DRAWN_PERMILLE) { Limits::Drawn } else { Limits::Budgets },
             settings,
             variant,
         }

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use reprise_controlplane_core::NodeRecord;
-use reprise_policy::Tick;
+use reprise_controlplane_core::{Budget, NodeRecord};
+use reprise_policy::{NodeMode, TenantId, Tick};
 
 /// Counts the changes of a store.
 pub(crate) type Revision = u64;
@@ -17,7 +17,7 @@ pub(crate) type Revision = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct LeaseId(pub(crate) u64);
 
-/// The keys that members use (`controlplane/src/{identity,registry,shards}.rs`).
+/// The keys that members use (`controlplane/src/{identity,registry,shards,modes,tenants}.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Key {
     /// `identity`
@@ -30,6 +30,10 @@ pub(crate) enum Key {
     Node(usize),
     /// `members/<name>`
     Member(usize),
+    /// `modes/<node name>`
+    Mode(usize),
+    /// `tenants/<name>`
+    Tenant(TenantId),
 }
 
 /// Keys that are read or watched together.
@@ -38,6 +42,8 @@ pub(crate) enum Prefix {
     IdentityOf(u32),
     Nodes,
     Members,
+    Modes,
+    Tenants,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +51,8 @@ pub(crate) enum Value {
     Nothing,
     Number(u32),
     Node(Box<NodeRecord>),
+    Mode(NodeMode),
+    Budget(Budget),
 }
 
 #[derive(Clone, Debug)]
@@ -115,6 +123,8 @@ impl Prefix {
             Prefix::IdentityOf(number) => key == Key::IdentityOf(number),
             Prefix::Nodes => matches!(key, Key::Node(_)),
             Prefix::Members => matches!(key, Key::Member(_)),
+            Prefix::Modes => matches!(key, Key::Mode(_)),
+            Prefix::Tenants => matches!(key, Key::Tenant(_)),
         }
     }
 }
@@ -139,14 +149,8 @@ impl Store {
         conditions: &[Condition],
         writes: Vec<Write>,
     ) -> Result<Revision, Refused> {
-        let holds = |condition: &Condition| match *condition {
-            Condition::Absent(key) => !self.entries.contains_key(&key),
-            Condition::Modified(key, revision) => {
-                self.get(key).is_some_and(|entry| entry.modified == revision)
-            }
-        };
         let lives = |write: &Write| write.lease.is_none_or(|lease| self.leases.contains_key(&lease));
-        if !conditions.iter().all(holds) {
+        if !self.hold(conditions) {
             return Err(Refused::Conflict);
         }
         if !writes.iter().all(lives) {
@@ -161,6 +165,27 @@ impl Store {
             self.changes.push(Change { revision, key, entry: Some(entry) });
         }
         Ok(revision)
+    }
+
+    fn hold(&self, conditions: &[Condition]) -> bool {
+        conditions.iter().all(|condition| match *condition {
+            Condition::Absent(key) => !self.entries.contains_key(&key),
+            Condition::Modified(key, revision) => {
+                self.get(key).is_some_and(|entry| entry.modified == revision)
+            }
+        })
+    }
+
+    /// Deletes a key, if there is one, and all conditions hold.
+    pub(crate) fn delete(&mut self, conditions: &[Condition], key: Key) -> Result<Revision, Refused> {
+        if !self.hold(conditions) {
+            return Err(Refused::Conflict);
+        }
+        if self.entries.remove(&key).is_some() {
+            self.revision += 1;
+            self.changes.push(Change { revision: self.revision, key, entry: None });
+        }
+        Ok(self.revision)
     }
 
     pub(crate) fn grant(&mut self, now: Tick, time_to_live: Duration) -> LeaseId {

@@ -3,15 +3,15 @@
 //! The bound is that of `node-agent/core/src/agent/tenants.rs`: a tenant holds no more than its limit, except that what it
 //! held when its limit was lowered, or the node started, goes little by little; until then it gets nothing new.
 //!
-//! Where grants come from is not simulated (`controlplane/core/src/budgets.rs`): they are drawn.
+//! In most worlds grants are orders of members (`reporting.rs`); in some they are drawn, so that they come in any order.
 
 use std::collections::BTreeMap;
 
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::event::{Event, Grant};
-use reprise_policy::{Quota, TenantId};
+use reprise_policy::{Quota, TenantId, TenantName};
 
-use crate::setup::{Variant, large_layout};
+use crate::setup::{Limits, Variant, large_layout};
 use crate::world::{Action, Local, World};
 
 /// Time between two grants.
@@ -25,6 +25,20 @@ pub(crate) struct Tenants {
     /// Bytes of DRAM and NVMe after the last event.
     used: BTreeMap<TenantId, [u64; 2]>,
     arrived: u64,
+}
+
+/// The name of a tenant.
+pub(crate) fn tenant_name(tenant: TenantId) -> TenantName {
+    match tenant {
+        TenantId::DEFAULT => TenantName::default_tenant(),
+        TenantId(number) => format!("t{number}").parse().expect("a name"),
+    }
+}
+
+/// The tenant of a name.
+pub(crate) fn tenant_of_name(name: &TenantName) -> TenantId {
+    let number = name.as_str().strip_prefix('t').and_then(|number| number.parse().ok());
+    number.map_or(TenantId::DEFAULT, TenantId)
 }
 
 impl World {
@@ -49,10 +63,30 @@ impl World {
         }
     }
 
+    /// A grant comes to the core.
+    pub(crate) fn apply_grant(&mut self, node: usize, grant: Grant) {
+        let tenant = grant.tenant;
+        let before = self.grant_of(node, tenant);
+        self.apply(node, Event::Budget(grant));
+        let after = self.grant_of(node, tenant);
+        if before != after && self.setup.limits == Limits::Budgets {
+            self.audit_grant((node, tenant), before);
+        }
+    }
+
+    /// What the core of a node was granted for a tenant last.
+    pub(crate) fn grant_of(&self, node: usize, tenant: TenantId) -> Option<Grant> {
+        let core = &self.nodes[node].process.as_ref()?.core;
+        core.tenant_usage().find(|usage| usage.tenant == tenant)?.grant
+    }
+
     /// Notes a grant that has come; returns what the agent makes of it.
     pub(crate) fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
         let in_order_of_arrival = self.setup.variant == Variant::GrantsInOrderOfArrival;
         self.count("grants");
+        let process = self.process(node);
+        process.names.insert(grant.tenant);
+        process.placed.granted = true;
         let tenants = &mut self.process(node).tenants;
         tenants.arrived += 1;
         let newest = tenants.granted.entry(grant.tenant).or_insert(grant);

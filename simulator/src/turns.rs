@@ -42,6 +42,7 @@ impl World {
         let session = SessionId(process.sessions_begun);
         process.sessions.insert(session, Engine::new(tenant, layout));
         process.seats[seat] = Some(session);
+        process.names.insert(tenant);
         let namespace = NamespaceDigest([tenant.0 as u8; 32]);
         let tenant = match self.setup.variant {
             Variant::TenantsTogether => TenantId::DEFAULT,

@@ -6,12 +6,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use reprise_agent_core::effect::{FetchId, LookupId, ServeId};
+use reprise_agent_core::effect::{FetchId, LookupId, OfferId, PlaceId, ServeId};
 use reprise_agent_core::event::{Event, Request, RequestId};
 use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
 
 use crate::answers::Answers;
+use crate::budgets::{Books, FIRST_BUDGET_AFTER};
 use crate::clock::Clock;
 use crate::faults::Repair;
 use crate::joining::MemberStep;
@@ -25,7 +26,7 @@ use crate::node::Node;
 use crate::places::Places;
 use crate::queue::Queue;
 use crate::rng::Rng;
-use crate::setup::{Setup, Variant};
+use crate::setup::{Limits, Setup, Variant};
 use crate::trace::{Recording, Trace};
 
 /// Steps of one run at the most: more would mean that something goes round in circles.
@@ -49,6 +50,10 @@ pub(crate) enum Action {
     Engine { node: usize, seat: usize },
     /// The control plane grants a tenant something.
     Grant,
+    /// An operator says what a node is for.
+    Operate,
+    /// An operator sets a tenant's budget.
+    Budget,
     /// Something breaks.
     Fault,
     /// The power of a node fails.
@@ -94,6 +99,10 @@ pub(crate) enum Local {
     CallTimeout(CallId),
     /// A fetch has had its time.
     FetchDeadline(FetchId),
+    /// A question of places has nobody to ask.
+    PlaceOver(PlaceId),
+    /// An offer has had its time.
+    OfferDeadline(OfferId),
     /// The transport sends what is next of a block.
     Send { serve: ServeId, block: u32 },
 }
@@ -118,6 +127,8 @@ pub(crate) struct World {
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
     pub(crate) tags: Tag,
     pub(crate) grants: u64,
+    /// What tenants may hold in the whole cluster.
+    pub(crate) books: Books,
     pub(crate) calm: bool,
     /// How often what happened, by name.
     pub(crate) seen: BTreeMap<&'static str, u64>,
@@ -160,6 +171,7 @@ impl World {
             truth: BTreeMap::new(),
             tags: 0,
             grants: 0,
+            books: Books::default(),
             calm: false,
             seen: BTreeMap::new(),
             setup,
@@ -179,8 +191,12 @@ impl World {
                 self.after(std::time::Duration::from_millis(1), Action::Engine { node, seat });
             }
         }
+        self.after(self.setup.operate_every, Action::Operate);
         self.after(self.setup.fault_every, Action::Fault);
-        self.after(self.setup.fault_every, Action::Grant);
+        match self.setup.limits {
+            Limits::Drawn => self.after(self.setup.fault_every, Action::Grant),
+            Limits::Budgets => self.after(FIRST_BUDGET_AFTER, Action::Budget),
+        }
     }
 
     /// Has something happen later.
@@ -233,6 +249,8 @@ impl World {
             Action::Store { life, what } => self.keeper_step(life, what),
             Action::Engine { node, seat } => self.engine_turn(node, seat),
             Action::Grant => self.send_grant(),
+            Action::Operate => self.operate(),
+            Action::Budget => self.change_budget(),
             Action::Fault => self.fault(),
             Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
@@ -247,7 +265,7 @@ impl World {
             Local::Closed { session } => self.apply(node, Event::SessionClosed { session }),
             Local::Event(Event::Budget(grant)) => {
                 let grant = self.grant_arrives(node, grant);
-                self.apply(node, Event::Budget(grant));
+                self.apply_grant(node, grant);
             }
             Local::Event(event) => self.apply(node, event),
             Local::Beat { link, epoch } => self.beat(node, link, epoch),
@@ -262,6 +280,8 @@ impl World {
             Local::TellState => self.tell_state(node),
             Local::CallTimeout(call) => self.call_timeout(node, call),
             Local::FetchDeadline(fetch) => self.fetch_deadline(node, fetch),
+            Local::PlaceOver(place) => self.place_over(node, place),
+            Local::OfferDeadline(offer) => self.offer_deadline(node, offer),
             Local::Send { serve, block } => self.send_objects(node, serve, block),
         }
     }
@@ -300,6 +320,8 @@ fn code(action: &Action) -> [u64; 3] {
                 Local::TellState => (18, 0),
                 Local::CallTimeout(call) => (9, call.0),
                 Local::FetchDeadline(fetch) => (10, fetch.0),
+                Local::PlaceOver(place) => (19, place.0),
+                Local::OfferDeadline(offer) => (20, offer.0),
                 Local::Send { serve, block } => (11, serve.0 << 32 | u64::from(*block)),
             };
             [3 + kind * 256 + ((*node as u64) << 32), *life, detail]
@@ -308,6 +330,8 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Store { life, what } => [5, *life, what.code()],
         Action::Engine { node, seat } => [6, *node as u64, *seat as u64],
         Action::Grant => [10, 0, 0],
+        Action::Operate => [11, 0, 0],
+        Action::Budget => [12, 0, 0],
         Action::Fault => [7, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],

@@ -13,7 +13,7 @@ fn replay(run: &Run) -> String {
 }
 
 /// What these runs must have met, for their silence to mean something.
-const REACHED: [&str; 53] = [
+const REACHED: [&str; 68] = [
     "kills",
     "power losses",
     "pauses",
@@ -36,6 +36,10 @@ const REACHED: [&str; 53] = [
     "lookup parts unanswered",
     "grants",
     "reports",
+    "budgets set",
+    "budgets removed",
+    "orders",
+    "nodes bound by a budget",
     "local matches alone",
     "partitions",
     "connections lost",
@@ -67,6 +71,17 @@ const REACHED: [&str; 53] = [
     "fill_peer_lost",
     "dram_evictions",
     "nvme_evictions",
+    "modes set",
+    "offers taken",
+    "offers refused",
+    "offers unanswered",
+    "hot_blocks_given",
+    "pulled_blocks",
+    "pulls_dropped",
+    "moves with a drop",
+    "moves ended",
+    "drains finished",
+    "drains refused",
 ];
 
 #[test]
@@ -84,8 +99,10 @@ fn whatever_breaks_no_invariant_does() {
     }
 }
 
-/// Found by them: a member that had heard of a new map answered by it with the slots of the one before.
-const FOUND: [u64; 1] = [101];
+/// Found by them: a member that had heard of a new map answered by it with the slots of the one before; a draining node gave away
+/// a damaged copy in DRAM again and again, and never became drained; a node took offered blocks for which its tenant was owed memory
+/// that others had for good.
+const FOUND: [u64; 4] = [101, 448, 366, 389];
 
 #[test]
 fn seeds_that_have_found_something_find_nothing_any_more() {
@@ -106,25 +123,35 @@ fn finds(variant: Variant, seeds: std::ops::Range<u64>) -> Option<(u64, String)>
 fn flaws_that_are_put_in_on_purpose_are_found() {
     // Each is found often; the ranges begin where it is found soon.
     let flaws = [
-        (Variant::RegainedSlotsUnasked, 0..300, "does not know everything"),
-        (Variant::RegistrationKeepsDirectory, 0..300, "is registered"),
-        (Variant::DurableBeforeSync, 0..300, "told durable and gone"),
-        (Variant::RecoveryWithoutSync, 855..1155, "told durable and gone"),
-        (Variant::DeadNodesOffered, 0..300, "silent for"),
-        (Variant::ReadsUnchecked, 0..300, "committed"),
-        (Variant::EvictionsUnannounced, 0..300, "the directory names what is not there"),
-        (Variant::AnswersAfterLease, 0..300, "after its lease has expired"),
-        (Variant::AnswersBetweenMaps, 140..440, "two members answer for slot"),
-        (Variant::LeaseFromAnswer, 375..675, "after the store has ended its lease"),
-        (Variant::CompactionLosesChanges, 225..525, "know"),
-        (Variant::NewOwnerWhole, 0..300, "says that it knows everything"),
-        (Variant::OutboxOutlivesRegistration, 0..300, "node"),
-        (Variant::LookupsWithoutEnd, 0..300, "a lookup is not over in time"),
-        (Variant::QueueWithoutBound, 0..300, "changes wait for a member"),
-        (Variant::LocalNeedsControlPlane, 0..300, "blocks are on the node"),
-        (Variant::PeersUnchecked, 0..300, "a peer sent"),
-        (Variant::TenantsTogether, 0..300, "of another tenant"),
-        (Variant::GrantsInOrderOfArrival, 0..300, "over its limit"),
+        (Variant::RegainedSlotsUnasked, 0..100, "does not know everything"),
+        (Variant::RegistrationKeepsDirectory, 0..100, "node"),
+        (Variant::DurableBeforeSync, 0..100, "told durable and gone"),
+        (Variant::DeadNodesOffered, 0..100, "silent for"),
+        (Variant::ReadsUnchecked, 0..100, "committed"),
+        (Variant::EvictionsUnannounced, 0..100, "the directory names what is not there"),
+        (Variant::AnswersAfterLease, 0..100, "after its lease has expired"),
+        (Variant::AnswersBetweenMaps, 320..420, "two members answer for slot"),
+        (Variant::LeaseFromAnswer, 230..330, "after the store has ended its lease"),
+        (Variant::CompactionLosesChanges, 140..240, "know"),
+        (Variant::NewOwnerWhole, 0..100, "says that it knows everything"),
+        (Variant::OutboxOutlivesRegistration, 10..110, "node"),
+        (Variant::LookupsWithoutEnd, 0..100, "a lookup is not over in time"),
+        (Variant::QueueWithoutBound, 50..150, "changes wait for a member"),
+        (Variant::LocalNeedsControlPlane, 0..100, "blocks are on the node"),
+        (Variant::PeersUnchecked, 180..280, "a peer sent"),
+        (Variant::TenantsTogether, 0..100, "of another tenant"),
+        (Variant::GrantsInOrderOfArrival, 0..100, "over its limit"),
+        (Variant::DramCountsAsDurable, 0..100, "that it is durable where it is not"),
+        (Variant::ModesUnfollowed, 0..100, "places blocks on node"),
+        (Variant::CordonsUnheard, 0..100, "nothing is left to wait for"),
+        (Variant::DrainsUnheard, 0..100, "does not drain"),
+        (Variant::OffersWithoutEnd, 100..200, "an offer is not over in time"),
+        (Variant::OffersOfOneTenant, 25..125, "blocks are on the node"),
+        (Variant::TakenPushesOut, 0..100, "only what was offered to it needs room"),
+        (Variant::MovesWithoutEnd, 0..100, "nothing is left to wait for"),
+        (Variant::ElsewhereHeard, 50..150, "nodes may hold"),
+        (Variant::NewLedgerDeaf, 0..100, "then nodes may hold"),
+        (Variant::DeadNodesFreed, 10..110, "then nodes may hold"),
     ];
     for (flaw, seeds, words) in flaws {
         let found = finds(flaw, seeds);

@@ -25,8 +25,8 @@
 //! second: it costs tenants × nodes.
 //!
 //! Split: every node gets what it uses and wants, and an equal share of the rest; when there is not enough, nodes get equal
-//! amounts, but none more than it needs. Changes of less than 1/64 of the budget are left undone, and a grant is lowered only
-//! when the node has had it for some reports.
+//! amounts, but none more than it needs. As long as all charges together fit the budget, changes of less than 1/64 of it are
+//! left undone, and a grant is lowered only when the node has had it for some reports.
 //!
 //! Deliberately absent: messages on a wire, time, and limits of single nodes (their configuration holds besides).
 
@@ -143,6 +143,9 @@ struct Share {
 }
 
 impl Amounts {
+    /// A limit that is none.
+    pub const UNLIMITED: Amounts = Amounts { dram: u64::MAX, nvme: u64::MAX };
+
     /// The same of both kinds.
     pub fn both(bytes: u64) -> Amounts {
         Amounts { dram: bytes, nvme: bytes }
@@ -297,18 +300,21 @@ impl Ledger {
         let mut unordered = self.budget.minus(ordered);
         let kept = charged.with(self.budget, |charged, budget| if charged <= budget { u64::MAX } else { 0 });
         let least = self.budget.with(Amounts::both(SMALLEST_CHANGE), |bytes, part| (bytes / part).max(1));
+        // Of what exceeds the budget nothing is too little.
+        let least_lowered = least.with(kept, |least, kept| if kept > 0 { least } else { 1 });
         for (share, target) in self.shares.values_mut().zip(targets) {
             // As long as everything fits, who has no order yet keeps what it holds; else, what it should have of the rest.
             let base = share.granted.unwrap_or_else(|| share.charged.min(kept.max(target.min(unordered))));
             if share.granted.is_none() {
                 unordered = unordered.minus(base);
             }
-            let worth =
-                |change: Amounts| change.with(least, |bytes, least| if bytes >= least { bytes } else { 0 });
+            let worth = |change: Amounts, least: Amounts| {
+                change.with(least, |bytes, least| if bytes >= least { bytes } else { 0 })
+            };
             let follows = share.known && share.reports >= REPORTS_BEFORE_LOWERING;
             let patient = kept.with(kept, |kept, _| if kept > 0 && !follows { u64::MAX } else { 0 });
-            let lower = worth(base.minus(target.max(patient)));
-            let raise = worth(target.minus(base).min(free));
+            let lower = worth(base.minus(target.max(patient)), least_lowered);
+            let raise = worth(target.minus(base).min(free), least);
             let order = base.minus(lower).plus(raise);
             share.wanted = share.wanted.with(share.wanted, |bytes, _| bytes / 2);
             if share.granted == Some(order) {
@@ -465,6 +471,19 @@ mod tests {
         assert_eq!(budgets.charged(&name()), Amounts::both(1000), "what is free by then is granted");
         let raised = budgets.report(&wanting).remove(0);
         assert_eq!(raised.limit, Amounts::both(700));
+    }
+
+    #[test]
+    fn a_budget_that_is_lowered_by_little_is_met_to_the_byte() {
+        let (mut budgets, orders) = two_nodes(1000);
+        budgets.set_budget(&name(), limit(990));
+        budgets.rebalance();
+        let mut lowered = 0;
+        for order in &orders {
+            let reported = report(order.node.0, order.version, order.limit.dram, 0);
+            lowered += budgets.report(&reported)[0].limit.dram;
+        }
+        assert_eq!(lowered, 990);
     }
 
     #[test]

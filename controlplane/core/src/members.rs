@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use reprise_policy::{DrainProgress, Epoch, NodeId, Tick};
 
+use crate::ledgers::{KnownNode, Presence};
 use crate::live::LiveNodes;
 use crate::reports::NodeReport;
 
@@ -290,9 +291,21 @@ impl Members {
         self.members.get(&node).map(|member| (&member.record, member.state))
     }
 
+    /// Whether this is the current registration of a node.
+    pub fn is_registered(&self, node: NodeId, epoch: Epoch) -> bool {
+        let known = self.get(node).filter(|(_, state)| *state != MemberState::Absent);
+        known.is_some_and(|(record, _)| record.epoch == epoch)
+    }
+
     /// All nodes, by number.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeRecord, MemberState)> {
         self.members.values().map(|member| (&member.record, member.state))
+    }
+
+    /// All nodes, as ledgers want to know them.
+    pub fn known(&self) -> impl Iterator<Item = KnownNode> {
+        let presence = |state| if state == MemberState::Absent { Presence::Away } else { Presence::Here };
+        self.iter().map(move |(record, state)| (record.node, record.epoch, presence(state)))
     }
 
     fn expect_change(&mut self, at: Tick) {

@@ -1,53 +1,24 @@
 //! What is known of nodes for choosing among them: what they are for, what they have free, how busy they are, who is near.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_controlplane_core::rebalance::{self, Fill};
-use reprise_controlplane_core::{MemberState, Members, NodeRecord};
+use reprise_controlplane_core::{Members, Modes, NodeRecord, SetMode, choosing};
 use reprise_policy::placement::PlacementNode;
-use reprise_policy::routing::{Domain, LoadHint, Peer, PeerTable};
+use reprise_policy::routing::{LoadHint, PeerTable};
 use reprise_policy::{Epoch, NodeId, NodeMode, Tick};
 use reprise_proto::controlplane::{self as wire, ReportReply};
 
 use super::Cluster;
-use crate::modes::SetMode;
 
 /// The table for look-ups is made anew at most so often, whatever the number of reports: 1,000 nodes take 0.1 ms.
 const PEERS_EVERY: Duration = Duration::from_millis(250);
-/// Who moves blocks to whom is decided so often: as often as nodes report what is in use.
-const MOVES_EVERY: Duration = Duration::from_secs(1);
-
-/// What each node is for, by its name. Nodes that are not named are active.
-pub(super) type Modes = BTreeMap<String, SetMode>;
-
-/// Moves between nodes, and when they were decided.
-#[derive(Debug, Default)]
-pub(super) struct MovesRound {
-    at: Option<Tick>,
-    moves: Vec<rebalance::Move>,
-}
 
 /// The table for look-ups, and when it was made.
 #[derive(Debug, Default)]
 pub(super) struct PeersKept {
     made: Option<Tick>,
     table: Arc<PeerTable>,
-}
-
-/// Numbers for the failure domains of one table.
-#[derive(Debug, Default)]
-struct Domains<'a>(BTreeMap<&'a str, Domain>);
-
-impl<'a> Domains<'a> {
-    fn number(&mut self, name: &'a str) -> Domain {
-        if name.is_empty() {
-            return Domain::default();
-        }
-        let next = Domain(u16::try_from(self.0.len() + 1).expect("fewer domains than nodes"));
-        *self.0.entry(name).or_insert(next)
-    }
 }
 
 impl Cluster {
@@ -63,16 +34,7 @@ impl Cluster {
         if kept.made.is_some_and(|made| now.since(made) < PEERS_EVERY) {
             return;
         }
-        let mut domains = Domains::default();
-        let peer = |record: &NodeRecord, domain| {
-            (record.node, Peer { domain, load: load(members, record.node).class() })
-        };
-        let table = members.iter().map(|(record, _)| {
-            let domain = domains.number(&record.details.failure_domain);
-            peer(record, domain)
-        });
-        let table = table.collect();
-        *kept = PeersKept { made: Some(now), table: Arc::new(table) };
+        *kept = PeersKept { made: Some(now), table: Arc::new(choosing::peers(members)) };
     }
 
     /// The living nodes that serve others, as placement wants to know them.
@@ -80,23 +42,7 @@ impl Cluster {
         self.expire();
         let members = self.members();
         let modes = self.modes();
-        let mut domains = Domains::default();
-        let mut nodes = Vec::new();
-        for (record, state) in members.iter() {
-            if state != MemberState::Alive || record.details.peer_address.is_empty() {
-                continue;
-            }
-            let report = members.report_of(record.node).copied().unwrap_or_default();
-            nodes.push(PlacementNode {
-                node: record.node,
-                mode: modes.get(&record.name).map(|set| set.mode).unwrap_or_default(),
-                domain: domains.number(&record.details.failure_domain),
-                capacity: report.capacity.nvme,
-                used: report.used.nvme.saturating_add(members.placed_on(record.node)),
-                load: load(&members, record.node),
-            });
-        }
-        nodes
+        choosing::placement_nodes(&members, &modes)
     }
 
     /// So many bytes were placed on nodes: they have less room until they report again.
@@ -107,14 +53,12 @@ impl Cluster {
 
     /// Whether this is the current registration of a node.
     pub fn is_registered(&self, node: NodeId, epoch: Epoch) -> bool {
-        let members = self.members();
-        let known = members.get(node).filter(|(_, state)| *state != MemberState::Absent);
-        known.is_some_and(|(record, _)| record.epoch == epoch)
+        self.members().is_registered(node, epoch)
     }
 
     /// Bytes wanted of a node.
     pub fn load_of(&self, node: NodeId) -> LoadHint {
-        load(&self.members(), node)
+        choosing::load(&self.members(), node)
     }
 
     /// Name and mode of a node.
@@ -132,17 +76,11 @@ impl Cluster {
     /// What a node is for, from the store; what is older than what is known changes nothing.
     pub fn set_mode(&self, name: &str, set: SetMode) {
         let members = self.members();
-        let mut modes = self.modes();
-        let before = modes.get(name).copied().unwrap_or_default();
-        if set.revision <= before.revision {
-            return;
-        }
-        modes.insert(name.to_owned(), set);
-        drop(modes);
-        if set.mode != before.mode
+        let Some(before) = self.modes().set(name, set) else { return };
+        if set.mode != before
             && let Some((record, state)) = members.iter().find(|(record, _)| record.name == name)
         {
-            tracing::info!(node = record.node.0, name, mode = ?set.mode, before = ?before.mode, "mode of a node");
+            tracing::info!(node = record.node.0, name, mode = ?set.mode, ?before, "mode of a node");
             self.tell_node(&members, record, state);
         }
     }
@@ -162,10 +100,10 @@ impl Cluster {
         let mut members = self.members();
         let Some((record, _)) = members.get(node) else { return ReportReply::default() };
         let set = self.mode_of(&record.name);
-        members.tell_mode(node, set.revision.0);
+        members.tell_mode(node, set.revision);
         ReportReply {
             mode: wire_mode(set.mode).into(),
-            mode_revision: set.revision.0,
+            mode_revision: set.revision,
             ..ReportReply::default()
         }
     }
@@ -173,19 +111,8 @@ impl Cluster {
     /// What a node is to move. For the one member that decides this.
     pub fn move_of(&self, node: NodeId) -> Option<wire::Move> {
         let mut round = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = self.now();
-        if round.at.is_none_or(|at| now.since(at) >= MOVES_EVERY) {
-            *round = MovesRound { at: Some(now), moves: rebalance::moves(&self.fills()) };
-        }
-        let of_node = round.moves.iter().find(|told| told.from == node)?;
-        Some(wire::Move { to: u32::from(of_node.to.0), bytes: of_node.bytes })
-    }
-
-    fn fills(&self) -> Vec<Fill> {
-        let nodes = self.placement_nodes().into_iter();
-        nodes
-            .map(|node| Fill { node: node.node, mode: node.mode, capacity: node.capacity, used: node.used })
-            .collect()
+        let told = round.move_of(self.now(), node, || self.placement_nodes())?;
+        Some(wire::Move { to: u32::from(told.to.0), bytes: told.bytes })
     }
 
     pub(super) fn modes(&self) -> MutexGuard<'_, Modes> {
@@ -193,12 +120,8 @@ impl Cluster {
     }
 
     pub(super) fn mode_of(&self, name: &str) -> SetMode {
-        self.modes().get(name).copied().unwrap_or_default()
+        self.modes().of(name)
     }
-}
-
-fn load(members: &Members, node: NodeId) -> LoadHint {
-    LoadHint(members.report_of(node).map_or(0, |report| report.queued_bytes))
 }
 
 /// A mode on the wire.

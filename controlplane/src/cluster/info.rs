@@ -16,7 +16,7 @@ impl Cluster {
     pub(super) fn info(&self, members: &Members, record: &NodeRecord, state: MemberState) -> NodeInfo {
         let details = record.details.clone();
         let set = self.mode_of(&record.name);
-        let drain = members.drain_of(record.node, set.revision.0);
+        let drain = members.drain_of(record.node, set.revision);
         NodeInfo {
             node: u32::from(record.node.0),
             name: record.name.clone(),

@@ -4,14 +4,13 @@
 //! something of; whose map is older may be granted one that it does not name, by the member that it takes for the owner.
 //! What is compared is the list of members: two members may know one list under two epochs.
 
-use reprise_controlplane_core::{Amounts, NodeReport, Order, TenantReport};
+use reprise_controlplane_core::{Amounts, NodeReport, Order, OwnPlace, Said, TenantReport};
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
 use tonic::Status;
 
 use super::PlacementService;
-use crate::ledgers::{OwnPlace, Said};
 use crate::membership::node_number;
 use crate::shards::MemberView;
 
@@ -30,16 +29,9 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
         && let Some(incarnation) = service.shards.incarnation(&view)
         && let Some(budgets) = service.tenants.budgets()
     {
-        let place = OwnPlace { view: &view, name: service.shards.name(), incarnation };
+        let place = OwnPlace { map: &view.map, name: service.shards.name(), incarnation };
         let made = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &said);
         orders.extend(made.iter().map(order));
-        let ended = said.iter().filter_map(|said| match said {
-            Said::Here(report) if report.version > 0 => Some(report),
-            Said::Here(_) | Said::Elsewhere(_) => None,
-        });
-        let ended =
-            ended.filter(|report| place.owns(&report.tenant) && !budgets.contains_key(&report.tenant));
-        orders.extend(ended.filter_map(no_budget));
     }
     let r#move = service.decides_moves().then(|| service.cluster.move_of(node)).flatten();
     Ok(ReportReply { orders, r#move, ..service.cluster.directions(node) })
@@ -87,20 +79,14 @@ fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<Said>, Status> {
     reports.into_iter().map(read).collect()
 }
 
+/// Without a limit the budget has ended.
 fn order(order: &Order) -> TenantOrder {
     TenantOrder {
         tenant: order.tenant.to_string(),
         version: order.version,
         reserved: Some(bytes(order.reserved)),
-        limit: Some(bytes(order.limit)),
+        limit: (order.limit != Amounts::UNLIMITED).then(|| bytes(order.limit)),
     }
-}
-
-/// The budget of which a node knows orders has ended. A version that is used up stays as it is.
-fn no_budget(report: &TenantReport) -> Option<TenantOrder> {
-    let unlimited = report.limit == Amounts::both(u64::MAX);
-    let version = report.version.checked_add(1).filter(|_| !unlimited)?;
-    Some(TenantOrder { tenant: report.tenant.to_string(), version, ..TenantOrder::default() })
 }
 
 pub(super) fn amounts(bytes: Option<wire::Bytes>) -> Amounts {

@@ -1,6 +1,6 @@
 //! Calls about tenants' budgets.
 
-use reprise_controlplane_core::Budget;
+use reprise_controlplane_core::{Budget, LedgerState};
 use reprise_policy::TenantName;
 use reprise_policy::tenant::TenantError;
 use reprise_proto::controlplane::{
@@ -10,7 +10,6 @@ use tonic::Status;
 
 use super::PlacementService;
 use super::reports::{amounts, bytes};
-use crate::ledgers::LedgerState;
 use crate::tenants::TenantsError;
 
 /// Sets a tenant's budget.

@@ -6,11 +6,15 @@
 //!
 //! [`Outbox`](outbox::Outbox) is the other half of the agent's decisions: what the directory is told, in which order.
 //!
+//! [`Orders`](orders::Orders): what is said of tenants, and which orders about them are taken.
+//!
 //! Deliberately absent: bytes of blocks (the runtime moves them), sockets, files, metrics libraries.
 
 pub mod agent;
 pub mod backoff;
+pub mod directions;
 pub mod effect;
 pub mod event;
+pub mod orders;
 pub mod outbox;
 pub mod pool;

@@ -2,17 +2,15 @@
 //!
 //! Each member is told about once a second, on the link's connection; heartbeats are apart, and judge life alone.
 //!
-//! A tenant's budget is kept by the owner of the tenant's hash slot. Every report names all tenants, those of other owners by
-//! name only, so that who has become the owner does not take a node for heard that has told its former one. An order is
-//! taken when it answers the newest report of its tenant: what a former owner had ordered and this node hears late is
-//! dropped, because the new owner has been told what was held before.
+//! What is said of tenants, and which orders are taken, is decided in [`reprise_agent_core::orders`].
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use reprise_agent_core::agent::{NodeUsage, TenantUsage};
-use reprise_agent_core::event::Grant;
+use reprise_agent_core::directions::{Directions, REBALANCER_SLOT};
+use reprise_agent_core::event::{Grant, Move};
+use reprise_agent_core::orders::{Bytes, Orders, Owner, ReportNumber, Said};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{DrainProgress, NodeId, TenantName};
@@ -29,10 +27,6 @@ use super::{DirectoryEvent, Shared};
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// Time for the answer to a report: well below the two seconds in which a tenant's budget can get another owner.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The upper half of an epoch names the store that it came out of.
-const STORE_SHIFT: u32 = 32;
-/// The owner of this hash slot decides who gives blocks to whom.
-const REBALANCER_SLOT: u16 = 0;
 
 /// What a node reports of itself.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -53,33 +47,8 @@ pub(super) struct Reporting {
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Number of the last report, over all members.
-    last: u64,
-    /// The newest report that said what a tenant holds.
-    newest: BTreeMap<TenantName, u64>,
-    /// Which store this node is registered in, and the revision of the newest mode that came out of it.
-    store: u64,
-    mode_revision: Option<u64>,
-    /// Modes that were told on, over all stores.
-    modes: u64,
-    given: Option<wire::Move>,
-}
-
-impl Inner {
-    /// The number of a mode that has come, counted from 1; `None` when it is not newer than the last. Revisions of
-    /// different stores say nothing of each other: in a store that was emptied they begin anew.
-    fn number_mode(&mut self, granted: Granted, revision: u64) -> Option<u64> {
-        let store = granted.epoch.0 >> STORE_SHIFT;
-        if std::mem::replace(&mut self.store, store) != store {
-            self.mode_revision = None;
-        }
-        if self.mode_revision >= Some(revision) {
-            return None;
-        }
-        self.mode_revision = Some(revision);
-        self.modes += 1;
-        Some(self.modes)
-    }
+    orders: Orders,
+    directions: Directions,
 }
 
 /// Reports to a link's member for as long as the link lives.
@@ -126,26 +95,17 @@ fn request(
     link: &Link,
     granted: Granted,
     (state, routes): (&OwnState, Option<&Routes>),
-) -> (ReportRequest, u64) {
+) -> (ReportRequest, ReportNumber) {
     let names = names(&shared.settings.tenants, &state.tenants);
-    let is_owner = |name: &TenantName| routes.is_some_and(|routes| routes.owns(link, name.hash_slot()));
+    let owner = |name: &TenantName| {
+        let owns = routes.is_some_and(|routes| routes.owns(link, name.hash_slot()));
+        if owns { Owner::ThisMember } else { Owner::Another }
+    };
+    let known = names.iter().zip(&state.tenants).filter_map(|(name, usage)| Some((name.as_ref()?, usage)));
     let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-    inner.last += 1;
-    let number = inner.last;
-    let mut tenants = Vec::new();
-    for (name, usage) in names.into_iter().zip(&state.tenants) {
-        let Some(name) = name.filter(|_| is_worth_telling(usage)) else { continue };
-        if is_owner(&name) {
-            tenants.push(tenant_report(&name, usage, &state.usage));
-            inner.newest.insert(name, number);
-        } else {
-            tenants.push(TenantReport {
-                tenant: name.to_string(),
-                elsewhere: true,
-                ..TenantReport::default()
-            });
-        }
-    }
+    let (number, said) = inner.orders.report(known, &state.usage, owner);
+    drop(inner);
+    let tenants = said.iter().map(|(name, said)| tenant_report(name, said)).collect();
     let NodeUsage { dram_capacity, dram_used, nvme_capacity, nvme_used, queued_bytes } = state.usage;
     let usage = wire::NodeUsage {
         capacity: Some(wire::Bytes { dram: dram_capacity, nvme: nvme_capacity }),
@@ -174,36 +134,18 @@ fn names(registry: &Mutex<TenantRegistry>, tenants: &[TenantUsage]) -> Vec<Optio
     tenants.iter().map(|usage| registry.name(usage.tenant).cloned()).collect()
 }
 
-fn is_worth_telling(usage: &TenantUsage) -> bool {
-    let counts = &usage.counts;
-    usage.grant.is_some()
-        || usage.dram.used + usage.nvme.used > 0
-        || counts.dram_limited_bytes + counts.nvme_limited_bytes > 0
-}
-
-fn tenant_report(name: &TenantName, usage: &TenantUsage, node: &NodeUsage) -> TenantReport {
-    let limit = match usage.grant {
-        Some(grant) => wire::Bytes { dram: grant.dram.limit(), nvme: grant.nvme.limit() },
-        None => wire::Bytes {
-            dram: usage.dram.quota.limit().min(node.dram_capacity),
-            nvme: usage.nvme.quota.limit().min(node.nvme_capacity),
-        },
+fn tenant_report(name: &TenantName, said: &Said) -> TenantReport {
+    let tenant = name.to_string();
+    let Said::Here(held) = said else {
+        return TenantReport { tenant, elsewhere: true, ..TenantReport::default() };
     };
-    TenantReport {
-        tenant: name.to_string(),
-        version: usage.grant.map_or(0, |grant| grant.version),
-        limit: Some(limit),
-        used: Some(wire::Bytes { dram: usage.dram.used, nvme: usage.nvme.used }),
-        limited: Some(wire::Bytes {
-            dram: usage.counts.dram_limited_bytes,
-            nvme: usage.counts.nvme_limited_bytes,
-        }),
-        elsewhere: false,
-    }
+    let bytes = |Bytes { dram, nvme }| Some(wire::Bytes { dram, nvme });
+    let (limit, used, limited) = (bytes(held.limit), bytes(held.used), bytes(held.limited));
+    TenantReport { tenant, version: held.version, limit, used, limited, elsewhere: false }
 }
 
 /// Takes the answer to a report.
-fn take(shared: &Shared, link: &Link, (granted, number): (Granted, u64), reply: &ReportReply) {
+fn take(shared: &Shared, link: &Link, (granted, number): (Granted, ReportNumber), reply: &ReportReply) {
     for order in &reply.orders {
         if let Some(grant) = take_order(shared, link, number, order) {
             shared.emit(DirectoryEvent::Budget(grant));
@@ -211,44 +153,43 @@ fn take(shared: &Shared, link: &Link, (granted, number): (Granted, u64), reply: 
     }
     let is_rebalancer =
         shared.routes.borrow().as_ref().is_some_and(|routes| routes.owns(link, REBALANCER_SLOT));
-    let (mode, given) = {
+    let given = reply.r#move.and_then(|given| {
+        let to = NodeId(u16::try_from(given.to).ok()?);
+        Some(Move { to, bytes: given.bytes })
+    });
+    let (mode, is_news) = {
         let mut inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
         let says_a_mode = reply.mode() != wire::NodeMode::Unspecified;
-        let mode_number = says_a_mode.then(|| inner.number_mode(granted, reply.mode_revision)).flatten();
-        // The same move again is as much again: it holds until the next report.
-        let is_news = is_rebalancer && (reply.r#move.is_some() || inner.given.is_some());
-        if is_news {
-            inner.given = reply.r#move;
-        }
-        (mode_number, is_news.then_some(reply.r#move))
+        let number =
+            says_a_mode.then(|| inner.directions.number_mode(granted.epoch, reply.mode_revision)).flatten();
+        (number, is_rebalancer && inner.directions.is_news(given))
     };
     if let Some(number) = mode {
         shared.emit(DirectoryEvent::Mode { mode: reply.mode(), number });
     }
-    if let Some(given) = given {
-        let given = given.and_then(|given| Some((NodeId(u16::try_from(given.to).ok()?), given.bytes)));
+    if is_news {
         shared.emit(DirectoryEvent::Move(given));
     }
 }
 
 /// The grant that an order makes, unless the order is a former owner's or makes no sense.
-fn take_order(shared: &Shared, link: &Link, number: u64, order: &TenantOrder) -> Option<Grant> {
+fn take_order(shared: &Shared, link: &Link, number: ReportNumber, order: &TenantOrder) -> Option<Grant> {
     let name: TenantName = order.tenant.parse().ok()?;
-    let is_newest = {
-        let inner = shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let owns = |routes: &Arc<Routes>| routes.owns(link, name.hash_slot());
-        let is_owner = || shared.routes.borrow().as_ref().is_some_and(owns);
-        inner.newest.get(&name).map_or_else(is_owner, |newest| *newest == number)
-    };
-    if !is_newest {
+    let (dram, nvme) = quotas(order)?;
+    let owns = |routes: &Arc<Routes>| routes.owns(link, name.hash_slot());
+    let owner =
+        if shared.routes.borrow().as_ref().is_some_and(owns) { Owner::ThisMember } else { Owner::Another };
+    let orders = || shared.reporting.inner.lock().unwrap_or_else(PoisonError::into_inner);
+    if !orders().orders.takes((number, owner), &name) {
         return None;
     }
     let mut registry = shared.settings.tenants.lock().unwrap_or_else(PoisonError::into_inner);
     let tenant = registry.enter(&name, None).inspect_err(|error| {
         tracing::warn!(tenant = %name, %error, "a budget cannot be kept on this node");
     });
-    let (dram, nvme) = quotas(order)?;
-    Some(Grant { tenant: tenant.ok()?, version: order.version, dram, nvme })
+    drop(registry);
+    let grant = Grant { tenant: tenant.ok()?, version: order.version, dram, nvme };
+    orders().orders.take((number, owner), &name, &grant).then_some(grant)
 }
 
 /// Of an order; without a limit there is none.
@@ -256,27 +197,4 @@ fn quotas(order: &TenantOrder) -> Option<(Quota, Quota)> {
     let reserved = order.reserved.unwrap_or_default();
     let limit = order.limit.unwrap_or(wire::Bytes { dram: u64::MAX, nvme: u64::MAX });
     Some((Quota::new(reserved.dram, limit.dram).ok()?, Quota::new(reserved.nvme, limit.nvme).ok()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use reprise_policy::Epoch;
-
-    use super::*;
-
-    #[test]
-    fn of_two_modes_the_one_with_the_higher_revision_of_the_same_store_holds() {
-        let granted = |store: u64| Granted {
-            node: NodeId(1),
-            epoch: Epoch((store << STORE_SHIFT) + 7),
-            heartbeat_every: Duration::from_secs(1),
-        };
-        let mut inner = Inner::default();
-        assert_eq!(inner.number_mode(granted(3), 40), Some(1));
-        assert_eq!(inner.number_mode(granted(3), 40), None);
-        assert_eq!(inner.number_mode(granted(3), 39), None);
-        assert_eq!(inner.number_mode(granted(3), 41), Some(2));
-        assert_eq!(inner.number_mode(granted(5), 0), Some(3), "the store was emptied: nobody has set a mode");
-        assert_eq!(inner.number_mode(granted(5), 0), None);
-    }
 }

@@ -55,6 +55,7 @@ impl World {
                 }
                 self.publish(member, revision);
             }
+            Purpose::Watch(_) => self.records_changed(member, changes),
             // Anything that happens to it is its end.
             Purpose::IdentityWatch(_) => self.end_member(member),
             of => unreachable!("{of:?} is no watch"),

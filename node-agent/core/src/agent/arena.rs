@@ -164,7 +164,8 @@ impl Arena {
     /// of regions that nobody has had and nobody is owed, half of all and two at the least.
     pub(super) fn may_take_unasked(&self, tenant: TenantId) -> bool {
         let left_wanted = (self.regions.len() as u64).div_ceil(2).max(2);
-        self.reservations.has_own(tenant) || self.reservations.left_after_one(self.fresh) >= left_wanted
+        self.reservations.has_own(tenant, self.fresh)
+            || self.reservations.left_after_one(self.fresh) >= left_wanted
     }
 
     fn region_bytes_min(&self) -> u64 {
@@ -458,6 +459,19 @@ mod tests {
     fn arena(regions: u16) -> Arena {
         let regions: Vec<_> = (0..regions).map(|region| (RegionId(region), 4 * SLOT)).collect();
         Arena::new(&regions, EvictionKind::default())
+    }
+
+    #[test]
+    fn blocks_do_not_come_unasked_for_a_region_that_is_owed_and_that_others_have() {
+        let (mut arena, engines, owed) = (arena(3), TenantId(1), TenantId(2));
+        arena.reserve(owed, 4 * SLOT);
+        assert!(arena.may_take_unasked(owed));
+        arena.reserve(owed, 0);
+        let class = arena.join_class(engines, SLOT);
+        assert_eq!(std::iter::from_fn(|| arena.allocate(class)).count(), 12);
+        arena.reserve(owed, 4 * SLOT);
+        assert!(!arena.may_take_unasked(owed), "all regions are another's for good");
+        assert!(arena.may_take_unasked(engines));
     }
 
     #[test]

@@ -15,6 +15,7 @@ use super::AgentCore;
 use super::index::{Dram, Stored};
 use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
 use super::shapes::{Shape, ShapeId};
+use super::tenants::nvme_bytes;
 use crate::effect::{Change, DeviceId, Effect, Report};
 use crate::event::FillError;
 use crate::pool::{
@@ -175,6 +176,17 @@ impl Devices {
     /// How many blocks of so many bytes the usable devices have slots for now.
     pub(super) fn slots_free(&self, slot_bytes: u64) -> u64 {
         self.usable_devices().map(|device| device.pool.allocatable(slot_bytes)).sum()
+    }
+
+    /// Bytes at the ends of segments that are lost, at the most, when so many blocks of so many bytes, header pages included,
+    /// get slots in segments that were nobody's.
+    pub(super) fn ends_of_segments(&self, bytes: u64, blocks: u64) -> u64 {
+        let lost = |device: &Device| {
+            let segment = nvme_bytes(device.pool.payload_bytes_max());
+            let filled = blocks.checked_div(segment / bytes);
+            filled.map_or(0, |filled| segment % bytes * (filled + 1))
+        };
+        self.usable_devices().map(lost).sum()
     }
 
     /// Whether any usable device has slots that a block of so many bytes fits into.

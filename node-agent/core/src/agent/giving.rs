@@ -11,7 +11,8 @@
 //! has gone from here, or goes nowhere: nothing depends on an answer that was lost, came twice or came late. What
 //! destroys something, dropping a moved copy, follows only from the answer that the other copy is durable.
 //!
-//! A block that was taken is offered again only when the peer must have given it up. A peer that took less than it was
+//! A block that was taken is offered again only when the peer must have given it up; the copy in DRAM is then
+//! compared with its checksums, because a peer cannot say what was wrong with it. A peer that took less than it was
 //! offered and wishes for a pause is offered no blocks of the shape until then, whoever else answers meanwhile.
 //!
 //! Only durable blocks are given; those that are not yet become so by the write-back. Costs of one event are bounded by the

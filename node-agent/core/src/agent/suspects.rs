@@ -17,10 +17,13 @@
 //! * A commit of a block that is doubted takes its place at once, unless a write reads the slot: whoever could not use the
 //!   block has computed it anew.
 //!
+//! A peer that is sent a damaged block cannot say so. What a peer has taken and has not made durable within its time is
+//! therefore looked at too: it might never come about otherwise, and a drain never end.
+//!
 //! Deliberately absent: asking peers to check. A peer that sends a damaged block loses the race for the next one only.
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{SessionId, Tier};
+use reprise_policy::{BlockKey, SessionId, Tier};
 
 use super::AgentCore;
 use super::frames::{FrameIndex, FrameState};
@@ -59,6 +62,14 @@ impl AgentCore {
             self.begin_check(frame);
         }
         self.reply(session, request, Reply::Suspected);
+    }
+
+    /// A peer has taken a block, and nothing has come of it.
+    pub(super) fn doubt_own_copy(&mut self, key: &BlockKey) {
+        let state = self.index.find(key).map(|entry| self.index.entry(entry));
+        if let Some(Dram::Resident(frame)) = state.map(|state| state.dram()) {
+            self.begin_check(frame);
+        }
     }
 
     /// A check has ended.

@@ -222,14 +222,17 @@ impl AgentCore {
     }
 
     /// How many blocks of a shape the devices, their journals and the tenant have room for beyond what is kept free and
-    /// what is on its way there.
+    /// what is on its way there. A segment that is given to a size loses the bytes at its end: they count as used before.
     fn room_without_eviction(&self, shape: ShapeId) -> Room {
         let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(shape);
         let bytes = nvme_bytes(slot_bytes);
         let usage = self.devices.usage();
         let kept_free = |of: u64| of * u64::from(self.settings.pool_free_permille) / 1000;
         let coming = &self.taking.coming;
-        let free = usage.slot_bytes_free.saturating_sub(kept_free(usage.capacity_bytes) + coming.bytes());
+        let ends = |(bytes, blocks)| self.devices.ends_of_segments(bytes, blocks);
+        let owed = kept_free(usage.capacity_bytes) + coming.bytes() + coming.sizes().map(ends).sum::<u64>();
+        let free = usage.slot_bytes_free.saturating_sub(owed);
+        let free = free.saturating_sub(ends((bytes, free / bytes)));
         let of_tenant = self.tenants.nvme(tenant_index).room().saturating_sub(coming.bytes_of(tenant_index));
         let entries = usage.entries_free.saturating_sub(kept_free(usage.entries_max) + coming.blocks());
         let slots = self.devices.slots_free(slot_bytes).saturating_sub(coming.blocks());

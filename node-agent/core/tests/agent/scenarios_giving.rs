@@ -7,8 +7,8 @@ use reprise_agent_core::agent::Settings;
 use reprise_agent_core::agent::limits::{
     DRAINED_APART, FRUITLESS_ROUNDS_MAX, GIVING_STEP_ENTRIES, PLACE_KEYS_MAX, SIFT_BYTES,
 };
-use reprise_agent_core::effect::{Offer, PlaceReason};
-use reprise_agent_core::event::{Event, Move, Placement, Priority};
+use reprise_agent_core::effect::{LoadedBlock, Offer, PlaceReason, Reply, Report};
+use reprise_agent_core::event::{Event, Move, Placement, Priority, Scope};
 use reprise_policy::{BlockKey, DrainProgress, NodeId, NodeMode, Parts, SessionId, TenantId, Tier};
 
 use crate::jobs::Job;
@@ -480,6 +480,34 @@ fn what_was_taken_and_does_not_come_about_is_offered_again_after_a_while() {
     world.pass(Duration::from_millis(1010));
     answer(&mut world, &[Placement::To(TWO)]);
     assert_eq!(offered(&mut world).node, TWO);
+}
+
+#[test]
+fn a_copy_in_dram_that_was_taken_in_vain_is_looked_at_and_a_damaged_one_is_dropped() {
+    let (mut world, session) = world();
+    save_durably(&mut world, session, &keys(0..1));
+    world.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    let Reply::Loaded { load, blocks, .. } =
+        world.engines[&session].replies.last().expect("a reply").1.clone()
+    else {
+        panic!("not an answer to a load")
+    };
+    let LoadedBlock::Ok { slot, .. } = blocks[0] else { panic!("it is in DRAM") };
+    world.memory.write(slot, &large_layout(), 0..1, u64::MAX >> 20);
+    world.engines.get_mut(&session).expect("open").give_up_on(load, 0);
+    drain(&mut world);
+    answer(&mut world, &[Placement::To(ONE)]);
+    let offer = offered(&mut world);
+    take(&mut world, &offer, &[0], Duration::ZERO);
+    for _ in 0..10 {
+        assert!(!world.jobs.iter().any(|job| matches!(job, Job::Check(_))), "the peer is at it");
+        world.pass(Duration::from_millis(1010));
+        answer(&mut world, &[Placement::To(ONE)]);
+    }
+    assert!(world.jobs.iter().any(|job| matches!(job, Job::Check(_))), "nothing has come of it");
+    world.finish_jobs();
+    assert!(matches!(world.reports[..], [Report::CorruptMemory { key, .. }] if key == self::key(0)));
+    assert!(!world.announced.contains(&(key(0), Tier::Dram)) && is_durable_here(&world, key(0)));
 }
 
 #[test]

@@ -244,6 +244,24 @@ fn nothing_is_evicted_for_an_offered_block() {
 }
 
 #[test]
+fn nothing_is_evicted_for_an_offered_block_whose_segment_has_an_end_that_nothing_fits_into() {
+    let mut world = World::new(with_settings(|settings| settings.pool_free_permille = 300));
+    let session = world.open_session(TENANT, large_layout());
+    save_durably(&mut world, session, &keys(0..170));
+    let evicted = world.core.counters().nvme_evictions;
+    assert!(evicted > 0, "the devices are as full as they may be");
+    for number in 200..260 {
+        world.give_peer(ONE, key(number), Tier::Nvme);
+    }
+    world.peer_offer(ONE, TENANT, small_layout(), &keys(200..260));
+    for _ in 0..4 {
+        world.finish_jobs();
+        world.pass(LATER);
+    }
+    assert_eq!(world.core.counters().nvme_evictions, evicted);
+}
+
+#[test]
 fn a_tenant_at_its_limit_takes_nothing_and_loses_nothing() {
     let slot = large_layout().slot_bytes() + 4096;
     let tenant = TenantId(1);

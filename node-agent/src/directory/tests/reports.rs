@@ -1,6 +1,7 @@
 //! What a node reports, and which of the answers it follows.
 
 use reprise_agent_core::agent::{NodeUsage, TenantCounts, TenantUsage};
+use reprise_agent_core::event::Move as Given;
 use reprise_policy::quota::{Holding, Quota};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{DrainProgress, TenantName};
@@ -125,7 +126,7 @@ fn modes_are_followed_in_the_order_of_the_store_and_moves_as_they_change() {
     agent.client.set_own_state(OwnState::default());
     agent.wait_for(&DirectoryEvent::Mode { mode: NodeMode::Draining, number: 1 });
     for _ in 0..3 {
-        agent.wait_for(&DirectoryEvent::Move(Some((NodeId(4), 99))));
+        agent.wait_for(&DirectoryEvent::Move(Some(Given { to: NodeId(4), bytes: 99 })));
     }
     fake.write(|state| state.report_reply = reply(NodeMode::Active, 7, None));
     agent.wait_for(&DirectoryEvent::Move(None));

@@ -38,9 +38,10 @@ impl Reservations {
         self.tenants.entry(tenant).or_default().owned += 1;
     }
 
-    /// Whether a tenant has a region, or one is kept for it.
-    pub(super) fn has_own(&self, tenant: TenantId) -> bool {
-        self.tenants.get(&tenant).is_some_and(|share| share.owned > 0 || share.owed() > 0)
+    /// Whether a tenant has a region, or one is kept for it of so many that nobody has had.
+    pub(super) fn has_own(&self, tenant: TenantId, fresh: u64) -> bool {
+        let can_get = |share: &Share| share.owed() > 0 && fresh > 0;
+        self.tenants.get(&tenant).is_some_and(|share| share.owned > 0 || can_get(share))
     }
 
     /// Of so many regions that nobody has had, how many nobody is sure of once somebody without a claim has taken one.

@@ -210,6 +210,9 @@ impl AgentCore {
                     sorted.kept.push(block);
                 }
                 Placement::To(node) => {
+                    if block.taken != Taken::No {
+                        self.doubt_own_copy(&block.key);
+                    }
                     sorted.offers.entry(node).or_default().push(block.key);
                     sorted.kept.push(block);
                 }

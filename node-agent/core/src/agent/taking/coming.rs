@@ -14,6 +14,8 @@ pub(in crate::agent) struct Coming {
     tenants: BTreeMap<TenantIndex, u64>,
     bytes: u64,
     blocks: u64,
+    /// Blocks by their bytes.
+    sizes: BTreeMap<u64, u64>,
 }
 
 impl Coming {
@@ -21,6 +23,7 @@ impl Coming {
     pub(in crate::agent) fn enter(&mut self, tenant: TenantIndex, slot_bytes: u64) {
         let bytes = nvme_bytes(slot_bytes);
         *self.tenants.entry(tenant).or_default() += bytes;
+        *self.sizes.entry(bytes).or_default() += 1;
         self.bytes += bytes;
         self.blocks += 1;
     }
@@ -34,6 +37,11 @@ impl Coming {
         } else {
             self.tenants.insert(tenant, left);
         }
+        let of_size = self.sizes.get_mut(&bytes).expect("whoever leaves has entered");
+        *of_size -= 1;
+        if *of_size == 0 {
+            self.sizes.remove(&bytes);
+        }
         self.bytes -= bytes;
         self.blocks -= 1;
     }
@@ -41,6 +49,11 @@ impl Coming {
     /// Of all tenants.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Bytes of a block, and how many of them there are.
+    pub(super) fn sizes(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.sizes.iter().map(|(bytes, blocks)| (*bytes, *blocks))
     }
 
     /// Of one tenant.
