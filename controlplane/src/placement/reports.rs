@@ -79,13 +79,14 @@ fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<Said>, Status> {
     reports.into_iter().map(read).collect()
 }
 
-/// Without a limit the budget has ended.
+/// Without a limit, and sure of nothing, the budget has ended.
 fn order(order: &Order) -> TenantOrder {
+    let is_limited = order.limit != Amounts::UNLIMITED;
     TenantOrder {
         tenant: order.tenant.to_string(),
         version: order.version,
-        reserved: Some(bytes(order.reserved)),
-        limit: (order.limit != Amounts::UNLIMITED).then(|| bytes(order.limit)),
+        reserved: (is_limited || order.reserved != Amounts::default()).then(|| bytes(order.reserved)),
+        limit: is_limited.then(|| bytes(order.limit)),
     }
 }
 
