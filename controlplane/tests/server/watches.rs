@@ -33,7 +33,13 @@ async fn a_node_watch_begins_with_the_nodes_there_are_and_goes_on_with_changes()
         .into_inner();
     assert_eq!(seen(next(&mut watch).await), ("a".to_owned(), 1, true));
     let _second = Node::register(&member, "b").await;
-    assert_eq!(seen(next(&mut watch).await), ("b".to_owned(), 1, true));
+    let mut second = seen(next(&mut watch).await);
+    if !second.2 {
+        // The member has read the new record in the store before it was through with the registration.
+        assert_eq!(second, ("b".to_owned(), 1, false));
+        second = seen(next(&mut watch).await);
+    }
+    assert_eq!(second, ("b".to_owned(), 1, true));
     let _again = Node::register(&member, "a").await;
     assert_eq!(seen(next(&mut watch).await), ("a".to_owned(), 2, true));
     member.shutdown().await;
