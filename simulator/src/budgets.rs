@@ -6,7 +6,8 @@
 //! * who has had no order yet, as after a restart: it cannot know that there is a budget;
 //! * who was given up by the owner of the tenant's slot, because nothing was heard of it for long. It goes on within what it
 //!   was granted, and is bound again when it has taken another order and there is room for it;
-//! * everybody, when the store has lost its memory.
+//! * everybody, when the store has lost its memory, until an order of a member that knows the new one has come: a member that
+//!   has not noticed yet binds nobody, for members of the new store hear nothing of its orders.
 //!
 //! In calm every tenant with a budget has one ledger, all nodes are bound by it, and nothing of the budget is left over.
 
@@ -15,7 +16,7 @@ use std::time::Duration;
 
 use reprise_agent_core::event::Grant;
 use reprise_controlplane_core::{Amounts, Budget};
-use reprise_policy::{TenantId, Tick};
+use reprise_policy::{Epoch, TenantId, Tick};
 
 use crate::joining::MemberStep;
 use crate::network::Host;
@@ -156,10 +157,15 @@ impl World {
         }
     }
 
-    /// A node follows another grant than before.
-    pub(crate) fn audit_grant(&mut self, (node, tenant): (usize, TenantId), before: Option<Grant>) {
+    /// A node follows another grant than before, by an order to the registration of an epoch.
+    pub(crate) fn audit_order(
+        &mut self,
+        (node, tenant): (usize, TenantId),
+        epoch: Epoch,
+        before: Option<Grant>,
+    ) {
         let after = limits(&self.grant_of(node, tenant).expect("it was just granted"));
-        if after == Amounts::UNLIMITED {
+        if after == Amounts::UNLIMITED || !self.is_of_the_store(epoch) {
             return self.books.give_up((tenant, node));
         }
         let Some(allowed) = self.books.allowed(tenant, self.now) else { return };
@@ -181,6 +187,15 @@ impl World {
             self.books.waiting.insert((tenant, node));
         }
         self.bind_waiting(tenant, allowed);
+    }
+
+    /// Whether a registration is in the store as it is now, and not as it was before it lost its memory.
+    fn is_of_the_store(&self, epoch: Epoch) -> bool {
+        let identity = self.keeper.store.get(Key::Identity);
+        identity.is_some_and(|entry| match entry.value {
+            Value::Number(number) => u64::from(number) == epoch.0 >> 32,
+            _ => false,
+        })
     }
 
     /// Binds whom there is room for.

@@ -4,7 +4,7 @@
 //! That questions and offers end in time is looked at here too; that nothing of them is left, in `audit.rs`; that a drain
 //! comes to its end, in `operators.rs`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_agent_core::agent::TenantUsage;
@@ -46,6 +46,9 @@ pub(crate) struct Placed {
     /// The newest mode that it was told: of which store, and its revision.
     told: (u64, u64),
     inactive: bool,
+    /// Whom members mean by the number of a node that blocks move to. The node itself may know it by a store that was
+    /// replaced, and then offers to another.
+    moves_to: BTreeMap<NodeId, usize>,
     /// Slot bytes that others have taken, since then.
     given: u64,
     since: Option<Tick>,
@@ -113,6 +116,7 @@ impl World {
     pub(crate) fn audit_places(&mut self, member: usize, question: &PlaceQuestion, answer: &PlaceAnswer) {
         assert!(question.keys.len() <= PLACE_KEYS_MAX, "{} keys in a question", question.keys.len());
         let now = self.time(Host::Member(member));
+        self.note_addressee(member, question);
         let running = self.members[member].as_ref().expect("it answers");
         let mut seen: BTreeSet<NodeId> = BTreeSet::new();
         for (key, answer) in question.keys.iter().zip(&answer.answers) {
@@ -131,6 +135,16 @@ impl World {
                 Placement::Enough => self.assert_enough(member, question, key),
                 _ => {}
             }
+        }
+    }
+
+    fn note_addressee(&mut self, member: usize, question: &PlaceQuestion) {
+        let running = self.members[member].as_ref().expect("it answers");
+        if let PlaceReason::Move(to) = question.reason
+            && let (Some(holder), Some(host)) = (running.host_of(question.holder), running.host_of(to))
+            && let Some(process) = self.nodes[holder].process.as_mut()
+        {
+            process.placed.moves_to.insert(to, host);
         }
     }
 
@@ -171,7 +185,7 @@ impl World {
         self.apply(node, event);
         self.process(node).placed.may_drop = 0;
         let dropped: Vec<BlockKey> = before.difference(&self.nodes[node].promised).copied().collect();
-        if let Some(host) = self.client(node).host_of(to) {
+        if let Some(host) = self.process(node).placed.moves_to.get(&to).copied() {
             let lost = dropped.iter().find(|key| !self.was_durable(host, key));
             assert!(lost.is_none(), "node {node} drops {lost:?}, which node {host} has not");
         }

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use reprise_agent_core::agent::{AgentCore, NodeUsage, TenantUsage};
-use reprise_agent_core::event::{Event, Grant};
+use reprise_agent_core::event::Grant;
 use reprise_agent_core::orders::{self, Owner, ReportNumber};
 use reprise_controlplane_core::{Amounts, NodeReport, Order, Said, TenantReport};
 use reprise_policy::placement::DrainProgress;
@@ -142,7 +142,7 @@ impl World {
         if process.orders.take((number, owner), &order.tenant, &grant) {
             self.count("orders");
             let delay = self.rng.micros(10..INBOX_US_MAX);
-            self.later(node, delay, Local::Event(Event::Budget(grant)));
+            self.later(node, delay, Local::Order { epoch: order.epoch, grant });
         } else {
             self.count("orders of former owners");
         }

@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 
 use reprise_agent_core::agent::limits::LOOKUPS_MAX;
 use reprise_agent_core::event::{Event, Grant};
-use reprise_policy::{Quota, TenantId, TenantName};
+use reprise_policy::{Epoch, Quota, TenantId, TenantName};
 
-use crate::setup::{Limits, Variant, large_layout};
+use crate::setup::{Variant, large_layout};
 use crate::world::{Action, Local, World};
 
 /// Time between two grants.
@@ -65,12 +65,17 @@ impl World {
 
     /// A grant comes to the core.
     pub(crate) fn apply_grant(&mut self, node: usize, grant: Grant) {
+        let grant = self.grant_arrives(node, grant);
+        self.apply(node, Event::Budget(grant));
+    }
+
+    /// An order of a ledger comes to the core; `epoch` is the registration's.
+    pub(crate) fn apply_order(&mut self, node: usize, epoch: Epoch, grant: Grant) {
         let tenant = grant.tenant;
         let before = self.grant_of(node, tenant);
-        self.apply(node, Event::Budget(grant));
-        let after = self.grant_of(node, tenant);
-        if before != after && self.setup.limits == Limits::Budgets {
-            self.audit_grant((node, tenant), before);
+        self.apply_grant(node, grant);
+        if before != self.grant_of(node, tenant) {
+            self.audit_order((node, tenant), epoch, before);
         }
     }
 
@@ -81,7 +86,7 @@ impl World {
     }
 
     /// Notes a grant that has come; returns what the agent makes of it.
-    pub(crate) fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
+    fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
         let in_order_of_arrival = self.setup.variant == Variant::GrantsInOrderOfArrival;
         self.count("grants");
         let process = self.process(node);

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use reprise_agent_core::effect::{FetchId, LookupId, OfferId, PlaceId, ServeId};
-use reprise_agent_core::event::{Event, Request, RequestId};
+use reprise_agent_core::event::{Event, Grant, Request, RequestId};
 use reprise_policy::shards::ShardMap;
 use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
 
@@ -75,6 +75,8 @@ pub(crate) enum Local {
     Closed { session: SessionId },
     /// Something that an effect has brought.
     Event(Event),
+    /// An order of a tenant's ledger, to the registration of an epoch.
+    Order { epoch: Epoch, grant: Grant },
     /// Time for a beat of a registration.
     Beat { link: LinkId, epoch: Epoch },
     /// Time to try to register.
@@ -263,11 +265,9 @@ impl World {
             Local::Job(job) => self.advance_job(node, job),
             Local::Request { session, request, body } => self.request_arrives(node, (session, request), body),
             Local::Closed { session } => self.apply(node, Event::SessionClosed { session }),
-            Local::Event(Event::Budget(grant)) => {
-                let grant = self.grant_arrives(node, grant);
-                self.apply_grant(node, grant);
-            }
+            Local::Event(Event::Budget(grant)) => self.apply_grant(node, grant),
             Local::Event(event) => self.apply(node, event),
+            Local::Order { epoch, grant } => self.apply_order(node, epoch, grant),
             Local::Beat { link, epoch } => self.beat(node, link, epoch),
             Local::Register(link) => self.register(node, link),
             Local::Pump(link) => self.pump_again(node, link),
@@ -308,6 +308,7 @@ fn code(action: &Action) -> [u64; 3] {
                 Local::Request { session, request, .. } => (3, session.0 << 32 | request.0),
                 Local::Closed { session } => (4, session.0),
                 Local::Event(_) => (5, 0),
+                Local::Order { epoch, grant } => (21, epoch.0 ^ grant.version),
                 Local::Beat { epoch, .. } => (6, epoch.0),
                 Local::Register(link) => (7, link.0),
                 Local::Pump(link) => (8, link.0),

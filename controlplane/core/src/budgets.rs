@@ -137,7 +137,7 @@ struct Share {
     /// The most that the node may hold.
     charged: Amounts,
     used: Amounts,
-    /// What it would have liked to use as well, fading.
+    /// What it would have liked to use as well, fading; at most the budget.
     wanted: Amounts,
     limited: Amounts,
 }
@@ -227,6 +227,7 @@ impl Budgets {
             let Some(ledger) = self.tenants.get_mut(&reported.tenant) else { continue };
             if let Some(share) = ledger.shares.get_mut(&node) {
                 share.take(reported, before);
+                share.wanted = share.wanted.min(ledger.budget);
             }
         }
         let orders = self.tenants.iter().filter_map(|(tenant, ledger)| {
@@ -484,6 +485,25 @@ mod tests {
             lowered += budgets.report(&reported)[0].limit.dram;
         }
         assert_eq!(lowered, 990);
+    }
+
+    #[test]
+    fn a_want_far_above_the_budget_is_forgotten_as_soon_as_one_of_its_size() {
+        let (mut budgets, orders) = two_nodes(1000);
+        let mut known: Vec<Report> =
+            orders.iter().map(|order| report(order.node.0, order.version, order.limit.dram, 0)).collect();
+        known[1].tenants[0].limited = Amounts::both(1_000_000_000);
+        for _ in 0..4 * REPORTS_BEFORE_LOWERING {
+            for report in &mut known {
+                if let Some(order) = budgets.report(report).pop() {
+                    (report.tenants[0].version, report.tenants[0].limit) = (order.version, order.limit);
+                }
+            }
+            budgets.rebalance();
+        }
+        let granted: Vec<u64> = budgets.granted(&name()).map(|(_, amounts)| amounts.dram).collect();
+        let apart = granted[0].abs_diff(granted[1]);
+        assert!(apart <= 2 * 1000 / SMALLEST_CHANGE, "{granted:?} of 1000 that nobody wants");
     }
 
     #[test]
