@@ -216,6 +216,8 @@ impl Totals {
             *self.seen.entry(what).or_default() += count;
         }
         if let Some(violation) = run.violation {
+            // A long run need not be waited for.
+            tracing::error!(seed = run.seed, violation, "an invariant is broken");
             self.violations.insert(run.seed, violation);
         }
     }

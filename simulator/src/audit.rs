@@ -36,6 +36,9 @@ impl World {
         self.drain_in_calm();
         self.cordon_all();
         self.run_until(self.now.after(SETTLE));
+        if self.setup.limits == Limits::Budgets {
+            self.share_out();
+        }
         for node in 0..self.nodes.len() {
             count_all(&mut self.seen, self.nodes[node].process.as_ref().expect("it runs"));
             self.assert_nothing_left(node);
