@@ -1,6 +1,6 @@
 //! `reprise-controlplane`: one member of the control plane as a process.
 //!
-//! Prints one JSON line to standard output when it serves, logs to standard error, ends cleanly on SIGTERM and SIGINT.
+//! Prints one JSON line with its addresses to standard output when it serves, logs to standard error, ends cleanly on SIGTERM and SIGINT.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -9,6 +9,7 @@ use anyhow::Context;
 use clap::Parser;
 use reprise_controlplane::config::{Config, DEFAULT_CONFIG, LogConfig, LogFormat};
 use reprise_controlplane::server::ControlPlane;
+use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
@@ -53,7 +54,9 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut member = ControlPlane::start(config).await?;
     tracing::info!(grpc = %member.grpc, admin = %member.admin, "control plane is ready");
-    print(&format!("{{\"ready\":true,\"admin\":\"{}\",\"grpc\":\"{}\"}}\n", member.admin, member.grpc))?;
+    let events = member.publisher.as_ref().map(|publisher| publisher.publish);
+    let ready = json!({ "ready": true, "admin": member.admin, "grpc": member.grpc, "events": events });
+    print(&format!("{ready}\n"))?;
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}

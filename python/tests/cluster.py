@@ -84,12 +84,15 @@ class Agent(Process):
 class Cluster:
     """Member and agents under one folder."""
 
-    def __init__(self, home: Path, agents: int = 1, arena: int = 256 * MIB, pool: int = 512 * MIB) -> None:
+    def __init__(
+        self, home: Path, agents: int = 1, arena: int = 256 * MIB, pool: int = 512 * MIB, publish: bool = False
+    ) -> None:
         home.mkdir(parents=True, exist_ok=True)
+        events = '[events]\npublish = "127.0.0.1:0"\n' if publish else ""
         config = home / "controlplane.toml"
         config.write_text(
             'listen = "127.0.0.1:0"\nadmin = "127.0.0.1:0"\n'
-            f'[store]\nkind = "embedded"\npath = {quoted(home / "controlplane.redb")}\n'
+            f'[store]\nkind = "embedded"\npath = {quoted(home / "controlplane.redb")}\n' + events
         )
         self.member = Process(
             [str(binaries() / "reprise-controlplane"), "--config", str(config)], home / "controlplane.log"

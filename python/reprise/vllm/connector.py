@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reprise import Session, Source
 from reprise.vllm import geometry
+from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import RepriseMetadata
 from reprise.vllm.metrics import PromMetrics, Stats
 from reprise.vllm.options import Options
@@ -25,6 +27,7 @@ from reprise.vllm.worker import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -42,6 +45,10 @@ HIT_SOURCES = {
     Source.PEER_NVME: CacheHitSource.P2P,
 }
 """What vLLM calls the places where a block was found."""
+
+
+def _events_are_wanted(config: VllmConfig) -> bool:
+    return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 
 class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
@@ -83,6 +90,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
+                events=KvEvents(blocks) if _events_are_wanted(vllm_config) else None,
             )
         else:
             self._worker = WorkerSide(geometry=blocks, options=options, session=session)
@@ -149,6 +157,11 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.forget()
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What has been put into Reprise since the last call."""
+        events = self._scheduling().events
+        return events.take() if events is not None else ()
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks come free when saves end."""

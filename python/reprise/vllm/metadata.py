@@ -42,6 +42,8 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
 
     ended_saves: Counter[int] = field(default_factory=Counter)
     """How many workers have ended a save, well or not: its blocks are not read any more."""
+    partial_saves: set[int] = field(default_factory=set)
+    """Saves of which a worker could not keep every block."""
     failed_loads: set[str] = field(default_factory=set)
     """Requests of which a worker could not load every block."""
 
@@ -50,5 +52,6 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
         assert isinstance(other, RepriseWorkerMetadata)
         return RepriseWorkerMetadata(
             ended_saves=self.ended_saves + other.ended_saves,
+            partial_saves=self.partial_saves | other.partial_saves,
             failed_loads=self.failed_loads | other.failed_loads,
         )

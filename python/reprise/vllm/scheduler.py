@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reprise import PendingMatch, Session, block_keys
+from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
 
@@ -70,6 +71,8 @@ class SchedulerSide:
     may_load: bool
     may_save: bool
     ranks: int
+    events: KvEvents | None = None
+    """Where there is somebody to tell."""
     stats: Stats = field(default_factory=Stats)
     pool: BlockPool | None = None
     _generation: bytes = b""
@@ -77,6 +80,8 @@ class SchedulerSide:
     _requests: dict[str, RequestState] = field(default_factory=dict)
     _loads: list[LoadPlan] = field(default_factory=list)
     _pinned: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    _partial: set[int] = field(default_factory=set)
+    """Saves under way of which something was not kept."""
     _pinned_blocks: int = 0
     _next_save: int = 0
     _budget_left: float = 0.0
@@ -161,6 +166,7 @@ class SchedulerSide:
             if state := self._requests.get(request_id):
                 state.gave_up = True
                 state.known = None
+        self._partial |= said.partial_saves
         for save_id, ended in said.ended_saves.items():
             self._unpin(save_id, ended)
 
@@ -234,7 +240,11 @@ class SchedulerSide:
         if block_ids is None:
             return
         blocks = tuple(block_ids[0][first:full])
-        metadata.saves.append(SavePlan(self._pin(blocks), self._hashes(request, first, full), blocks))
+        plan = SavePlan(self._pin(blocks), self._hashes(request, first, full), blocks)
+        metadata.saves.append(plan)
+        if self.events is not None:
+            parent = self._hashes(request, first - 1, first) if first else ()
+            self.events.plan(plan.save_id, request, first, plan.hashes, parent)
         state.known = full
 
     def _pin(self, blocks: tuple[int, ...]) -> int:
@@ -253,6 +263,9 @@ class SchedulerSide:
             return
         del self._pinned[save_id]
         self._pinned_blocks -= len(blocks)
+        if self.events is not None:
+            self.events.ended(save_id, whole=save_id not in self._partial)
+        self._partial.discard(save_id)
         assert self.pool is not None
         # The last block of a prompt is the first that vLLM should reuse.
         self.pool.free_blocks([self.pool.blocks[block] for block in reversed(blocks)])

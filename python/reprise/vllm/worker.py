@@ -89,6 +89,8 @@ class WorkerSide:
             elif ended.id in self._saving:
                 save, since = self._saving.pop(ended.id)
                 self._ended.ended_saves[save.save_id] += 1
+                if ended.unsaved:
+                    self._ended.partial_saves.add(save.save_id)
                 self.stats.sample("save_seconds", time.monotonic() - since)
                 self.stats.add("saves", 1)
                 self.stats.add("saved_blocks", ended.committed)

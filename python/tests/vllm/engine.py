@@ -82,6 +82,26 @@ def model(folder: Path, seed: int = 1, layers: int = 4, heads: int = 4, head_dim
     return folder
 
 
+def adapter(folder: Path, seed: int, layers: int = 4, hidden: int = 128, rank: int = 8) -> Path:
+    """Writes a LoRA adapter with random weights for a model of :func:`model`, strong enough to change what is said."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = ("q_proj", "v_proj")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    source = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(layers):
+        for target in targets:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=source)
+            weights[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=source) * hidden**-0.5
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
 def connector(socket: Path, **extra: Any) -> dict[str, Any]:
     """The configuration that names the connector."""
     return {

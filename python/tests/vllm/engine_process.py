@@ -33,6 +33,13 @@ def main() -> None:
             break
 
 
+def lora_request(name: str, number: int, folder: str) -> Any:
+    """An adapter, as vLLM wants it named."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, folder)
+
+
 def run(llm: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Carries out one command."""
     match command["do"]:
@@ -44,8 +51,9 @@ def run(llm: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
                 if command.get("salt"):
                     prompt["cache_salt"] = command["salt"]
                 prompts.append(prompt)
+            lora = lora_request(*command["lora"]) if command.get("lora") else None
             started = time.monotonic()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
             return {
                 "seconds": time.monotonic() - started,
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],

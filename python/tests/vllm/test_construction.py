@@ -65,6 +65,7 @@ def engine_config(weights: Path, **changes: Any) -> Any:
             hf_text_config=SimpleNamespace(to_dict=lambda: flat["architecture"]),
         ),
         kv_transfer_config=KVTransferConfig(**flat["transfer"]),
+        kv_events_config=None,
     )
 
 

@@ -2,141 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import pytest
-from cluster import Agent, Cluster
-from engine import BLOCK_TOKENS, VOCABULARY, Engine, connector, model
-
-from reprise import Client, Layout, Namespace
-
-PROMPT_BLOCKS = 8
+from cluster import Cluster
+from engine import BLOCK_TOKENS, Engine
+from serving import PROMPT_BLOCKS, damage, damage_memory, drop_dram, eventually, observer, prompt, see
 
 BUSY_MACHINE_S = 1.0
 """What other processes of a test machine may cost a request."""
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
-@pytest.fixture(scope="module")
-def cluster(home: Path) -> Iterator[Cluster]:
-    cluster = Cluster(home / "cluster", agents=2)
-    yield cluster
-    cluster.stop()
-
-
-@pytest.fixture(scope="module")
-def weights(home: Path) -> Path:
-    return model(home / "model")
-
-
-@pytest.fixture(scope="module")
-def plain(home: Path, weights: Path) -> Iterator[Engine]:
-    """An engine that knows nothing of Reprise, and forgets what it has seen."""
-    engine = Engine(weights, home / "plain.log", enable_prefix_caching=False)
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def engine(home: Path, weights: Path, cluster: Cluster) -> Iterator[Engine]:
-    # Few blocks, so that many requests preempt each other; small steps, so that prompts are computed in chunks.
-    small = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 128, "max_model_len": 1024}
-    engine = Engine(weights, home / "engine.log", connector(cluster.agents[0].socket), **small)
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def other(home: Path, weights: Path, cluster: Cluster) -> Iterator[Engine]:
-    """An engine on another node."""
-    engine = Engine(weights, home / "other.log", connector(cluster.agents[1].socket))
-    yield engine
-    engine.stop()
-
-
-def prompt(seed: int, blocks: int = PROMPT_BLOCKS, tail: int = 5) -> list[int]:
-    """A prompt of whole blocks and a tail."""
-    source = random.Random(seed)
-    return [source.randrange(3, VOCABULARY) for _ in range(blocks * BLOCK_TOKENS + tail)]
-
-
-def eventually(holds: Callable[[], bool], within: float = 20.0) -> None:
-    """Waits until something holds."""
-    give_up = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < give_up, "it did not come to hold in time"
-        time.sleep(0.05)
-
-
-def saved(engine: Engine, blocks: int) -> None:
-    """Waits until an engine has ended the save of so many blocks in all, new or not."""
-
-    def all_ended() -> bool:
-        metrics = engine.metrics()
-        names = ("saved_blocks", "duplicate_blocks", "unsaved_blocks")
-        return sum(metrics.get(f"vllm:reprise_{name}", 0) for name in names) >= blocks
-
-    eventually(all_ended)
-
-
-def observer(agent: Agent) -> Client:
-    """A session beside the engine's, to ask the agent what it has done."""
-    layout = Layout(layers=1, parts=1, kv_heads=1, head_dim=8, dtype="fp32", tokens_per_block=16)
-    namespace = Namespace(
-        model="observer", revision="1", layout=layout, hash_algorithm="none", hash_seed="", engine_format="none"
-    )
-    return Client(str(agent.socket), namespace, layout)
-
-
-def drop_dram(agent: Client) -> None:
-    """Waits until everything in DRAM was on NVMe and is there no more."""
-
-    def is_empty() -> bool:
-        agent.trim()
-        stats = agent.stats()
-        return stats["dram_blocks"] == 0
-
-    eventually(is_empty)
-
-
-def damage(pool: Path) -> None:
-    """Flips a bit in every page of a pool's payloads."""
-    with pool.open("r+b") as device:
-        size = device.seek(0, os.SEEK_END)
-        for page in range(0, size, 4096):
-            device.seek(page + 2048)
-            byte = device.read(1)
-            if byte and byte != b"\0":
-                device.seek(page + 2048)
-                device.write(bytes([byte[0] ^ 1]))
-        device.flush()
-        os.fsync(device.fileno())
-
-
-def ended_saves(engine: Engine) -> int:
-    metrics = engine.metrics()
-    return int(
-        sum(metrics.get(f"vllm:reprise_{name}", 0) for name in ("saved_blocks", "duplicate_blocks", "unsaved_blocks"))
-    )
-
-
 def test_a_prompt_that_was_seen_is_loaded_from_dram_and_gives_the_same_tokens(plain: Engine, engine: Engine) -> None:
     tokens = prompt(1)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    cold = engine.generate([tokens])
+    cold = see(engine, tokens)
     assert cold["tokens"] == expected
     assert cold["cached"] == [0]
-    saved(engine, before + PROMPT_BLOCKS)
     engine.forget()
     warm = engine.generate([tokens])
     assert warm["tokens"] == expected
@@ -146,9 +27,7 @@ def test_a_prompt_that_was_seen_is_loaded_from_dram_and_gives_the_same_tokens(pl
 def test_a_prompt_of_whole_blocks_computes_its_last_token_only(plain: Engine, engine: Engine) -> None:
     tokens = prompt(2, tail=0)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    assert engine.generate([tokens])["tokens"] == expected
-    saved(engine, before + PROMPT_BLOCKS)
+    assert see(engine, tokens)["tokens"] == expected
     engine.forget()
     warm = engine.generate([tokens])
     assert warm["tokens"] == expected
@@ -159,9 +38,7 @@ def test_prompts_that_share_a_prefix_load_it_and_compute_the_rest(plain: Engine,
     stem = prompt(3, tail=0)
     prompts = [stem + prompt(30 + index, blocks=1) for index in range(4)]
     expected = plain.generate(prompts)["tokens"]
-    before = ended_saves(engine)
-    engine.generate([stem])
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, stem)
     engine.forget()
     warm = engine.generate(prompts)
     assert warm["tokens"] == expected
@@ -171,9 +48,7 @@ def test_prompts_that_share_a_prefix_load_it_and_compute_the_rest(plain: Engine,
 def test_an_engine_on_another_node_finds_it(plain: Engine, engine: Engine, other: Engine) -> None:
     tokens = prompt(4)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    engine.generate([tokens])
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, tokens)
 
     def found() -> bool:
         other.forget()
@@ -187,9 +62,7 @@ def test_an_engine_on_another_node_finds_it(plain: Engine, engine: Engine, other
 def test_a_prompt_that_is_on_nvme_only_gives_the_same_tokens(plain: Engine, engine: Engine, cluster: Cluster) -> None:
     tokens = prompt(8)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    engine.generate([tokens])
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, tokens)
     with observer(cluster.agents[0]) as agent:
         drop_dram(agent)
         from_nvme = agent.stats()["hit_blocks_own_nvme"]
@@ -217,9 +90,7 @@ def test_many_requests_that_share_prefixes_and_preempt_each_other_give_the_same_
 def test_salts_do_not_share(plain: Engine, engine: Engine) -> None:
     tokens = prompt(5)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    engine.generate([tokens], salt="one")
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, tokens, salt="one")
     engine.forget()
     again = engine.generate([tokens], salt="two")
     assert again["tokens"] == expected
@@ -231,9 +102,7 @@ def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_a
 ) -> None:
     tokens = prompt(6)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    engine.generate([tokens])
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, tokens)
     agent = cluster.agents[0]
     agent.kill()
     engine.forget()
@@ -255,9 +124,7 @@ def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: E
     tokens = prompt(7)
     expected = plain.generate([tokens])["tokens"]
     recompute = plain.generate([tokens])["seconds"]
-    before = ended_saves(engine)
-    engine.generate([tokens])
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, tokens)
     engine.forget()
     agent = cluster.agents[0]
     agent.signal(signal.SIGSTOP)
@@ -272,9 +139,7 @@ def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: E
 def test_damage_on_nvme_costs_time_only_and_is_counted(plain: Engine, engine: Engine, cluster: Cluster) -> None:
     tokens = prompt(9)
     expected = plain.generate([tokens])["tokens"]
-    before = ended_saves(engine)
-    engine.generate([tokens])
-    saved(engine, before + PROMPT_BLOCKS)
+    see(engine, tokens)
     with observer(cluster.agents[0]) as agent:
         drop_dram(agent)
         damage(cluster.agents[0].pool)
@@ -284,3 +149,16 @@ def test_damage_on_nvme_costs_time_only_and_is_counted(plain: Engine, engine: En
         assert told["reasons"] == ["length"]
         assert told["cached"][0] < PROMPT_BLOCKS * BLOCK_TOKENS
         assert engine.metrics()["vllm:reprise_failed_blocks"] > 0
+
+
+def test_damage_in_dram_costs_time_only_and_is_counted(plain: Engine, engine: Engine, cluster: Cluster) -> None:
+    tokens = prompt(10)
+    expected = plain.generate([tokens])["tokens"]
+    see(engine, tokens)
+    engine.forget()
+    before = engine.metrics().get("vllm:reprise_failed_blocks", 0)
+    damage_memory(cluster.agents[0])
+    told = engine.generate([tokens])
+    assert told["tokens"] == expected
+    assert told["reasons"] == ["length"]
+    assert engine.metrics()["vllm:reprise_failed_blocks"] > before

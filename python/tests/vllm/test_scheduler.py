@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from reprise import Layout, Namespace, Source
+from reprise import Layout, Namespace, Source, block_keys
+from reprise.vllm.events import KvEvents
 from reprise.vllm.geometry import Geometry
 from reprise.vllm.metadata import RepriseMetadata, RepriseWorkerMetadata
 from reprise.vllm.options import Options
@@ -96,7 +97,14 @@ def side(session: FakeSession, ranks: int = 1, **options: Any) -> SchedulerSide:
 
 def request(blocks: int, name: str = "r") -> Any:
     hashes = [bytes([index]) * 32 for index in range(blocks)]
-    return SimpleNamespace(request_id=name, block_hashes=hashes, num_prompt_tokens=blocks * TOKENS + 3)
+    tokens = list(range(blocks * TOKENS + 3))
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=hashes,
+        num_prompt_tokens=len(tokens),
+        all_token_ids=tokens,
+        lora_request=None,
+    )
 
 
 def blocks_of(ids: list[int]) -> Any:
@@ -263,6 +271,33 @@ def test_a_finished_request_is_forgotten() -> None:
     scheduler.matched_tokens(request(4), 0)
     scheduler.step(output({}, {}, finished={"r"}))
     assert scheduler.hit_sources(request(4)) == ()
+
+
+def test_a_save_is_told_of_with_its_tokens_when_every_rank_has_kept_all_of_it() -> None:
+    scheduler = side(FakeSession(answer=[Source.OWN_DRAM]), ranks=1)
+    scheduler.events = KvEvents(scheduler.geometry)
+    asked = request(3)
+    scheduler.matched_tokens(asked, 0)
+    (save,) = scheduler.step(output({"r": (TOKENS, 2 * TOKENS)}, {"r": [1, 2, 3]})).saves
+    assert scheduler.events.take() == []
+    scheduler.workers_said(ended(save.save_id))
+    (event,) = scheduler.events.take()
+    keys = [block_keys(scheduler.geometry.namespace, [block_hash]) for block_hash in asked.block_hashes]
+    assert (event.parent_block_hash, event.block_hashes) == (keys[0], keys[1:])
+    assert event.token_ids == asked.all_token_ids[TOKENS : 3 * TOKENS]
+    assert scheduler.events.take() == [], "once"
+
+
+def test_a_save_that_was_kept_in_part_is_not_told_of() -> None:
+    scheduler = side(FakeSession(), ranks=2)
+    scheduler.events = KvEvents(scheduler.geometry)
+    scheduler.matched_tokens(request(2), 0)
+    (save,) = scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": [1, 2]})).saves
+    said = RepriseWorkerMetadata(ended_saves=Counter({save.save_id: 1}), partial_saves={save.save_id})
+    scheduler.workers_said(SimpleNamespace(kv_connector_worker_meta=said))
+    scheduler.workers_said(ended(save.save_id))
+    assert not scheduler.saves_under_way()
+    assert scheduler.events.take() == []
 
 
 @pytest.mark.parametrize(

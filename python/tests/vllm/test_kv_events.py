@@ -1,0 +1,95 @@
+"""One subscriber hears an engine and Reprise's control plane, in vLLM's format, and both name the same blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import zmq
+from cluster import Cluster
+from engine import BLOCK_TOKENS, Engine
+from serving import PROMPT_BLOCKS, eventually, prompt, see
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+POLL_MS = 200
+TRIES = 20
+
+
+@dataclass
+class Subscriber:
+    """Hears both publishers, and keeps what they say of blocks in Reprise."""
+
+    socket: zmq.Socket[bytes]
+    of_engine: list[BlockStored] = field(default_factory=list)
+    """With tokens."""
+    of_nodes: set[bytes] = field(default_factory=set)
+    """Keys that some node holds."""
+    batches: msgspec.msgpack.Decoder[KVEventBatch] = field(
+        default_factory=lambda: msgspec.msgpack.Decoder(type=KVEventBatch)
+    )
+
+    def listen(self) -> None:
+        """Takes what comes until nothing has come for a moment."""
+        while self.socket.poll(POLL_MS):
+            _topic, _sequence, payload = self.socket.recv_multipart()
+            for event in self.batches.decode(payload).events:
+                if isinstance(event, BlockStored) and event.ownership == "reprise":
+                    self.take(event)
+
+    def take(self, event: BlockStored) -> None:
+        """Takes what one of them says."""
+        if event.token_ids:
+            self.of_engine.append(event)
+        else:
+            self.of_nodes.update(key for key in event.block_hashes if isinstance(key, bytes))
+
+    def tokens_of_engine(self) -> list[int]:
+        """Tokens of the blocks that the engine has told of, in the order of their chain."""
+        after = {event.parent_block_hash: event for event in self.of_engine}
+        tokens: list[int] = []
+        parent = None
+        while (event := after.get(parent)) is not None:
+            tokens += event.token_ids
+            parent = event.block_hashes[-1]
+        return tokens
+
+
+@pytest.fixture
+def subscriber(engine_events: str, cluster: Cluster) -> Iterator[Subscriber]:
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(engine_events)
+    socket.connect(f"tcp://{cluster.member.ready['events']}")
+    yield Subscriber(socket)
+    socket.close(linger=0)
+    context.term()
+
+
+def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plane_with_nodes(
+    other: Engine, subscriber: Subscriber
+) -> None:
+    # What is published before a subscription has arrived is not heard: hence more than one prompt.
+    for seed in itertools.count(40):
+        assert seed < 40 + TRIES, "the engine has told of nothing"
+        tokens = prompt(seed)
+        subscriber.of_engine.clear()
+        see(other, tokens)
+        subscriber.listen()
+        if subscriber.of_engine:
+            break
+    assert subscriber.tokens_of_engine() == tokens[: PROMPT_BLOCKS * BLOCK_TOKENS]
+    assert {(event.block_size, event.medium, event.locality) for event in subscriber.of_engine} == {
+        (BLOCK_TOKENS, "CPU", "LOCAL")
+    }
+    keys = {key for event in subscriber.of_engine for key in event.block_hashes}
+    assert len(keys) == PROMPT_BLOCKS
+
+    def all_are_held() -> bool:
+        subscriber.listen()
+        return keys <= subscriber.of_nodes
+
+    eventually(all_are_held)

@@ -1,0 +1,56 @@
+"""Which engines share blocks, and which must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster import Cluster
+from engine import BLOCK_TOKENS, Engine, adapter, connector, model
+from serving import PROMPT_BLOCKS, prompt, see
+
+
+def test_an_engine_that_is_killed_and_started_again_finds_what_it_saved_and_another_revision_finds_nothing(
+    engine: Engine, home: Path, weights: Path, cluster: Cluster
+) -> None:
+    tokens = prompt(50)
+    first = see(engine, tokens)
+    retrained = model(home / "retrained" / "model", seed=2)
+    # Under the name that the model had before its training.
+    transfer = connector(cluster.agents[0].socket, model_id=str(weights))
+    started = Engine(retrained, home / "retrained.log", transfer)
+    try:
+        cold = see(started, tokens)
+    finally:
+        started.kill()
+    assert cold["cached"] == [0], "of the other revision"
+    assert cold["tokens"] != first["tokens"]
+    again = Engine(retrained, home / "retrained-again.log", transfer)
+    warm = again.generate([tokens])
+    again.stop()
+    assert warm["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
+    assert warm["tokens"] == cold["tokens"]
+
+
+def test_another_dtype_and_another_lora_adapter_find_nothing_of_each_other(
+    engine: Engine, home: Path, weights: Path, cluster: Cluster
+) -> None:
+    tokens = prompt(51)
+    see(engine, tokens)
+    adapters = {name: adapter(home / name, seed=number) for number, name in enumerate(("law", "medicine"), start=1)}
+    transfer = connector(cluster.agents[0].socket)
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    adapted = Engine(weights, home / "adapted.log", transfer, **{"dtype": "bfloat16", **lora})
+    try:
+        told = {}
+        for number, (name, folder) in enumerate(adapters.items(), start=1):
+            told[name] = see(adapted, tokens, lora=[name, number, str(folder)])
+            assert told[name]["cached"] == [0], f"{name} has KV of its own, and float32 another layout"
+            adapted.forget()
+        assert told["law"]["tokens"] != told["medicine"]["tokens"]
+        for number, (name, folder) in enumerate(adapters.items(), start=1):
+            warm = adapted.generate([tokens], lora=[name, number, str(folder)])
+            assert warm["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
+            assert warm["tokens"] == told[name]["tokens"]
+            adapted.forget()
+    finally:
+        adapted.stop()
