@@ -42,7 +42,7 @@ struct Ports {
 pub(crate) fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("etcd/build.sh");
+        let script = crate::tree().join("e2e/etcd/build.sh");
         let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash is there");
         assert!(output.status.success(), "etcd cannot be built");
         PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())

@@ -17,6 +17,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::path::{Path, PathBuf};
+
 pub mod admin;
 pub mod agent;
 pub mod cluster;
@@ -47,3 +49,13 @@ pub use process::{Refused, Running, Starting};
 pub use relay::Relay;
 pub use wait::{PATIENCE, wait_until};
 pub use world::World;
+
+/// The source tree that the tests belong to. One folder of build results may serve several, so it is asked for when the tests
+/// run: cargo says where.
+///
+/// # Panics
+/// When this package lies at the root of the file system.
+pub fn tree() -> PathBuf {
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&package).parent().expect("this package lies in the workspace").to_owned()
+}

@@ -68,7 +68,7 @@ fn assert_demo(summary: &Value) {
 
 /// Builds etcd where it is not there yet: the commands only say that it is missing.
 fn build_etcd() {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("etcd/build.sh");
+    let script = reprise_e2e::tree().join("e2e/etcd/build.sh");
     let built = Command::new(script).stdout(Stdio::null()).status().expect("bash is there");
     assert!(built.success(), "etcd cannot be built");
 }

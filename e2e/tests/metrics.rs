@@ -108,7 +108,7 @@ fn the_documentation_lists_exactly_what_is_served() {
     for (name, metric) in scrape(second.admin()) {
         agent.entry(name).or_default().labels.extend(metric.labels.iter().cloned());
     }
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/METRICS.md");
+    let path = reprise_e2e::tree().join("docs/METRICS.md");
     let page = std::fs::read_to_string(path).expect("docs/METRICS.md is there");
     let text = page.split(AGENT_TITLE).next().expect("a split has a first part");
     let (agent, plane) = (table(&agent), table(&scrape(plane.admin())));

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cargo_metadata::MetadataCommand;
+use reprise_e2e::tree;
 
 /// No source file may be longer.
 const LINES_MAX: usize = 900;
@@ -81,17 +82,13 @@ const PURE: &[&str] =
 /// What a pure crate must not depend on.
 const IMPURE: &[&str] = &["tokio", "libc", "io-uring", "tonic", "axum", "rand", "redb", "crossbeam-channel"];
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("e2e lies in the workspace").to_owned()
-}
-
 fn tracked() -> Vec<String> {
-    let output = Command::new("git").arg("ls-files").current_dir(root()).output().expect("git runs");
+    let output = Command::new("git").arg("ls-files").current_dir(tree()).output().expect("git runs");
     assert!(output.status.success(), "git ls-files failed: the checks need a git checkout");
     let files: Vec<String> = String::from_utf8(output.stdout)
         .expect("file names are UTF-8")
         .lines()
-        .filter(|file| root().join(file).exists())
+        .filter(|file| tree().join(file).exists())
         .map(str::to_owned)
         .collect();
     assert!(
@@ -106,7 +103,7 @@ fn rust_files() -> Vec<(String, String)> {
         .into_iter()
         .filter(|file| file.ends_with(".rs"))
         .map(|file| {
-            let text = fs::read_to_string(root().join(&file)).expect("a tracked file reads");
+            let text = fs::read_to_string(tree().join(&file)).expect("a tracked file reads");
             (file, text)
         })
         .collect()
@@ -145,7 +142,7 @@ fn no_source_file_outgrows_the_head() {
 #[test]
 fn crates_know_only_whom_they_may() {
     let packages_of = |manifest: &&str| {
-        let metadata = MetadataCommand::new().manifest_path(root().join(manifest)).no_deps().exec();
+        let metadata = MetadataCommand::new().manifest_path(tree().join(manifest)).no_deps().exec();
         metadata.expect("cargo metadata runs").packages
     };
     let packages: Vec<_> = MANIFESTS.iter().flat_map(packages_of).collect();
@@ -292,7 +289,7 @@ fn the_tree_holds_no_large_files_and_no_paths_of_one_machine() {
         .collect();
     let mut offenders = Vec::new();
     for file in tracked() {
-        let path = root().join(&file);
+        let path = tree().join(&file);
         let bytes = fs::metadata(&path).expect("a tracked file has metadata").len();
         if bytes > FILE_BYTES_MAX {
             offenders.push(format!("{file}: {bytes} bytes"));

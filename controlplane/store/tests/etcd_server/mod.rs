@@ -61,9 +61,13 @@ struct Ports {
 fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
-        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let script =
-            here.ancestors().map(|folder| folder.join("e2e/etcd/build.sh")).find(|path| path.exists());
+        // Where the tests run, not where they were compiled: one folder of build results may serve several trees.
+        let here =
+            std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let script = Path::new(&here)
+            .ancestors()
+            .map(|folder| folder.join("e2e/etcd/build.sh"))
+            .find(|path| path.exists());
         let script = script.expect("the script is in this repository");
         let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash is there");
         assert!(output.status.success(), "etcd cannot be built");
