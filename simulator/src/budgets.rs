@@ -262,7 +262,8 @@ impl World {
             let (sum, budget) = (kind(&sum), kind(budget));
             assert!(sum <= budget, "nodes may hold {sum} bytes of {budget} for {tenant:?}");
         }
-        assert_eq!(self.left_over(tenant, budget), None, "of the budget {budget:?} for {tenant:?} in calm");
+        let left = self.left_over(tenant, budget);
+        assert_eq!(left, None, "in calm nodes may hold all of the budget {budget:?} of {tenant:?}");
     }
 
     /// In calm: lets bytes arrive that are on their way from one node to another, for a while.

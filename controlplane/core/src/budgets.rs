@@ -130,6 +130,8 @@ struct Share {
     version: u64,
     /// The newest order, if there was one.
     granted: Option<Amounts>,
+    /// The limit of an order that the node follows and that is none of this ledger's.
+    follows: Option<Amounts>,
     /// Whether the node has said that it knows the newest order.
     known: bool,
     /// How often it has said so.
@@ -305,7 +307,11 @@ impl Ledger {
         let least_lowered = least.with(kept, |least, kept| if kept > 0 { least } else { 1 });
         for (share, target) in self.shares.values_mut().zip(targets) {
             // As long as everything fits, who has no order yet keeps what it holds; else, what it should have of the rest.
-            let base = share.granted.unwrap_or_else(|| share.charged.min(kept.max(target.min(unordered))));
+            // What it uses beyond an order that it follows it is about to evict, and gets back only of what is free.
+            let base = share.granted.unwrap_or_else(|| {
+                let held = share.charged.min(share.follows.unwrap_or(Amounts::UNLIMITED));
+                held.min(kept.max(target.min(unordered)))
+            });
             if share.granted.is_none() {
                 unordered = unordered.minus(base);
             }
@@ -356,6 +362,7 @@ impl Share {
         if before.is_some_and(by_order) {
             (self.granted, self.charged) = (Some(report.limit), self.charged.max(held));
         }
+        self.follows = Some(report.limit).filter(|_| report.version > 0);
         if report.version > self.version {
             // Of a ledger before this one, in the same registration: newer orders must be newer than that.
             (self.version, self.known, self.reports) = (report.version + 1, false, 0);
@@ -531,6 +538,21 @@ mod tests {
         budgets.rebalance();
         let granted: Vec<_> = budgets.granted(&name()).map(|(_, amounts)| amounts.dram).collect();
         assert_eq!(granted, [50, 950], "what is held is kept");
+    }
+
+    #[test]
+    fn a_new_ledger_gives_no_more_to_a_node_that_is_about_to_evict_before_another_has_let_go_of_it() {
+        let mut budgets = Budgets::new([(NodeId(1), Epoch(5)), (NodeId(2), Epoch(5))]);
+        budgets.set_budget(&name(), limit(660));
+        (1..3).for_each(|node| budgets.register(NodeId(node), Epoch(5)));
+        let of_before = version_base(Epoch(4)) + 7;
+        let said = |node, limit, used| Report { epoch: Epoch(5), ..report(node, of_before, limit, used) };
+        let (over, within) = (said(1, 480, 550), said(2, 180, 160));
+        assert!(budgets.report(&over).is_empty() && budgets.report(&within).is_empty());
+        budgets.rebalance();
+        assert_eq!(budgets.report(&over)[0].limit, Amounts::both(480));
+        let lowered = budgets.report(&within).remove(0);
+        assert_eq!(lowered.limit, Amounts::both(160));
     }
 
     #[test]
