@@ -1,19 +1,30 @@
-"""What ``kv_connector_extra_config`` may say."""
+"""What the connector's and the secondary tier's configuration may say."""
 
 from __future__ import annotations
 
 import difflib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+SOCKET_PATH_BYTES_MAX = 107
+"""Of a unix socket's path (unix(7): `sun_path` has 108 bytes with its end)."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the connector, checked.
+class SharedOptions:
+    """Options that every way into vLLM has, checked.
 
     Times are milliseconds.
     """
+
+    where: ClassVar[str]
+    """What the configuration is called in errors."""
+
+    not_ours: ClassVar[tuple[str, ...]] = ()
+    """Names that the engine reads itself from the same configuration."""
 
     socket: str = "/run/reprise/agent.sock"
     """The unix socket of this node's agent."""
@@ -22,16 +33,7 @@ class Options:
     """Whose blocks these are: their bytes count against this tenant's quotas."""
 
     model_id: str = ""
-    """Name of the model in keys; empty: vLLM's. Set it where nodes have the same model under different paths."""
-
-    weights_digest: str = ""
-    """Digest of the weights in keys; empty: the revision of the hub, or a sample of the files' bytes."""
-
-    match_budget_ms: float = 5.0
-    """How long one step of the scheduler waits for answers, over all requests. Beyond it: asked again in the next step."""
-
-    match_deadline_ms: float = 250.0
-    """After which a request goes on without an answer."""
+    """Name of the model in keys; empty: the engine's. Set it where nodes have the same model under different paths."""
 
     load_deadline_ms: float = 5000.0
     """After which the missing part of a load is computed."""
@@ -39,11 +41,8 @@ class Options:
     load_stall_ms: float = 500.0
     """After which a load that makes no progress is given up and computed."""
 
-    save_decode_blocks: bool = True
-    """Whether blocks of generated tokens are saved, as conversations want it."""
-
     @classmethod
-    def read(cls, extra_config: Mapping[str, Any]) -> Options:
+    def read(cls, config: Mapping[str, Any]) -> Self:
         """Reads the options.
 
         Raises:
@@ -51,23 +50,89 @@ class Options:
         """
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
-        for name, value in extra_config.items():
+        for name, value in config.items():
+            if name in cls.not_ours:
+                continue
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
-                raise ValueError(f"kv_connector_extra_config: there is no option {name!r}{hint}")
-            values[name] = _checked(name, value, type(known[name].default))
-        return cls(**values)
+                raise ValueError(f"{cls.where}: there is no option {name!r}{hint}")
+            values[name] = _checked(cls.where, name, value, type(known[name].default))
+        options = cls(**values)
+        _check_socket(cls.where, options.socket)
+        return options
 
 
-def _checked(name: str, value: Any, kind: type) -> Any:
+@dataclass(frozen=True)
+class MatchOptions(SharedOptions):
+    """How long vLLM's scheduler waits for answers about what is there."""
+
+    match_budget_ms: float = 5.0
+    """How long one step of the scheduler waits for answers, over all requests. Beyond it: asked again in the next step."""
+
+    match_deadline_ms: float = 250.0
+    """After which a request goes on without an answer."""
+
+
+@dataclass(frozen=True)
+class Options(MatchOptions):
+    """Options of the connector: ``kv_connector_extra_config``."""
+
+    where: ClassVar[str] = "kv_connector_extra_config"
+
+    weights_digest: str = ""
+    """Digest of the weights in keys; empty: the revision of the hub, or a sample of the files' bytes."""
+
+    save_decode_blocks: bool = True
+    """Whether blocks of generated tokens are saved, as conversations want it."""
+
+
+@dataclass(frozen=True)
+class TierOptions(MatchOptions):
+    """Options of the secondary tier: its entry in ``secondary_tiers``."""
+
+    where: ClassVar[str] = "secondary_tiers: RepriseTier"
+
+    weights_digest: str = ""
+    """As the connector's; read by :class:`reprise.vllm.offloading.RepriseOffloadingConnector`."""
+
+    model_digest: str = ""
+    """What names the weights and all else about the model that changes its KV. Filled in by
+    :class:`reprise.vllm.offloading.RepriseOffloadingConnector`."""
+
+    hash_algorithm: str = "sha256"
+    """vLLM's ``--prefix-caching-hash-algo``. Filled in like ``model_digest``."""
+
+    save_stall_ms: float = 500.0
+    """After which a save that makes no progress is given up; vLLM's chunk is free again then."""
+
+
+def _checked(where: str, name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 < value <= 600_000:
-            raise ValueError(
-                f"kv_connector_extra_config: {name} is {value}; it must be above 0 and at most 600000 (ms)"
-            )
+            raise ValueError(f"{where}: {name} is {value}; it must be above 0 and at most 600000 (ms)")
         return float(value)
     if kind is not float and isinstance(value, kind):
         return value
     wanted = {float: "a number of milliseconds", str: "a string", bool: "true or false"}[kind]
-    raise ValueError(f"kv_connector_extra_config: {name} is {value!r}; it must be {wanted}")
+    raise ValueError(f"{where}: {name} is {value!r}; it must be {wanted}")
+
+
+def _check_socket(where: str, socket: str) -> None:
+    """A socket that is not there yet is fine: the agent may come later."""
+    path = Path(socket)
+    if not path.is_absolute():
+        raise ValueError(f"{where}: socket is {socket!r}; give the whole path, such as /run/reprise/agent.sock")
+    if len(socket.encode()) > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"{where}: socket is a path of {len(socket.encode())} bytes, and a unix socket's has {SOCKET_PATH_BYTES_MAX} at "
+            "the most: use a shorter one"
+        )
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ValueError(
+            f"{where}: {socket} is there and is no socket: name the agent's ([session] socket in its configuration)"
+        )

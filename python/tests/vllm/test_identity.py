@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Agent, Cluster
-from engine import BLOCK_TOKENS, VOCABULARY, Engine, connector, model
-
-from reprise import Client, Layout, Namespace
+from cluster import Cluster
+from engine import BLOCK_TOKENS, Engine, connector
+from engine_model import VOCABULARY, model
+from faults import damage, drop_dram, eventually, observer
 
 PROMPT_BLOCKS = 8
 
@@ -69,14 +67,6 @@ def prompt(seed: int, blocks: int = PROMPT_BLOCKS, tail: int = 5) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(blocks * BLOCK_TOKENS + tail)]
 
 
-def eventually(holds: Callable[[], bool], within: float = 20.0) -> None:
-    """Waits until something holds."""
-    give_up = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < give_up, "it did not come to hold in time"
-        time.sleep(0.05)
-
-
 def saved(engine: Engine, blocks: int) -> None:
     """Waits until an engine has ended the save of so many blocks in all, new or not."""
 
@@ -86,40 +76,6 @@ def saved(engine: Engine, blocks: int) -> None:
         return sum(metrics.get(f"vllm:reprise_{name}", 0) for name in names) >= blocks
 
     eventually(all_ended)
-
-
-def observer(agent: Agent) -> Client:
-    """A session beside the engine's, to ask the agent what it has done."""
-    layout = Layout(layers=1, parts=1, kv_heads=1, head_dim=8, dtype="fp32", tokens_per_block=16)
-    namespace = Namespace(
-        model="observer", revision="1", layout=layout, hash_algorithm="none", hash_seed="", engine_format="none"
-    )
-    return Client(str(agent.socket), namespace, layout)
-
-
-def drop_dram(agent: Client) -> None:
-    """Waits until everything in DRAM was on NVMe and is there no more."""
-
-    def is_empty() -> bool:
-        agent.trim()
-        stats = agent.stats()
-        return stats["dram_blocks"] == 0
-
-    eventually(is_empty)
-
-
-def damage(pool: Path) -> None:
-    """Flips a bit in every page of a pool's payloads."""
-    with pool.open("r+b") as device:
-        size = device.seek(0, os.SEEK_END)
-        for page in range(0, size, 4096):
-            device.seek(page + 2048)
-            byte = device.read(1)
-            if byte and byte != b"\0":
-                device.seek(page + 2048)
-                device.write(bytes([byte[0] ^ 1]))
-        device.flush()
-        os.fsync(device.fileno())
 
 
 def ended_saves(engine: Engine) -> int:
