@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 case ${1:-} in
     vllm) version=0.33.0 size="336 MB" keep='vllm/*.py' ;;
-    sglang) version=0.5.23 size="39 MB" keep='sglang/srt/mem_cache/*.py sglang/srt/environ.py sglang/__init__.py' ;;
+    sglang) version=0.5.23 size="39 MB" keep='sglang/srt/mem_cache/*.py sglang/srt/environ.py' ;;
     *) echo "engine-sources.sh vllm|sglang" >&2; exit 2 ;;
 esac
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}

@@ -18,19 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
-from reprise import KvMemory, Layout, Namespace, block_keys
+from reprise import KvMemory, Layout, Namespace, block_keys, opaque
 from reprise.vllm.geometry import hash_seed, tenant_salt
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
     from reprise.vllm.options import TierOptions
-
-HEAD_BYTES_MAX = 65_535
-"""Of a piece, for one token and one of the layout's heads (a layout's numbers have 16 bits)."""
-
-HEADS_MAX = 1024
-"""More than any model has."""
 
 
 @dataclass(frozen=True)
@@ -133,32 +127,10 @@ def _full_attention_group(config: OffloadingConfig) -> OffloadingGroupConfig:
 def _layout(payload: int, tokens: int, layers: int) -> Layout:
     """The geometry of a chunk's bytes, a piece for each layer where they can be cut so."""
     pieces = layers if payload % (layers * tokens) == 0 else 1
-    if payload == 0 or payload % (pieces * tokens):
-        raise ValueError(
-            f"a chunk has {payload} bytes, which is no multiple of its {tokens} tokens: RepriseTier cannot keep this KV cache; "
-            "set block_size (tokens of a chunk) to a multiple of vLLM's block size that divides them"
-        )
-    token_bytes = payload // (pieces * tokens)
-    heads = next(
-        (
-            count
-            for count in range(1, HEADS_MAX + 1)
-            if not token_bytes % count and token_bytes // count <= HEAD_BYTES_MAX
-        ),
-        None,
-    )
-    if heads is None:
-        raise ValueError(f"a token's KV has {token_bytes} bytes in a piece: RepriseTier cannot keep it")
     try:
-        return Layout(
-            layers=pieces,
-            parts=1,
-            kv_heads=heads,
-            head_dim=token_bytes // heads,
-            dtype="int8",
-            tokens_per_block=tokens,
-        )
-    except (ValueError, OverflowError) as error:
+        return opaque.layout(pieces=pieces, piece_bytes=payload // pieces, tokens=tokens)
+    except ValueError as error:
         raise ValueError(
-            f"a chunk of {tokens} tokens and {payload} bytes does not fit: {error}. Set a smaller block_size (tokens of a chunk)"
+            f"RepriseTier cannot keep chunks of {tokens} tokens and {payload} bytes: {error}. Set another block_size (tokens of "
+            "a chunk, a multiple of vLLM's block size) in kv_connector_extra_config"
         ) from error

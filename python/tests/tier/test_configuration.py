@@ -174,8 +174,8 @@ def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], wo
     [
         ({"groups": 2}, "one group of full attention"),
         ({"window": 4}, "see a window"),
-        ({"worker_bytes": 8191}, "no multiple of its 16 tokens"),
-        ({"worker_bytes": 1 << 30, "cpu_bytes": 4 << 30}, "smaller block_size"),
+        ({"worker_bytes": 8191}, "no multiple of 16 tokens"),
+        ({"worker_bytes": 1 << 30, "cpu_bytes": 4 << 30}, "Set another block_size"),
     ],
 )
 def test_kv_that_cannot_be_kept_is_refused(changes: dict[str, Any], words: str) -> None:
