@@ -9,7 +9,7 @@ Name it in vLLM's configuration, nothing else is needed::
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": "/run/reprise/agent.sock"}}'
 
-Runs where the KV cache is host memory (vLLM's CPU backend). What can be set in ``kv_connector_extra_config``
+Runs where the KV cache is host memory (vLLM's CPU backend); for GPUs there is :mod:`reprise.vllm.tier`. What can be set in ``kv_connector_extra_config``
 is in :class:`reprise.vllm.options.Options`.
 """
 
