@@ -18,7 +18,7 @@ help:
 	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
-	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB"
+	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Builds the wheel and runs the tests with vLLM's CPU engine against it and the debug binaries: test-vllm.sh [pytest
-# arguments]. Skips, and says so, where vLLM cannot be installed.
+# Builds the wheel and runs the tests with vLLM's CPU engine, and those of the adapters for engines that need a GPU against
+# these engines' own Python classes, with the debug binaries: test-vllm.sh [vllm|tier|sglang [pytest arguments]]. Skips,
+# and says so, what cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")"
+skip() { printf '\n%s\n\n' "######## SKIPPED: $1 (the reason is above) ########" >&2; }
 if ! python=$(./vllm-venv.sh); then
-    printf '\n%s\n\n' "######## SKIPPED: the tests with a real vLLM engine (the reason is above) ########" >&2
+    skip "the tests with a real vLLM engine, and of the adapters for engines on GPUs"
     exit 0
 fi
 wheel=$(./wheel.sh)
@@ -13,6 +15,22 @@ trap 'rm -rf "$package"' EXIT
 # Beside the environment, which others may use at the same time with another wheel.
 "$python" -m pip -q install --no-deps --no-compile --target "$package" "$wheel"
 tests=$PWD/tests
-cd "$tests/vllm"
-PYTHONPATH=$package:$tests/vllm:$tests "$python" -P -m pytest -p no:cacheprovider -c /dev/null --rootdir "$tests/vllm" \
-    -ra --durations=10 "${@:-.}"
+
+# run SUITE SOURCES [pytest arguments]: sources of an engine come before what the environment has of it.
+run() {
+    local suite=$tests/$1 sources=$2
+    shift 2
+    (cd "$suite" && PYTHONPATH=${sources:+$sources:}$package:$suite:$tests "$python" -P -m pytest -p no:cacheprovider \
+        -c /dev/null --rootdir "$suite" -ra --durations=10 "${@:-.}")
+}
+
+suites=${1:-vllm tier sglang}
+[ $# -eq 0 ] || shift
+for suite in $suites; do
+    case $suite in
+        vllm) run vllm "" "$@" ;;
+        tier) if sources=$(./engine-sources.sh vllm); then run tier "$sources" "$@"; else skip "the tests of vLLM's secondary tier"; fi ;;
+        sglang) if sources=$(./engine-sources.sh sglang); then run sglang "$sources" "$@"; else skip "the tests of SGLang's storage"; fi ;;
+        *) echo "there is no suite $suite: vllm, tier or sglang" >&2; exit 2 ;;
+    esac
+done

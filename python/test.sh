@@ -18,4 +18,4 @@ trap 'rm -rf "$package"' EXIT
 # From elsewhere: the folder of this script holds a `reprise` without its native half.
 cd "$package"
 PYTHONPATH=$package "$venv/bin/python" -P -m pytest -p no:cacheprovider -c "$OLDPWD/pyproject.toml" --rootdir "$OLDPWD" \
-    --ignore "$OLDPWD/tests/vllm" "${@:-$OLDPWD/tests}"
+    --ignore "$OLDPWD/tests/vllm" --ignore "$OLDPWD/tests/tier" --ignore "$OLDPWD/tests/sglang" "${@:-$OLDPWD/tests}"

@@ -8,7 +8,8 @@ node over a unix socket and moves blocks between the engine's memory and the age
   native threads.
 * :class:`KvMemory` — the engine's memory, one tensor for each layer; :class:`Layout`, :class:`Namespace` and
   :func:`block_keys` say what its blocks are.
-* :mod:`reprise.vllm` — vLLM's connector.
+* :mod:`reprise.vllm` — vLLM's connector; :mod:`reprise.vllm.tier` — a tier behind its offloading, for GPUs.
+* :mod:`reprise.sglang` — a storage for SGLang's HiCache.
 """
 
 from enum import IntEnum

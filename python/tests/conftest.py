@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import MIB, Agent, Cluster, binaries
+from cluster import MIB, Cluster, binaries
 
 from reprise import KvMemory, Layout, Namespace, block_keys
 
@@ -68,16 +66,3 @@ def memory_of(layers: list[np.ndarray], layout: Layout) -> KvMemory:
 def keys_of(namespace: Namespace, numbers: range) -> bytes:
     """Keys of numbered blocks, packed."""
     return block_keys(namespace, [number.to_bytes(32, "little") for number in numbers])
-
-
-def freeze(agent: Agent) -> None:
-    """Stops an agent where it is: its socket stays open, and nothing answers from now on."""
-    agent.signal(signal.SIGSTOP)
-    assert agent.child is not None
-    # The signal is only on its way; this waits until it has stopped.
-    os.waitid(os.P_PID, agent.child.pid, os.WSTOPPED | os.WNOWAIT)
-
-
-def thaw(agent: Agent) -> None:
-    """Lets a stopped agent go on."""
-    agent.signal(signal.SIGCONT)

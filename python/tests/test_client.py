@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import MIB, Cluster
-from conftest import freeze, keys_of, memory_of, tensors, thaw
+from conftest import keys_of, memory_of, tensors
+from faults import freeze, thaw
 
 import reprise
 from reprise import Client, Layout, Namespace, Source

@@ -9,8 +9,8 @@ Name it in vLLM's configuration, nothing else is needed::
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": "/run/reprise/agent.sock"}}'
 
-Runs where the KV cache is host memory (vLLM's CPU backend). What can be set in ``kv_connector_extra_config``
-is in :class:`reprise.vllm.options.Options`.
+Runs where the KV cache is host memory (vLLM's CPU backend); for GPUs there is :mod:`reprise.vllm.tier`. What can be set in
+``kv_connector_extra_config`` is in :class:`reprise.vllm.options.Options`.
 """
 
 from reprise.vllm.connector import RepriseConnector

@@ -113,12 +113,12 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
         namespaces.append(
             Namespace(
                 model=options.model_id or config.model_config.model,
-                revision=model_digest(config, options),
+                revision=model_digest(config, options.weights_digest),
                 layout=layout,
                 hash_algorithm=algorithm,
-                hash_seed=_hash_seed(algorithm),
+                hash_seed=hash_seed(algorithm),
                 engine_format=f"vllm:{kv_layout}:{spec.kv_quant_mode.name}",
-                tenant_salt="" if options.tenant == "default" else options.tenant,
+                tenant_salt=tenant_salt(options.tenant),
             )
         )
     return Geometry(layer_names=tuple(layers), block_tokens=spec.block_size, rank=rank, namespaces=tuple(namespaces))
@@ -141,8 +141,17 @@ def _single_full_attention_group(kv_cache: KVCacheConfig) -> tuple[AttentionSpec
     return spec, list(groups[0].layer_names)
 
 
-def _hash_seed(algorithm: str) -> str:
-    """The seed of vLLM's prefix chain, which every process that shares blocks must have."""
+def tenant_salt(tenant: str) -> str:
+    """What keeps a tenant's keys apart from those of others."""
+    return "" if tenant == "default" else tenant
+
+
+def hash_seed(algorithm: str) -> str:
+    """The seed of vLLM's prefix chain, which every process that shares blocks must have.
+
+    Raises:
+        ValueError: an algorithm whose seed is random, and what to do.
+    """
     import os
 
     from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
@@ -158,8 +167,16 @@ def _hash_seed(algorithm: str) -> str:
     )
 
 
-def model_digest(config: VllmConfig, options: Options) -> str:
-    """What names the weights, and everything else about the model that changes its KV."""
+def model_digest(config: VllmConfig, weights_digest: str) -> str:
+    """What names the weights, and everything else about the model that changes its KV.
+
+    Args:
+        config: vLLM's configuration.
+        weights_digest: of the weights; empty: read from where they are.
+
+    Raises:
+        ValueError: weights that cannot be told apart from others.
+    """
     model = config.model_config
     architecture = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
     described: dict[str, Any] = {
@@ -168,7 +185,7 @@ def model_digest(config: VllmConfig, options: Options) -> str:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
         "revision": str(model.revision),
-        "weights": options.weights_digest or _weights(config),
+        "weights": weights_digest or _weights(config),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -185,9 +202,7 @@ def _weights(config: VllmConfig) -> str:
     if not files and folder.is_file():
         files = [folder]
     if not files:
-        raise ValueError(
-            f"Reprise cannot tell which weights {model.model!r} has: set weights_digest in kv_connector_extra_config"
-        )
+        raise ValueError(f"Reprise cannot tell which weights {model.model!r} has: set weights_digest")
     digest = hashlib.sha256()
     for file in files:
         digest.update(_sample(file))

@@ -1,11 +1,11 @@
-"""Counters and times of the connector, for vLLM's log line and its Prometheus endpoint.
+"""Counters and times of the connector and the secondary tier, for vLLM's log line and its Prometheus endpoint.
 
 Names in Prometheus are ``vllm:reprise_*``; they mean what the documentation of each says.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -35,6 +35,16 @@ BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 
 SAMPLES_MAX = 1024
 """Times that are kept between two collections at the most."""
+
+
+class Counted(Protocol):
+    """Something that counts, by the names above."""
+
+    def add(self, name: str, count: int) -> None:
+        """Counts."""
+
+    def sample(self, name: str, seconds: float) -> None:
+        """Notes a time."""
 
 
 class Stats(KVConnectorStats):

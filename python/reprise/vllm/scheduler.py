@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reprise import PendingMatch, Session, block_keys
+from reprise import Session, block_keys
+from reprise.vllm.asking import KEYS_PER_MATCH, Asker, Question
 from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from reprise.vllm.geometry import Geometry
     from reprise.vllm.options import Options
-
-KEYS_PER_MATCH = 8192
-"""Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
 
 ANSWER_KEPT_S = 0.5
 """How long an answer is believed when a request is asked about again, because vLLM had no room for it."""
@@ -50,8 +48,7 @@ class RequestState:
     """What is known of one request."""
 
     request: Request
-    question: PendingMatch | None = None
-    asked_at: float = 0.0
+    question: Question | None = None
     answer: Answer | None = None
     local_blocks: int = 0
     """Blocks that vLLM had itself when it was asked about last."""
@@ -84,10 +81,10 @@ class SchedulerSide:
     """Saves under way of which something was not kept."""
     _pinned_blocks: int = 0
     _next_save: int = 0
-    _budget_left: float = 0.0
+    _asker: Asker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._budget_left = self.options.match_budget_ms / 1e3
+        self._asker = Asker(self.session, self.options, self.stats)
 
     def begin(self, request: Request) -> None:
         """Notes a request."""
@@ -144,7 +141,7 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput) -> RepriseMetadata:
         """What the workers are to do in this step."""
-        self._budget_left = self.options.match_budget_ms / 1e3
+        self._asker.begin_step()
         metadata = RepriseMetadata(loads=self._loads, saves=[])
         self._loads = []
         if self.may_save and self.session.connected:
@@ -188,23 +185,11 @@ class SchedulerSide:
             return state.answer
         if state.question is None:
             hashes = self._hashes(state.request, 0, KEYS_PER_MATCH // self.ranks)
-            state.question = self.session.start_match(self._keys(hashes))
-            state.asked_at = now
-            self.stats.add("queries", 1)
-        if state.question is None:
-            return self._answered(state, ())
-        patience = max(self._budget_left, 0.0)
-        sources = state.question.poll(patience)
-        waited = time.monotonic() - now
-        self._budget_left -= waited
-        self.stats.sample("match_seconds", waited)
-        if sources is not None:
-            return self._answered(state, sources[:: self.ranks][: len(sources) // self.ranks])
-        if time.monotonic() - state.asked_at > self.options.match_deadline_ms / 1e3:
-            self.session.suspect()
-            self.stats.add("queries_unanswered", 1)
-            return self._answered(state, ())
-        return None
+            state.question = self._asker.ask(self._keys(hashes))
+        sources = self._asker.look(state.question)
+        if sources is None:
+            return None
+        return self._answered(state, sources[:: self.ranks][: len(sources) // self.ranks])
 
     def _answered(self, state: RequestState, sources: Sequence[int]) -> Answer:
         state.question = None

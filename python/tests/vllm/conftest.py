@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from engine import Engine, connector, model
+from engine import Engine, connector
+from engine_model import model
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine import connector as transfer_config
-from engine import model
+from engine_model import model
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (

@@ -6,7 +6,8 @@ import signal
 
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
-from serving import PROMPT_BLOCKS, damage, damage_memory, drop_dram, eventually, observer, prompt, see
+from faults import damage, damage_memory, drop_dram, eventually, observer
+from serving import PROMPT_BLOCKS, prompt, see
 
 BUSY_MACHINE_S = 1.0
 """What other processes of a test machine may cost a request."""

@@ -11,7 +11,8 @@ import pytest
 import zmq
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
-from serving import PROMPT_BLOCKS, eventually, prompt, see
+from faults import eventually
+from serving import PROMPT_BLOCKS, prompt, see
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 POLL_MS = 200

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster import Cluster
-from engine import BLOCK_TOKENS, Engine, adapter, connector, model
+from engine import BLOCK_TOKENS, Engine, connector
+from engine_model import adapter, model
 from serving import PROMPT_BLOCKS, prompt, see
 
 

@@ -1,0 +1,94 @@
+"""What the configuration of every engine's adapter may say, and how it is read."""
+
+from __future__ import annotations
+
+import difflib
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+SOCKET_PATH_BYTES_MAX = 107
+"""Of a unix socket's path (unix(7): `sun_path` has 108 bytes with its end)."""
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """Options that every adapter has, checked.
+
+    Times are milliseconds.
+    """
+
+    where: ClassVar[str]
+    """What the configuration is called in errors."""
+
+    not_ours: ClassVar[tuple[str, ...]] = ()
+    """Names that the engine reads itself from the same configuration."""
+
+    socket: str = "/run/reprise/agent.sock"
+    """The unix socket of this node's agent."""
+
+    tenant: str = "default"
+    """Whose blocks these are: their bytes count against this tenant's quotas."""
+
+    model_id: str = ""
+    """Name of the model in keys; empty: the engine's. Set it where nodes have the same model under different paths."""
+
+    load_deadline_ms: float = 5000.0
+    """After which the missing part of a load is computed."""
+
+    load_stall_ms: float = 500.0
+    """After which a load that makes no progress is given up and computed."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Reads the options.
+
+        Raises:
+            ValueError: an unknown option, or a value of the wrong type or range, in words.
+        """
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in config.items():
+            if name in cls.not_ours:
+                continue
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+                raise ValueError(f"{cls.where}: there is no option {name!r}{hint}")
+            values[name] = _checked(cls.where, name, value, type(known[name].default))
+        options = cls(**values)
+        _check_socket(cls.where, options.socket)
+        return options
+
+
+def _checked(where: str, name: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not 0 < value <= 600_000:
+            raise ValueError(f"{where}: {name} is {value}; it must be above 0 and at most 600000 (ms)")
+        return float(value)
+    if kind is not float and isinstance(value, kind):
+        return value
+    wanted = {float: "a number of milliseconds", str: "a string", bool: "true or false"}[kind]
+    raise ValueError(f"{where}: {name} is {value!r}; it must be {wanted}")
+
+
+def _check_socket(where: str, socket: str) -> None:
+    """A socket that is not there yet is fine: the agent may come later."""
+    path = Path(socket)
+    if not path.is_absolute():
+        raise ValueError(f"{where}: socket is {socket!r}; give the whole path, such as /run/reprise/agent.sock")
+    if len(socket.encode()) > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"{where}: socket is a path of {len(socket.encode())} bytes, and a unix socket's has {SOCKET_PATH_BYTES_MAX} at "
+            "the most: use a shorter one"
+        )
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ValueError(
+            f"{where}: {socket} is there and is no socket: name the agent's ([session] socket in its configuration)"
+        )

@@ -1,0 +1,238 @@
+"""SGLang's storage interface over Reprise.
+
+Which call goes to which pool's store. SGLang's first interface (one pool) and its second (a pool for each kind of state) write
+the same blocks; with ``interface_v1`` pages are copied straight between SGLang's memory and the agent's arena.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from reprise.sglang import pools
+from reprise.sglang.options import StorageOptions
+from reprise.sglang.store import Store
+
+
+class RepriseStorage(HiCacheStorage):
+    """Keeps SGLang's pages in Reprise.
+
+    Raises:
+        ValueError: a configuration that cannot work, and what to do.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        extra = storage_config.extra_config or {}
+        self._options = StorageOptions.read(extra)
+        self._wants_direct = bool(extra.get("interface_v1", 0))
+        self._config = storage_config
+        if not self._options.model_digest:
+            raise ValueError(
+                "--hicache-storage-backend-extra-config: RepriseStorage does not know which weights this engine has, which "
+                "SGLang does not tell a storage: set model_digest to something that differs wherever weights, revision, dtype, "
+                "quantization or --json-model-override-args do"
+            )
+        if storage_config.dcp_size > 1 or storage_config.should_split_heads:
+            raise ValueError(
+                "RepriseStorage does not keep pages of engines with decode context parallelism or tp_lcm_size: leave them out"
+            )
+        self._stores: dict[str, Store] = {}
+        self._registered: dict[str, Any] = {}
+        self._generation = b""
+
+    # Pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Takes SGLang's memory.
+
+        Raises:
+            ValueError: memory whose pages cannot be kept, and what to do.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(PoolName.KV, mem_pool_host)
+        if self._wants_direct and not self._store(PoolName.KV).is_direct:
+            raise ValueError(
+                f"--hicache-mem-layout {mem_pool_host.layout}: RepriseStorage needs one of {', '.join(pools.DIRECT_LAYOUTS)} for "
+                "interface_v1; set one of these, or interface_v1 to 0 for pages over a copy"
+            )
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Takes the memory of one more kind of state."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool_name, host_pool)
+
+    # The first interface
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Loads pages straight to SGLang's memory; which could be."""
+        return self._store(PoolName.KV).load(self._hashes(keys), host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Saves pages straight from SGLang's memory; which are there now."""
+        return self._store(PoolName.KV).save(self._hashes(keys), host_indices)
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        """Loads a flat page; None: it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor | None] | None = None,
+        target_sizes: Any | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Loads flat pages to where they are to be; None for those that are not there."""
+        given = target_locations or [None] * len(keys)
+        places = [self.mem_pool_host.get_dummy_flat_data_page() if place is None else place for place in given]
+        ok = self._store(PoolName.KV).load_flat(self._hashes(keys), places)
+        return [place if is_ok else None for place, is_ok in zip(places, ok, strict=True)]
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Saves a flat page; whether it is there now."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor | None] | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Saves flat pages; whether all are there now."""
+        if values is None or any(value is None for value in values):
+            raise ValueError("RepriseStorage saves values; pages of SGLang's memory are saved by batch_set_v1")
+        return all(self._store(PoolName.KV).save_flat(self._hashes(keys), values))
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many leading pages are there."""
+        return self._store(PoolName.KV).leading(self._hashes(keys))
+
+    # The second interface
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How many leading pages are there, with what each kind of state needs of them."""
+        hashes = self._hashes(keys)
+        kv_pages = self._store(PoolName.KV).leading(hashes)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        usable = set(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if not usable:
+                break
+            found = self._usable(transfer, hashes[:kv_pages])
+            if found:
+                hits[transfer.name] = max(found)
+            usable &= found
+        return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Loads pages of each kind of state."""
+        return self._each_pool(transfers, Store.load)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Saves pages of each kind of state."""
+        return self._each_pool(transfers, Store.save)
+
+    def clear(self) -> bool:
+        """Nothing that was saved before is found by this engine any more; what other engines need stays."""
+        self._generation = uuid.uuid4().bytes
+        return True
+
+    def close(self) -> None:
+        """Ends threads and sessions, and lets go of SGLang's memory."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+    def _register(self, name: str, pool: Any) -> None:
+        if self._registered.get(name) is pool:
+            return
+        config = self._config
+        # What belongs to a latent is the same on every rank, and one of them writes it; all else is each rank's own.
+        is_shared = config.is_mla_model and name != PoolName.MAMBA
+        shape = f"{name}:pp{config.pp_rank}/{config.pp_size}:cp{config.attn_cp_rank}/{config.attn_cp_size}"
+        described = {
+            "model": config.model_name or "",
+            "rank": 0 if is_shared else config.tp_rank,
+            "ranks": 1 if is_shared else config.tp_size,
+            "shape": shape,
+        }
+        # Other pools have shapes of their own, and few bytes.
+        direct = pools.runs(pool, config.is_mla_model) if name == PoolName.KV else None
+        if name in self._stores:
+            self._stores.pop(name).close()
+        self._stores[name] = Store(pool, direct, self._options, described)
+        self._registered[name] = pool
+
+    def _store(self, name: str) -> Store:
+        store = self._stores.get(name)
+        if store is None:
+            raise ValueError(f"SGLang has registered no memory for the pool {name}")
+        return store
+
+    def _hashes(self, keys: Sequence[str]) -> list[bytes]:
+        return [key.encode() + self._generation for key in keys]
+
+    def _usable(self, transfer: PoolTransfer, hashes: list[bytes]) -> set[int]:
+        """For which lengths of the prefix a pool has what it needs."""
+        store = self._store(transfer.name)
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return set(range(1, store.leading(hashes) + 1))
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            there = store.each(hashes)
+            trailing = max(1, len(transfer.keys or ()))
+            return {end for end in range(1, len(there) + 1) if all(there[max(0, end - trailing) : end])}
+        raise ValueError(
+            f"RepriseStorage does not know the hit policy {transfer.hit_policy} of the pool {transfer.name}"
+        )
+
+    def _each_pool(
+        self,
+        transfers: list[PoolTransfer],
+        move: Callable[[Store, Sequence[bytes], torch.Tensor], list[bool]],
+    ) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys = transfer.keys or []
+            pages = int(self._registered[transfer.name].page_size) * len(keys)
+            if not keys or transfer.host_indices is None or transfer.host_indices.numel() != pages:
+                results[transfer.name] = [False] * len(keys)
+                continue
+            results[transfer.name] = move(self._store(transfer.name), self._hashes(keys), transfer.host_indices)
+        return results

@@ -1,0 +1,71 @@
+"""Asking the agent what is there, within what a step of vLLM's scheduler may wait.
+
+```text
+ask ── answered in time ──▶ sources of the leading blocks
+ │  └─ no agent ──────────▶ none, at once
+ └─ not yet: vLLM asks again in its next step; after ``match_deadline_ms`` none, and the agent is suspected
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reprise import PendingMatch, Session
+from reprise.vllm.metrics import Counted
+
+if TYPE_CHECKING:
+    from reprise.vllm.options import MatchOptions
+
+KEYS_PER_MATCH = 8192
+"""Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
+
+
+@dataclass
+class Question:
+    """A match under way; ``pending`` is None where there was nobody to ask."""
+
+    pending: PendingMatch | None
+    asked_at: float
+
+
+@dataclass
+class Asker:
+    """Asks, with one budget of waiting for each step over all requests."""
+
+    session: Session
+    options: MatchOptions
+    counted: Counted
+    _budget_left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """A new step, with a budget of its own."""
+        self._budget_left = self.options.match_budget_ms / 1e3
+
+    def ask(self, keys: bytes) -> Question:
+        """Asks about leading blocks, at most :data:`KEYS_PER_MATCH`. Does not wait."""
+        self.counted.add("queries", 1)
+        return Question(self.session.start_match(keys), time.monotonic())
+
+    def look(self, question: Question) -> Sequence[int] | None:
+        """The answer: sources of the leading blocks. None: not yet, look again in the next step."""
+        if question.pending is None:
+            return ()
+        now = time.monotonic()
+        sources = question.pending.poll(max(self._budget_left, 0.0))
+        waited = time.monotonic() - now
+        self._budget_left -= waited
+        self.counted.sample("match_seconds", waited)
+        if sources is not None:
+            return sources
+        if time.monotonic() - question.asked_at > self.options.match_deadline_ms / 1e3:
+            self.session.suspect()
+            self.counted.add("queries_unanswered", 1)
+            return ()
+        return None

@@ -1,0 +1,339 @@
+"""SGLang's storage interface over a real agent: the same bytes come back, and no state of the agent costs more than time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import MIB, Cluster
+from faults import damage, drop_dram, eventually, freeze, observer, thaw
+from pool import PAGES, HostPool
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+from reprise.sglang import RepriseStorage
+
+LONG_S = 60.0
+"""Nothing takes as long, unless it hangs."""
+
+PATIENT = {f"{name}_ms": LONG_S * 1e3 for name in ("match_deadline", "load_deadline", "load_stall", "save_stall")}
+NOWHERE = Path("/nonexistent/agent.sock")
+BUSY_MACHINE_S = 0.5
+"""What other processes of a test machine may cost a call."""
+
+Make = Callable[..., RepriseStorage]
+
+
+def storage_config(
+    socket: Path = NOWHERE, changes: dict[str, Any] | None = None, **engine: Any
+) -> HiCacheStorageConfig:
+    """What SGLang makes of its configuration."""
+    extra = {
+        "backend_name": "reprise",
+        "module_path": "reprise.sglang",
+        "class_name": "RepriseStorage",
+        "interface_v1": 1,
+        "socket": str(socket),
+        "model_digest": "weights-1",
+        **PATIENT,
+        **(changes or {}),
+    }
+    flat = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "test/model",
+        **engine,
+    }
+    return HiCacheStorageConfig(**flat, extra_config=extra)
+
+
+def storage_of(config: HiCacheStorageConfig, pool: HostPool) -> RepriseStorage:
+    """The storage as SGLang makes it."""
+    made = StorageBackendFactory.create_backend("dynamic", config, pool)
+    assert isinstance(made, RepriseStorage)
+    made.register_mem_pool_host(pool)
+    return made
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A member and an agent with two regions of DRAM, as blocks of two sizes need, and 128 MiB of disk."""
+    cluster = Cluster(tmp_path / "cluster", arena=128 * MIB, pool=128 * MIB)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def make(cluster: Cluster) -> Iterator[Make]:
+    """Makes storages that have a session."""
+    made: list[RepriseStorage] = []
+
+    def storage(pool: HostPool, changes: dict[str, Any] | None = None, **engine: Any) -> RepriseStorage:
+        made.append(storage_of(storage_config(cluster.agents[0].socket, changes, **engine), pool))
+        connected(made[-1])
+        return made[-1]
+
+    yield storage
+    for each in made:
+        each.close()
+
+
+def connected(storage: RepriseStorage) -> None:
+    """Waits until each pool has a session."""
+    for store in storage._stores.values():
+        assert store.session.wait_connected(LONG_S)
+
+
+def hashes(seed: int, pages: int) -> list[str]:
+    """Of a prompt's pages, as SGLang names them."""
+    return [f"{seed:032x}{page:032x}" for page in range(pages)]
+
+
+def same(pool: HostPool, pages: list[int], other: HostPool, others: list[int]) -> bool:
+    """Whether pages of two pools have the same bytes."""
+    return all(
+        torch.equal(pool.get_data_page(page * pool.page_size), other.get_data_page(theirs * other.page_size))
+        for page, theirs in zip(pages, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_latent"),
+    [
+        ("layer_first", False),
+        ("page_first", False),
+        ("page_first_direct", False),
+        ("page_head", False),
+        ("layer_first", True),
+        ("page_first", True),
+        ("page_first_direct", True),
+    ],
+)
+def test_pages_come_back_as_they_were_whichever_way_they_go(layout: str, is_latent: bool, make: Make) -> None:
+    written, read = HostPool(layout, is_latent), HostPool(layout, is_latent)
+    written.fill(1)
+    keys, pages, places = hashes(1, 20), list(range(20)), list(range(PAGES - 1, PAGES - 21, -1))
+    writer = make(written, is_mla_model=is_latent)
+    assert writer._store(PoolName.KV).is_direct
+    assert writer.batch_set_v1(keys[:10], written.indices(pages[:10])) == [True] * 10
+    assert writer.batch_set(keys[10:], [written.get_data_page(page * written.page_size) for page in pages[10:]])
+    reader = make(read, is_mla_model=is_latent)
+    assert reader.batch_exists([*keys, *hashes(2, 2)]) == 20
+    assert reader.batch_get_v1(keys, read.indices(places)) == [True] * 20
+    assert same(written, pages, read, places)
+    flat = reader.batch_get(keys, [read.get_dummy_flat_data_page() for _ in keys])
+    for page, value in zip(pages, flat, strict=True):
+        assert value is not None
+        assert torch.equal(value, written.get_data_page(page * written.page_size))
+
+
+def test_pages_that_are_not_there_are_told_and_their_places_are_as_they_were(make: Make) -> None:
+    pool = HostPool()
+    pool.fill(1)
+    before = pool.kv_buffer.clone()
+    storage = make(pool)
+    keys = hashes(1, 4)
+    assert storage.set(keys[0], pool.get_data_page(0))
+    assert (storage.exists(keys[0]), storage.exists(keys[1])) == (True, False)
+    assert storage.batch_exists(keys) == 1
+    assert storage.get(keys[1], pool.get_dummy_flat_data_page()) is None
+    found = storage.get(keys[0])
+    assert found is not None
+    assert torch.equal(found, pool.get_data_page(0))
+    assert storage.batch_get_v1(keys, pool.indices([0, 1, 2, 3])) == [True, False, False, False]
+    assert torch.equal(pool.kv_buffer, before)
+
+
+def test_pages_that_are_there_count_as_saved(make: Make) -> None:
+    pool = HostPool()
+    storage = make(pool)
+    assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
+    assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
+
+
+def test_a_memory_without_runs_goes_over_a_copy(make: Make) -> None:
+    pool, other = HostPool("page_unified"), HostPool("page_unified")
+    pool.fill(1)
+    storage = make(pool, {"interface_v1": 0})
+    assert not storage._store(PoolName.KV).is_direct
+    assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
+    assert all(make(other, {"interface_v1": 0}).batch_get_v1(hashes(1, 3), other.indices([5, 6, 7])))
+    assert same(pool, [0, 1, 2], other, [5, 6, 7])
+
+
+def test_two_threads_each_get_what_is_their_own(make: Make) -> None:
+    pool = HostPool()
+    pool.fill(1)
+    storage = make(pool)
+    wrong: list[str] = []
+
+    def move(first: int) -> None:
+        for turn in range(20):
+            keys = hashes(100 * first + turn, 2)
+            if not all(storage.batch_set_v1(keys, pool.indices([first, first + 1]))):
+                wrong.append(f"{keys} not saved")
+            if not all(storage.batch_get_v1(keys, pool.indices([first, first + 1]))):
+                wrong.append(f"{keys} not loaded")
+
+    threads = [threading.Thread(target=move, args=(first,)) for first in (0, 10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_state_of_its_own_is_kept_in_a_pool_of_its_own(make: Make) -> None:
+    kv, state = HostPool(), HostPool("layer_first", dtype=torch.float32)
+    kv.fill(1)
+    state.fill(2)
+    storage = make(kv)
+    storage.register_mem_host_pool_v2(kv, PoolName.KV)
+    storage.register_mem_host_pool_v2(state, PoolName.MAMBA)
+    connected(storage)
+    keys = hashes(1, 6)
+
+    def transfers(kv_pages: list[int], state_pages: list[int], state_keys: list[str]) -> list[PoolTransfer]:
+        return [
+            PoolTransfer(PoolName.KV, host_indices=kv.indices(kv_pages), keys=keys),
+            PoolTransfer(PoolName.MAMBA, host_indices=state.indices(state_pages), keys=state_keys),
+        ]
+
+    # The state is there behind page 1 and behind pages 3 and 4.
+    saved = storage.batch_set_v2(transfers(list(range(6)), [1, 3, 4], [keys[1], keys[3], keys[4]]))
+    assert saved == {PoolName.KV: [True] * 6, PoolName.MAMBA: [True] * 3}
+    trailing = PoolTransfer(PoolName.MAMBA, keys=keys[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    found = storage.batch_exists_v2(keys, [trailing])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (5, [2, 4, 5])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.MAMBA: 5}
+    two = PoolTransfer(PoolName.MAMBA, keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert storage.batch_exists_v2(keys, [two]).restorable_prefix_pages == [5]
+    everywhere = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.ALL_PAGES)
+    assert storage.batch_exists_v2(keys, [everywhere]).kv_hit_pages == 0
+    assert storage.batch_exists_v2(keys).kv_hit_pages == 6
+    loaded = storage.batch_get_v2(transfers([20, 21, 22, 23, 24, 25], [30, 31, 32], [keys[1], keys[3], keys[5]]))
+    assert loaded == {PoolName.KV: [True] * 6, PoolName.MAMBA: [True, True, False]}
+    assert same(kv, list(range(6)), kv, [20, 21, 22, 23, 24, 25])
+    assert same(state, [1, 3], state, [30, 31])
+
+
+def test_nothing_that_changes_kv_is_shared(make: Make) -> None:
+    pool = HostPool()
+    assert all(make(pool).batch_set_v1(hashes(1, 2), pool.indices([0, 1])))
+    same_engine = make(pool)
+    others = {
+        "other weights": make(pool, {"model_digest": "weights-2"}),
+        "another model": make(pool, model_name="n"),
+        "another tenant": make(pool, {"tenant": "t"}),
+        "another layout": make(HostPool("layer_first")),
+        "another dtype": make(HostPool(dtype=torch.float16)),
+        "another rank": make(pool, tp_rank=1, tp_size=2),
+        "another stage": make(pool, pp_rank=1, pp_size=2),
+    }
+    assert same_engine.batch_exists(hashes(1, 2)) == 2
+    assert {name: other.batch_exists(hashes(1, 2)) for name, other in others.items()} == dict.fromkeys(others, 0)
+
+
+def test_clearing_makes_the_engine_s_pages_its_own(make: Make) -> None:
+    pool = HostPool()
+    storage = make(pool)
+    assert all(storage.batch_set_v1(hashes(1, 2), pool.indices([0, 1])))
+    assert storage.clear()
+    assert storage.batch_exists(hashes(1, 2)) == 0
+    assert make(pool).batch_exists(hashes(1, 2)) == 2
+
+
+def test_without_an_agent_nothing_waits() -> None:
+    pool = HostPool()
+    storage = storage_of(storage_config(), pool)
+    started = time.monotonic()
+    assert storage.batch_exists(hashes(1, 3)) == 0
+    assert storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])) == [False] * 3
+    assert storage.batch_get_v1(hashes(1, 3), pool.indices([0, 1, 2])) == [False] * 3
+    assert not storage.set("k", pool.get_data_page(0))
+    assert time.monotonic() - started < BUSY_MACHINE_S
+    storage.close()
+
+
+def test_an_agent_that_hangs_costs_its_patience_and_is_used_again(cluster: Cluster, make: Make) -> None:
+    pool = HostPool()
+    pool.fill(1)
+    storage = make(pool, {"match_deadline_ms": 100, "load_stall_ms": 200, "save_stall_ms": 200})
+    freeze(cluster.agents[0])
+    started = time.monotonic()
+    assert storage.batch_exists(hashes(1, 3)) == 0
+    assert storage.batch_get_v1(hashes(1, 3), pool.indices([0, 1, 2])) == [False] * 3
+    assert storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])) == [False] * 3
+    assert time.monotonic() - started < 0.1 + 2 * 0.2 + BUSY_MACHINE_S
+    thaw(cluster.agents[0])
+    connected(storage)
+    eventually(lambda: all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2]))), LONG_S)
+    eventually(lambda: all(storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5]))), LONG_S)
+    assert same(pool, [0, 1, 2], pool, [3, 4, 5])
+
+
+def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(cluster: Cluster, make: Make) -> None:
+    pool = HostPool()
+    pool.fill(1)
+    storage = make(pool)
+    assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
+    with observer(cluster.agents[0]) as agent:
+        eventually(lambda: agent.stats()["nvme_blocks"] >= 3, LONG_S)
+    cluster.agents[0].kill()
+    assert storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5])) == [False] * 3
+    cluster.agents[0].restart()
+    connected(storage)
+    assert storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5])) == [True] * 3
+    assert same(pool, [0, 1, 2], pool, [3, 4, 5])
+
+
+def test_damage_on_nvme_is_a_page_that_is_not_there(cluster: Cluster, make: Make) -> None:
+    pool = HostPool()
+    pool.fill(1)
+    storage = make(pool)
+    assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
+    with observer(cluster.agents[0]) as agent:
+        drop_dram(agent)
+        damage(cluster.agents[0].pool)
+        ok = storage.batch_get_v1(hashes(1, 3), pool.indices([3, 4, 5]))
+    assert not all(ok)
+    assert all(same(pool, [page], pool, [page + 3]) for page in range(3) if ok[page])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sokcet": "/x"}, "did you mean 'socket'"),
+        ({"socket": "agent.sock"}, "give the whole path"),
+        ({"socket": "/tmp"}, "is no socket"),
+        ({"model_digest": ""}, "set model_digest"),
+        ({"load_stall_ms": -1}, "above 0"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        storage_of(storage_config(changes=changes), HostPool())
+
+
+def test_an_engine_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match="--hicache-mem-layout page_unified"):
+        storage_of(storage_config(), HostPool("page_unified"))
+    with pytest.raises(ValueError, match="tp_lcm_size"):
+        storage_of(storage_config(should_split_heads=True), HostPool())

@@ -1,0 +1,229 @@
+"""vLLM makes the tier from its configuration; what cannot work is refused with words, and equal keys mean equal KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from engine_model import model
+from offloading import CHUNKS, LAYERS, LONG_S, TOKENS, Offloading, chain, offloading_config, tier_config
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.request import Request
+
+from reprise.vllm import chunks
+from reprise.vllm.offloading import RepriseOffloadingConnector
+from reprise.vllm.options import TierOptions
+from reprise.vllm.tier import RepriseTier
+
+NOWHERE = Path("/nonexistent/agent.sock")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("weights") / "one", seed=1)
+
+
+def digest(tier: dict[str, Any] | None = None, is_single_copy: bool = False, **changes: Any) -> bytes:
+    """What keys of an engine begin with."""
+    options = TierOptions.read({"model_digest": "weights-1", "hash_algorithm": "sha256_cbor", **(tier or {})})
+    return bytes(chunks.read(offloading_config([], **changes), is_single_copy, options).namespace.digest)
+
+
+def vllm_config(weights: Path, socket: Path = NOWHERE, policy: str = "recompute", **changes: Any) -> VllmConfig:
+    """vLLM's whole configuration, its own classes."""
+    tier = {"type": "RepriseTier", "module_path": "reprise.vllm.tier", "socket": str(socket), **changes}
+    return VllmConfig(
+        model_config=ModelConfig(model=str(weights), skip_tokenizer_init=True),
+        cache_config=CacheConfig(block_size=TOKENS, prefix_caching_hash_algo="sha256_cbor"),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="RepriseOffloadingConnector",
+            kv_connector_module_path="reprise.vllm.offloading",
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": CHUNKS * (64 << 10),
+                "secondary_tiers": [tier],
+            },
+        ),
+    )
+
+
+def connector(config: VllmConfig) -> RepriseOffloadingConnector:
+    """The connector as vLLM's scheduler makes it."""
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec([f"layer.{layer}" for layer in range(LAYERS)], spec)]
+    cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+    assert isinstance(made, RepriseOffloadingConnector)
+    return made
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Any]]:
+    """Connectors to shut down at the end."""
+    made: list[Any] = []
+    yield made
+    for each in made:
+        each.shutdown()
+
+
+def test_vllm_s_factory_makes_the_tier_from_its_name_and_module() -> None:
+    config = tier_config(NOWHERE)
+    assert SecondaryTierFactory.get_tier_class(config) is RepriseTier
+    offloading = Offloading(offloading_config([config]))
+    assert (type(offloading.tier), offloading.tier.tier_type) == (RepriseTier, "RepriseTier")
+    offloading.close()
+
+
+def test_every_metric_that_is_counted_is_declared() -> None:
+    extra = offloading_config([tier_config(NOWHERE)]).extra_config
+    declared = TieringOffloadingSpec.build_metric_definitions(dict(extra))
+    offloading = Offloading(offloading_config([tier_config(NOWHERE)]))
+    offloading.store(chain(1, 2))
+    offloading.settle()
+    stats = offloading.manager.get_stats()
+    assert stats is not None
+    counted = [name for name in stats.data["data"] if "reprise" in name]
+    assert "vllm:reprise_unsaved_blocks" in counted
+    assert set(counted) <= set(declared)
+    offloading.close()
+
+
+def test_the_connector_tells_its_tier_which_model_it_serves(weights: Path, closing: list[Any]) -> None:
+    config = vllm_config(weights)
+    closing.append(connector(config))
+    (tier,) = config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]
+    assert tier["hash_algorithm"] == "sha256_cbor"
+    assert len(tier["model_digest"]) == 64
+    other = vllm_config(model(weights.parent / "two", seed=2))
+    closing.append(connector(other))
+    (other_tier,) = other.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]
+    assert other_tier["model_digest"] != tier["model_digest"]
+
+
+def test_vllm_s_scheduler_side_finds_a_prompt_that_another_engine_has_stored(
+    weights: Path, cluster: Cluster, closing: list[Any]
+) -> None:
+    patient = {f"{name}_ms": LONG_S * 1e3 for name in ("match_deadline", "load_deadline", "load_stall", "save_stall")}
+    hash_blocks = get_hash_fn_by_name("sha256_cbor")
+    init_none_hash(hash_blocks)
+    request = Request(
+        request_id="prompt",
+        prompt_token_ids=list(range(8 * TOKENS + 5)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(TOKENS, hash_blocks),
+    )
+    keys = [make_offload_key(block_hash, 0) for block_hash in request.block_hashes]
+    writer, reader = (connector(vllm_config(weights, cluster.agents[0].socket, **patient)) for _ in range(2))
+    closing += [writer, reader]
+    for each in (writer, reader):
+        assert each.scheduler.manager.secondary_tiers[0]._session.wait_connected(LONG_S)
+    writer.on_new_request(request)
+    manager = writer.scheduler.manager
+    context = writer.scheduler._req_status["prompt"].req_context
+    prepared = manager.prepare_store(keys, context)
+    assert prepared is not None
+    manager.complete_store(prepared.keys_to_store, context)
+    manager.secondary_tiers[0]._transfers.wait(list(manager.secondary_tiers[0]._jobs), LONG_S)
+    reader.on_new_request(request)
+    found = None
+    while found is None:
+        found, is_async = reader.get_num_new_matched_tokens(request, 0)
+        reader.build_connector_meta(SchedulerOutput.make_empty())
+    assert (found, is_async) == (8 * TOKENS, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sokcet": "/x"}, "did you mean 'socket'"),
+        ({"threads": 4}, "there is no option 'threads'; known are"),
+        ({"socket": "agent.sock"}, "give the whole path"),
+        ({"socket": "/" + "a" * 120}, "use a shorter one"),
+        ({"socket": "/tmp"}, "is no socket"),
+        ({"socket": 7}, "it must be a string"),
+        ({"match_budget_ms": 0}, "above 0"),
+        ({"load_stall_ms": "fast"}, "a number of milliseconds"),
+        ({"model_digest": ""}, "RepriseOffloadingConnector"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Offloading(offloading_config([{**tier_config(NOWHERE), **changes}]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups": 2}, "one group of full attention"),
+        ({"window": 4}, "see a window"),
+        ({"worker_bytes": 8191}, "no multiple of 16 tokens"),
+        ({"worker_bytes": 1 << 30, "cpu_bytes": 4 << 30}, "Set another block_size"),
+    ],
+)
+def test_kv_that_cannot_be_kept_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        digest(**changes)
+
+
+def test_hashes_that_differ_between_processes_are_refused_unless_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ValueError, match="sha256_cbor"):
+        digest({"hash_algorithm": "xxhash"})
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    digest({"hash_algorithm": "xxhash"})
+
+
+def test_a_policy_that_fails_requests_is_refused(weights: Path) -> None:
+    with pytest.raises(ValueError, match="recompute"):
+        connector(vllm_config(weights, policy="fail"))
+
+
+def test_the_connector_without_a_reprise_tier_is_refused(weights: Path) -> None:
+    config = vllm_config(weights)
+    config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][0]["type"] = "fs"
+    with pytest.raises(ValueError, match='needs "spec_name"'):
+        connector(config)
+
+
+def test_nothing_that_changes_kv_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = {
+        "as it is": digest(),
+        "another model": digest({"model_id": "m"}),
+        "other weights": digest({"model_digest": "weights-2"}),
+        "another hash": digest({"hash_algorithm": "sha256"}),
+        "another tenant": digest({"tenant": "t"}),
+        "another dtype": digest(dtype="fp8_e4m3"),
+        "longer chunks": digest(blocks_per_chunk=2),
+        "other sizes": digest(worker_bytes=4 * 4096),
+        "one copy for all workers": digest(is_single_copy=True),
+    }
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    digests["another seed"] = digest()
+    assert len(set(digests.values())) == len(digests), digests
+
+
+def test_a_chunk_is_cut_into_as_many_pieces_as_the_model_has_layers() -> None:
+    options = TierOptions.read({"model_digest": "w"})
+    even = chunks.read(offloading_config([]), False, options).layout
+    assert (even.layers, even.parts, even.tokens_per_block) == (LAYERS, 1, TOKENS)
+    assert even.block_bytes == 2 * LAYERS * 8192
+    uneven = chunks.read(offloading_config([], worker_bytes=8 * 1029), False, options).layout
+    assert (uneven.layers, uneven.block_bytes) == (1, 2 * 8 * 1029)
