@@ -29,9 +29,7 @@ CONNECTED_WITHIN_S = 10.0
 def main() -> None:
     """Saves the blocks, then asks for them."""
     socket, blocks, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    layout = Layout(
-        layers=LAYERS, parts=1, kv_heads=1, head_dim=HEAD_DIM, dtype="bf16", tokens_per_block=BLOCK_TOKENS
-    )
+    layout = Layout(layers=LAYERS, parts=1, kv_heads=1, head_dim=HEAD_DIM, dtype="bf16", tokens_per_block=BLOCK_TOKENS)
     namespace = Namespace(
         model="scheduler-call",
         revision=os.urandom(8).hex(),

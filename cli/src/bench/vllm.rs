@@ -130,8 +130,14 @@ pub(super) fn run(
     settings.audience.say(format!("{}; {repetitions} repetitions", machine.machine));
     let mut samples = Samples::default();
     for round in settings.some_rounds("vllm", repetitions) {
-        for system in turns(&args.peers, round) {
-            world.measure(system, &mut samples)?;
+        for (system, peer) in turns(&args.peers, round) {
+            match peer {
+                None => ours::measure(&world, &mut samples)?,
+                // Not measured is not the end: the others still say something.
+                Some(peer) => peers::measure(system, peer, &world, &mut samples).unwrap_or_else(|error| {
+                    tracing::warn!(system = system.name(), error = %format!("{error:#}"), "a peer was not measured");
+                }),
+            }
         }
     }
     Ok(samples.figures())
@@ -200,7 +206,12 @@ impl Sizes {
 
     /// KV of a prompt's full blocks.
     fn prompt_bytes(self) -> u64 {
-        self.block_bytes() * (self.cached_tokens / BLOCK_TOKENS)
+        self.block_bytes() * self.prompt_blocks()
+    }
+
+    /// Full blocks of a prompt.
+    fn prompt_blocks(self) -> u64 {
+        self.cached_tokens / BLOCK_TOKENS
     }
 
     /// Room of a store in memory: everything fits, and nothing is evicted.
@@ -210,14 +221,6 @@ impl Sizes {
 }
 
 impl World {
-    fn measure(&self, (system, peer): (System, Option<Peer>), samples: &mut Samples) -> anyhow::Result<()> {
-        match peer {
-            None => ours::measure(self, samples),
-            Some(peer) => peers::measure(system, peer, self, samples)
-                .with_context(|| format!("{} cannot be measured; leave it out with --peers", system.name())),
-        }
-    }
-
     /// Prompts that are measured.
     fn seeds(&self) -> Vec<u64> {
         (WARM_UP + 1..=WARM_UP + self.sizes.prompts).collect()

@@ -46,6 +46,7 @@ struct Nodes<'a> {
 /// What the script of the scheduler's call says.
 #[derive(Deserialize)]
 struct SchedulerCall {
+    p50_ms: f64,
     p99_ms: f64,
 }
 
@@ -64,9 +65,10 @@ pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()
     samples.remembered(System::Reprise, Memory { engine: engine.peak_bytes()?, store });
     drop(engine);
     hits_after_restart(&mut nodes, samples)?;
-    let offsets_ms = nodes.device_ms()?;
-    samples.device_ms.push(offsets_ms);
-    samples.scheduler_ms.push(nodes.scheduler_call()?);
+    samples.device_ms.push(nodes.device_ms()?);
+    let call = nodes.scheduler_call()?;
+    samples.scheduler_p50_ms.push(call.p50_ms);
+    samples.scheduler_p99_ms.push(call.p99_ms);
     Ok(())
 }
 
@@ -83,8 +85,10 @@ fn misses(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<Engine> {
             without.extend(plain.measure(&[*seed], tokens)?);
         }
         with.extend(engine.measure(&[*seed], tokens)?);
-        // The rest of the save and its way to the device are not part of the next prompt's time.
-        nodes.until(FIRST, |counters| counters["unsaved_blocks"] == 0)?;
+        // The rest of the save and its way to the device are not part of the next prompt's time. The warm-up is there, too.
+        let blocks = (index as u64 + 2) * world.sizes.prompt_blocks();
+        nodes
+            .until(FIRST, |counters| counters["nvme_blocks"] >= blocks && counters["unsaved_blocks"] == 0)?;
         if index % 2 == 1 {
             without.extend(plain.measure(&[*seed], tokens)?);
         }
@@ -209,8 +213,8 @@ impl Nodes<'_> {
         Ok(self.world.sizes.prompt_bytes() as f64 / rate * 1e3)
     }
 
-    /// The 99th percentile of the scheduler's call.
-    fn scheduler_call(&self) -> anyhow::Result<f64> {
+    /// Percentiles of the scheduler's call.
+    fn scheduler_call(&self) -> anyhow::Result<SchedulerCall> {
         let environments = &self.world.environments;
         let output = Command::new(&environments.vllm)
             .arg("-P")
@@ -224,8 +228,6 @@ impl Nodes<'_> {
         ensure!(output.status.success(), "the scheduler's call has failed: {words}");
         let said = String::from_utf8_lossy(&output.stdout);
         let line = said.lines().last().unwrap_or_default();
-        let call: SchedulerCall =
-            serde_json::from_str(line).with_context(|| format!("the scheduler's call has said {said}"))?;
-        Ok(call.p99_ms)
+        serde_json::from_str(line).with_context(|| format!("the scheduler's call has said {said}"))
     }
 }
