@@ -130,6 +130,7 @@ pub(super) fn run(
     settings.audience.say(format!("{}; {repetitions} repetitions", machine.machine));
     let mut samples = Samples::default();
     for round in settings.some_rounds("vllm", repetitions) {
+        samples.begin(round);
         for (system, peer) in turns(&args.peers, round) {
             match peer {
                 None => ours::measure(&world, &mut samples)?,

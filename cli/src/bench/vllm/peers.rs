@@ -2,7 +2,7 @@
 //! those of our own measurement. What needs a network has one of its own, a namespace with nothing outside.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::Path;
 
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -127,7 +127,7 @@ fn found(answers: &[Answer], cached: u64) -> f64 {
     tokens as f64 / (cached * answers.len() as u64) as f64
 }
 
-fn setting(system: System, python: &PathBuf, world: &World, files: &PathBuf) -> anyhow::Result<Setting> {
+fn setting(system: System, python: &Path, world: &World, files: &Path) -> anyhow::Result<Setting> {
     let bytes = world.sizes.store_bytes();
     let variables = vec![
         ("PYTHON", python.to_string_lossy().into_owned()),
@@ -181,7 +181,7 @@ fn setting(system: System, python: &PathBuf, world: &World, files: &PathBuf) -> 
     })
 }
 
-fn remove_folder(folder: &PathBuf) -> anyhow::Result<()> {
+fn remove_folder(folder: &Path) -> anyhow::Result<()> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(error).with_context(|| format!("cannot remove {}", folder.display()))

@@ -71,8 +71,10 @@ pub(super) struct Memory {
 /// Everything that was measured.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Samples {
-    /// Milliseconds to the first token: the median of the prompts of each repetition.
-    times: BTreeMap<(System, Leg), Vec<f64>>,
+    /// The repetition that is measured.
+    round: usize,
+    /// Milliseconds to the first token: the median of the prompts of each repetition, by its number.
+    times: BTreeMap<(System, Leg), BTreeMap<usize, f64>>,
     /// Share of the blocks that came from where they were to come from, of each repetition.
     found: BTreeMap<(System, Leg), Vec<f64>>,
     /// Time of a miss with the connector over that without it, pair by pair.
@@ -128,10 +130,15 @@ impl Leg {
 }
 
 impl Samples {
+    /// From now on it is this repetition's.
+    pub(super) fn begin(&mut self, round: usize) {
+        self.round = round;
+    }
+
     /// Notes answers to prompts; `found` is the share of their blocks that came from where they were to come from.
     pub(super) fn answered(&mut self, of: (System, Leg), seeds: &[u64], answers: &[Answer], found: f64) {
         let times = answers.iter().map(|answer| answer.ttft_ms).collect();
-        self.times.entry(of).or_default().push(median(times));
+        self.times.entry(of).or_default().insert(self.round, median(times));
         self.found.entry(of).or_default().push(found);
         for (seed, answer) in seeds.iter().zip(answers) {
             match of.0 {
@@ -185,12 +192,7 @@ impl Samples {
     fn time(&self, system: System, leg: Leg) -> Option<Figure> {
         let name = format!("vllm.{}.{}", system.name(), leg.name());
         if system == System::Recompute {
-            return Some(Figure::absolute(
-                name,
-                median(self.times[&(system, leg)].clone()),
-                "ms",
-                Target::None,
-            ));
+            return Some(Figure::absolute(name, self.median_of((system, leg))?, "ms", Target::None));
         }
         let own = (system, leg);
         if own == (System::Reprise, Leg::Nvme) {
@@ -229,14 +231,19 @@ impl Samples {
 
     /// Medians of two legs, and the median of their ratios, repetition by repetition.
     fn paired(&self, subject: (System, Leg), reference: (System, Leg)) -> Option<Paired> {
-        let (subjects, references) = (self.times.get(&subject)?, self.times.get(&reference)?);
-        let ratios: Vec<f64> =
-            subjects.iter().zip(references).map(|(subject, reference)| subject / reference).collect();
+        let references = self.times.get(&reference)?;
+        let both =
+            self.times.get(&subject)?.iter().filter_map(|(round, time)| Some((time, references.get(round)?)));
+        let ratios: Vec<f64> = both.map(|(subject, reference)| subject / reference).collect();
         Some(Paired {
-            reference: median(references.clone()),
-            subject: median(subjects.clone()),
+            reference: self.median_of(reference)?,
+            subject: self.median_of(subject)?,
             ratio: median(ratios),
         })
+    }
+
+    fn median_of(&self, of: (System, Leg)) -> Option<f64> {
+        Some(median(self.times.get(&of)?.values().copied().collect()))
     }
 
     /// What the connector costs a prompt that it does not have.
@@ -307,7 +314,8 @@ mod tests {
     }
 
     fn times(samples: &mut Samples, of: (System, Leg), times: &[f64]) {
-        for time in times {
+        for (round, time) in times.iter().enumerate() {
+            samples.begin(round);
             samples.answered(of, &[1], &[answer(*time, &[7])], 1.0);
         }
     }
@@ -321,13 +329,23 @@ mod tests {
     #[test]
     fn a_repetition_counts_with_the_median_of_its_prompts_and_ratios_are_taken_in_it() {
         let mut samples = Samples::default();
+        times(&mut samples, (System::MooncakeSameHost, Leg::Hit), &[10.0, 20.0]);
+        samples.begin(2);
         let prompts = [answer(9.0, &[1]), answer(1.0, &[1]), answer(4.0, &[1])];
         samples.answered((System::MooncakeSameHost, Leg::Hit), &[1, 2, 3], &prompts, 1.0);
-        times(&mut samples, (System::MooncakeSameHost, Leg::Hit), &[10.0, 20.0]);
-        times(&mut samples, (System::Reprise, Leg::Hit), &[2.0, 10.0, 30.0]);
+        times(&mut samples, (System::Reprise, Leg::Hit), &[10.0, 30.0, 2.0]);
         let dram = figure(&samples, "vllm.reprise.dram");
         assert_eq!((dram.value, dram.reference_value, dram.ratio), (10.0, Some(10.0), Some(1.0)));
         assert_eq!((dram.met, dram.reference.as_deref()), (Some(true), Some("Mooncake, same host")));
+    }
+
+    #[test]
+    fn a_repetition_that_a_peer_has_missed_is_no_part_of_the_ratio() {
+        let mut samples = Samples::default();
+        samples.begin(1);
+        samples.answered((System::MooncakeTcp, Leg::Hit), &[1], &[answer(100.0, &[7])], 1.0);
+        times(&mut samples, (System::Reprise, Leg::Peer), &[90.0, 20.0]);
+        assert_eq!(figure(&samples, "vllm.reprise.peer").ratio, Some(0.2));
     }
 
     #[test]
