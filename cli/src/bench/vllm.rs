@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 
 use super::Settings;
 use super::report::Figure;
+use crate::output::bytes_text;
 use engine::Surroundings;
 use environment::{Environments, Sources};
 use samples::{Samples, System};
@@ -55,6 +56,9 @@ pub(super) struct VllmArgs {
     /// A small model, short prompts and one repetition: shows that everything works, and no figure that means anything.
     #[arg(long)]
     quick: bool,
+    /// Tokens of a prompt in full blocks, a multiple of 256 [default: 4096; quick 512].
+    #[arg(long, value_name = "N", value_parser = prompt_tokens)]
+    prompt_tokens: Option<u64>,
     /// The folder of the Python package's sources in a checkout.
     #[arg(long, value_name = "DIR", default_value = "python")]
     python: PathBuf,
@@ -75,9 +79,18 @@ enum Peer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Peers(Vec<Peer>);
 
+/// What engines compute with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Precision {
+    Bf16,
+    /// Where the processor has no AVX-512: bf16 takes vLLM's CPU backend a hundred times as long there.
+    Fp32,
+}
+
 /// How large everything is.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
+    precision: Precision,
     layers: u64,
     /// Heads of attention, each with keys and values of its own.
     heads: u64,
@@ -88,10 +101,12 @@ struct Sizes {
 }
 
 /// The model of the figures: 32 KiB of KV a token, 128 MiB a prompt.
-const FULL: Sizes = Sizes { layers: 8, heads: 8, head_dim: 128, cached_tokens: 4096, prompts: 6 };
+const FULL: Sizes =
+    Sizes { precision: Precision::Bf16, layers: 8, heads: 8, head_dim: 128, cached_tokens: 4096, prompts: 6 };
 
 /// 1 MiB a prompt.
-const QUICK: Sizes = Sizes { layers: 4, heads: 4, head_dim: 32, cached_tokens: 512, prompts: 2 };
+const QUICK: Sizes =
+    Sizes { precision: Precision::Bf16, layers: 4, heads: 4, head_dim: 32, cached_tokens: 512, prompts: 2 };
 
 /// What every measurement needs.
 struct World {
@@ -109,6 +124,8 @@ struct Machine {
     repetitions: usize,
     prompts: u64,
     prompt_tokens: u64,
+    layers: u64,
+    dtype: &'static str,
     kv_bytes_per_prompt: u64,
 }
 
@@ -122,12 +139,14 @@ pub(super) fn run(
     let folder = settings.directory.join("vllm");
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let environments = Environments::install(sources, &args.peers.0, &folder, settings.audience)?;
-    let world = World { environments, sizes: if args.quick { QUICK } else { FULL }, folder };
+    let sizes = if args.quick { QUICK } else { FULL };
+    let sizes = sizes.at(Precision::of_machine(&cpu_flags()), args.prompt_tokens);
+    let world = World { environments, sizes, folder };
     let default = if args.quick { REPETITIONS_QUICK } else { REPETITIONS };
     let repetitions = repetitions.unwrap_or(default);
     let machine = world.machine(repetitions);
     settings.audience.emit(&machine);
-    settings.audience.say(format!("{}; {repetitions} repetitions", machine.machine));
+    settings.audience.say(machine.words());
     let mut samples = Samples::default();
     for round in settings.some_rounds("vllm", repetitions) {
         samples.begin(round);
@@ -194,15 +213,53 @@ impl FromStr for Peers {
     }
 }
 
+impl Precision {
+    /// What a processor of these flags is fast with.
+    fn of_machine(flags: &str) -> Precision {
+        if flags.split_whitespace().any(|flag| flag == "avx512f") { Precision::Bf16 } else { Precision::Fp32 }
+    }
+
+    /// As vLLM calls it.
+    fn name(self) -> &'static str {
+        match self {
+            Precision::Bf16 => "bfloat16",
+            Precision::Fp32 => "float32",
+        }
+    }
+
+    fn bytes(self) -> u64 {
+        match self {
+            Precision::Bf16 => 2,
+            Precision::Fp32 => 4,
+        }
+    }
+}
+
+/// Tokens of a prompt from an argument: whole chunks of LMCache, which are two blocks, in what a model of 8,192 may have.
+fn prompt_tokens(text: &str) -> Result<u64, String> {
+    let tokens = text.parse().ok().filter(|tokens| (256..=7936).contains(tokens) && tokens % 256 == 0);
+    tokens.ok_or_else(|| "a multiple of 256 from 256 to 7936".to_owned())
+}
+
 impl Sizes {
+    /// The same KV of a token in another precision, by other layers.
+    fn at(self, precision: Precision, cached_tokens: Option<u64>) -> Sizes {
+        Sizes {
+            precision,
+            layers: self.layers * self.precision.bytes() / precision.bytes(),
+            cached_tokens: cached_tokens.unwrap_or(self.cached_tokens),
+            ..self
+        }
+    }
+
     /// Of a prompt.
     fn tokens(self) -> u64 {
         self.cached_tokens + TAIL_TOKENS
     }
 
-    /// KV of a block: keys and values of two bytes.
+    /// KV of a block: keys and values.
     fn block_bytes(self) -> u64 {
-        self.layers * self.heads * self.head_dim * 2 * 2 * BLOCK_TOKENS
+        self.layers * self.heads * self.head_dim * 2 * self.precision.bytes() * BLOCK_TOKENS
     }
 
     /// KV of a prompt's full blocks.
@@ -245,7 +302,7 @@ impl World {
         let mut settings = json!({
             "model": self.folder.join(format!("model-{layers}-{heads}-{head_dim}")),
             "skip_tokenizer_init": true,
-            "dtype": "bfloat16",
+            "dtype": self.sizes.precision.name(),
             "enforce_eager": true,
             "block_size": BLOCK_TOKENS,
             // A prompt is one step.
@@ -267,9 +324,33 @@ impl World {
             repetitions,
             prompts: self.sizes.prompts,
             prompt_tokens: self.sizes.tokens(),
+            layers: self.sizes.layers,
+            dtype: self.sizes.precision.name(),
             kv_bytes_per_prompt: self.sizes.prompt_bytes(),
         }
     }
+}
+
+impl Machine {
+    /// For people.
+    fn words(&self) -> String {
+        format!(
+            "{}\n{} repetitions of {} prompts of {} tokens, {} layers of {}, {} of KV each",
+            self.machine,
+            self.repetitions,
+            self.prompts,
+            self.prompt_tokens,
+            self.layers,
+            self.dtype,
+            bytes_text(self.kv_bytes_per_prompt)
+        )
+    }
+}
+
+/// What the first processor can do, in words of the kernel.
+fn cpu_flags() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    text.lines().find(|line| line.starts_with("flags")).unwrap_or_default().to_owned()
 }
 
 /// Processor, cores, memory and kernel, as the kernel tells them.
@@ -333,5 +414,23 @@ mod tests {
         assert_eq!(FULL.prompt_bytes(), 128 << 20);
         assert!(FULL.store_bytes() >= (FULL.prompts + 1) * FULL.prompt_bytes());
         assert_eq!(QUICK.prompt_bytes(), 1 << 20);
+    }
+
+    #[test]
+    fn a_processor_without_avx_512_computes_with_fp32_and_a_prompt_has_the_same_kv() {
+        assert_eq!(Precision::of_machine("flags : fpu avx2 avx512f"), Precision::Bf16);
+        let slow = Precision::of_machine("flags : fpu avx2 avx512fx");
+        assert_eq!(slow, Precision::Fp32);
+        let sizes = FULL.at(slow, None);
+        assert_eq!((sizes.layers, sizes.prompt_bytes()), (4, 128 << 20));
+        assert_eq!(FULL.at(Precision::Bf16, Some(1024)).prompt_bytes(), 32 << 20);
+    }
+
+    #[test]
+    fn prompts_are_of_whole_chunks_of_every_peer() {
+        assert_eq!(parse(&["--prompt-tokens", "1024"]).expect("valid").prompt_tokens, Some(1024));
+        for tokens in ["0", "128", "300", "8192", "x"] {
+            assert!(parse(&["--prompt-tokens", tokens]).is_err(), "{tokens}");
+        }
     }
 }

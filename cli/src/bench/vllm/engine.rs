@@ -18,8 +18,8 @@ use serde_json::{Value, json};
 
 use super::super::resident;
 
-/// Imports, the model and its memory: 15 s, and several times that on a busy machine.
-const READY_WITHIN: Duration = Duration::from_secs(300);
+/// Imports, the model and its memory: 15 s, and ten times that on a machine with as much else to do.
+const READY_WITHIN: Duration = Duration::from_secs(600);
 
 /// Some prompts of seconds each.
 const ANSWER_WITHIN: Duration = Duration::from_secs(300);
@@ -155,7 +155,8 @@ impl Engine {
 
     fn hear<T: DeserializeOwned>(&self, within: Duration) -> anyhow::Result<T> {
         let Ok(line) = self.answers.recv_timeout(within) else {
-            return self.failed("has ended or does not answer");
+            let how = format!("has ended, or has not answered within {within:?} (see --prompt-tokens)");
+            return self.failed(&how);
         };
         if let Ok(Refusal { error }) = serde_json::from_str(&line) {
             return self.failed(&error);
