@@ -11,8 +11,8 @@ use anyhow::{Context, bail};
 use super::super::resident;
 use crate::cluster::stop;
 
-/// Until it is ready to be used.
-const READY_WITHIN: Duration = Duration::from_secs(120);
+/// Until it is ready to be used: imports of seconds, and ten times that on a machine with as much else to do.
+const READY_WITHIN: Duration = Duration::from_secs(300);
 
 /// Between two looks.
 const READY_PAUSE: Duration = Duration::from_millis(50);
@@ -20,11 +20,11 @@ const READY_PAUSE: Duration = Duration::from_millis(50);
 /// Runs a script, then whatever it has started until the end of the input.
 const UNTIL_INPUT_ENDS: &str = r#"
 set -eu
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
+trap 'exit 1' TERM
 . "$REPRISE_SCRIPT"
 : > "$REPRISE_READY"
 cat > /dev/null
-kill $(jobs -p) 2> /dev/null || true
-wait
 "#;
 
 /// What is run.
@@ -110,5 +110,43 @@ impl Drop for Companion {
             std::thread::sleep(READY_PAUSE);
         }
         stop(&mut self.child);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn script<'a>(folder: &'a Path, text: &'a str) -> Script<'a> {
+        Script { text, variables: Vec::new(), own_network: false, folder, name: "companion" }
+    }
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("reprise-{name}-{}", std::process::id()));
+        fs::create_dir_all(&folder).expect("writable");
+        folder
+    }
+
+    #[test]
+    fn what_a_companion_has_started_ends_with_it() {
+        let folder = folder("companion-ends");
+        let text = format!("sleep 1000 & echo $! > {}/pid", folder.display());
+        let companion = Companion::start(&script(&folder, &text)).expect("a shell is everywhere");
+        let pid = fs::read_to_string(folder.join("pid")).expect("it was written before it was ready");
+        let process = PathBuf::from(format!("/proc/{}", pid.trim()));
+        assert!(process.exists());
+        assert!(companion.peak_bytes().expect("it runs") > 0);
+        drop(companion);
+        assert!(!process.exists());
+        fs::remove_dir_all(&folder).expect("it is ours");
+    }
+
+    #[test]
+    fn one_that_fails_is_told_in_its_own_words() {
+        let folder = folder("companion-fails");
+        let result = Companion::start(&script(&folder, "echo no such port >&2; false"));
+        let error = result.err().expect("it has failed").to_string();
+        assert!(error.contains("no such port"), "{error}");
+        fs::remove_dir_all(&folder).expect("it is ours");
     }
 }

@@ -27,7 +27,7 @@ ip link add reprise0 type veth peer name reprise1
 ip address add $ADDRESS/24 dev reprise0
 ip link set reprise0 up
 ip link set reprise1 up
-listens() { until (: > /dev/tcp/$1/$2) 2> /dev/null; do sleep 0.05; done; }
+listens() { until (: > /dev/tcp/$1/$2) 2> /dev/null; do kill -0 $!; sleep 0.05; done; }
 ";
 
 const MOONCAKE: &str = r"
