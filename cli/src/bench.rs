@@ -18,6 +18,7 @@ mod report;
 mod resident;
 mod service;
 mod store;
+mod vllm;
 
 use std::path::PathBuf;
 
@@ -34,7 +35,7 @@ use crate::output::Audience;
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
     which: Which,
-    /// Repetitions of each measurement; the median counts [default: 11].
+    /// Repetitions of each measurement; the median counts [default: 11; of vllm 5].
     #[arg(long, global = true)]
     repetitions: Option<usize>,
     /// Where pools are made [default: the cache folder's bench].
@@ -75,7 +76,9 @@ enum Which {
     },
     /// One of three control-plane members is killed: how long its keys are missed.
     Failover,
-    /// All of them; those with etcd need its binary (`make etcd`).
+    /// vLLM's times to the first token with Reprise, without, and with other caches; installs what it needs (6.4 GB and more).
+    Vllm(vllm::VllmArgs),
+    /// All of them but vllm; those with etcd need its binary (`make etcd`).
     All,
 }
 
@@ -145,6 +148,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,
             Which::Etcd { entries } => etcd::run(*entries, &settings)?,
             Which::Failover => failover::run(&settings)?,
+            Which::Vllm(arguments) => vllm::run(arguments, args.repetitions, &settings)?,
             Which::All => continue,
         };
         report::print(audience, &figures);

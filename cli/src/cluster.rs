@@ -220,6 +220,11 @@ impl Cluster {
         Ok(started.elapsed().as_secs_f64())
     }
 
+    /// The processes of the agents.
+    pub(crate) fn agent_pids(&self) -> impl Iterator<Item = u32> {
+        self.agents.iter().map(|agent| agent.process.child.id())
+    }
+
     /// The process of a member of the control plane.
     pub(crate) fn member_pid(&self, index: usize) -> u32 {
         self.members[index].pid()

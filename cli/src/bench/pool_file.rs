@@ -25,6 +25,14 @@ const SEGMENTS_AT: usize = 96;
 
 /// Byte offsets of the payloads of `keys`, in their order, in a pool whose slots have all `slot_bytes` of payload.
 pub(super) fn payload_offsets(pool: &Path, slot_bytes: u64, keys: &[BlockKey]) -> anyhow::Result<Vec<u64>> {
+    let found = payloads(pool, slot_bytes)?;
+    let offsets: Vec<u64> = keys.iter().filter_map(|key| found.get(key).copied()).collect();
+    ensure!(offsets.len() == keys.len(), "{} of {} blocks are in the pool", offsets.len(), keys.len());
+    Ok(offsets)
+}
+
+/// Byte offsets of all payloads by key, in a pool whose slots have all `slot_bytes` of payload.
+pub(super) fn payloads(pool: &Path, slot_bytes: u64) -> anyhow::Result<BTreeMap<BlockKey, u64>> {
     let file = File::open(pool).with_context(|| format!("opening {}", pool.display()))?;
     let mut page = [0; PAGE_BYTES as usize];
     file.read_exact_at(&mut page, 0).context("reading the superblock")?;
@@ -41,9 +49,7 @@ pub(super) fn payload_offsets(pool: &Path, slot_bytes: u64, keys: &[BlockKey]) -
             }
         }
     }
-    let offsets: Vec<u64> = keys.iter().filter_map(|key| found.get(key).copied()).collect();
-    ensure!(offsets.len() == keys.len(), "{} of {} blocks are in the pool", offsets.len(), keys.len());
-    Ok(offsets)
+    Ok(found)
 }
 
 fn number(page: &[u8], at: usize) -> u64 {

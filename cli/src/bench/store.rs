@@ -96,6 +96,19 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
+/// What the device gives of the payloads in an agent's pool, all of `payload_bytes`, to a bare loop: bytes a second.
+pub(super) fn payload_read_rate(pool: &Path, payload_bytes: u64) -> anyhow::Result<f64> {
+    let payloads: Vec<u64> = pool_file::payloads(pool, payload_bytes)?.into_values().collect();
+    ensure!(!payloads.is_empty(), "{} has no block of {payload_bytes} bytes", pool.display());
+    let bytes = u64::from(BLOCK_BYTES).min(payload_bytes);
+    let within = (0..payload_bytes).step_by(usize::try_from(bytes).context("a piece fits in memory")?);
+    let offsets = payloads.iter().flat_map(|payload| within.clone().map(move |at| payload + at)).collect();
+    let (offsets, bytes) = (shuffled(offsets), u32::try_from(bytes).expect("at most a block"));
+    let bare = Bare::new(pool)?;
+    let depth = bare.best_depth(bytes, &offsets)?;
+    Ok(bare.read(bytes, &offsets, depth)? * 1e9)
+}
+
 /// Counted rounds of durable saves.
 fn save_rounds(settings: &Settings) -> usize {
     settings.repetitions.min(SAVE_ROUNDS_MAX)

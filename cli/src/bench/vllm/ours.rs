@@ -1,0 +1,233 @@
+//! Reprise beside an engine without a connector: two nodes, on each an agent; engines on the first and, for loads from a peer,
+//! on the second.
+//!
+//! Where each block came from is asked of the agents: a load from DRAM that was to come from NVMe does not count as found.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use reprise_client::Client;
+use reprise_policy::ByteSize;
+use serde::Deserialize;
+use serde_json::json;
+
+use super::super::fixture;
+use super::super::store::payload_read_rate;
+use super::super::{one_page, resident};
+use super::engine::{Answer, Engine};
+use super::peers::warm_up;
+use super::samples::{Leg, Memory, Samples, System};
+use super::{WARM_UP, World};
+use crate::cluster::{AgentSizes, Cluster};
+
+/// The nodes.
+const FIRST: usize = 0;
+const SECOND: usize = 1;
+
+/// How long blocks may take until they are durable, or out of DRAM.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Between two looks at an agent's counters.
+const LOOK_PAUSE: Duration = Duration::from_millis(10);
+
+/// Blocks that the scheduler's call asks for, and calls.
+const SCHEDULER_BLOCKS: u64 = 1024;
+const SCHEDULER_CALLS: u64 = 1000;
+
+/// Looks at agents from beside the engines.
+struct Nodes<'a> {
+    world: &'a World,
+    cluster: Cluster,
+    clients: Vec<Client>,
+}
+
+/// What the script of the scheduler's call says.
+#[derive(Deserialize)]
+struct SchedulerCall {
+    p50_ms: f64,
+    p99_ms: f64,
+}
+
+/// Measures Reprise and the recompute with fresh engines and agents.
+pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()> {
+    let bytes = ByteSize(world.sizes.store_bytes());
+    let sizes = AgentSizes { arena: bytes, pool: ByteSize(bytes.0 * 2) };
+    let cluster = Cluster::start(&world.folder.join("cluster"), 2, sizes)?;
+    let mut nodes = Nodes { world, clients: Vec::new(), cluster };
+    nodes.connect()?;
+    let mut engine = misses(&nodes, samples)?;
+    hits_in_dram(&nodes, &mut engine, samples)?;
+    hits_of_a_peer(&nodes, samples)?;
+    hits_on_nvme(&nodes, &mut engine, samples)?;
+    let store = nodes.cluster.agent_pids().map(resident::tree_peak_bytes).sum::<anyhow::Result<u64>>()?;
+    samples.remembered(System::Reprise, Memory { engine: engine.peak_bytes()?, store });
+    drop(engine);
+    hits_after_restart(&mut nodes, samples)?;
+    samples.device_ms.push(nodes.device_ms()?);
+    let call = nodes.scheduler_call()?;
+    samples.scheduler_p50_ms.push(call.p50_ms);
+    samples.scheduler_p99_ms.push(call.p99_ms);
+    Ok(())
+}
+
+/// Each prompt with and without the connector, in alternating order. Returns the engine with it.
+fn misses(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<Engine> {
+    let world = nodes.world;
+    let (seeds, tokens) = (world.seeds(), world.sizes.tokens());
+    let mut plain = Engine::start(&world.surroundings("recompute"), &world.first_line(None))?;
+    plain.measure(&[WARM_UP, WARM_UP], tokens)?;
+    let mut engine = nodes.engine(FIRST)?;
+    let (mut without, mut with) = (Vec::new(), Vec::new());
+    for (index, seed) in seeds.iter().enumerate() {
+        if index % 2 == 0 {
+            without.extend(plain.measure(&[*seed], tokens)?);
+        }
+        with.extend(engine.measure(&[*seed], tokens)?);
+        // The rest of the save and its way to the device are not part of the next prompt's time. The warm-up is there, too.
+        let blocks = (index as u64 + 2) * world.sizes.prompt_blocks();
+        nodes
+            .until(FIRST, |counters| counters["nvme_blocks"] >= blocks && counters["unsaved_blocks"] == 0)?;
+        if index % 2 == 1 {
+            without.extend(plain.measure(&[*seed], tokens)?);
+        }
+        samples.missed(without[index].ttft_ms, with[index].ttft_ms);
+    }
+    samples.answered((System::Recompute, Leg::Cold), &seeds, &without, 0.0);
+    samples.answered((System::Reprise, Leg::Cold), &seeds, &with, 0.0);
+    let own = plain.own_cache(&seeds, tokens)?;
+    samples.answered((System::Recompute, Leg::OwnCache), &seeds, &own, 1.0);
+    samples.remembered(System::Recompute, Memory { engine: plain.peak_bytes()?, store: 0 });
+    Ok(engine)
+}
+
+fn hits_in_dram(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
+    let (seeds, sizes) = (nodes.world.seeds(), &nodes.world.sizes);
+    engine.settle(&seeds, sizes.tokens(), sizes.cached_tokens)?;
+    let before = nodes.counters(FIRST)?["hit_bytes_own_dram"];
+    let answers = engine.measure(&seeds, sizes.tokens())?;
+    let found = nodes.share(nodes.counters(FIRST)?["hit_bytes_own_dram"] - before);
+    samples.answered((System::Reprise, Leg::Hit), &seeds, &answers, found);
+    Ok(())
+}
+
+/// An engine on the second node loads what is in the DRAM of the first.
+fn hits_of_a_peer(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<()> {
+    let (seeds, tokens) = (nodes.world.seeds(), nodes.world.sizes.tokens());
+    let mut engine = nodes.engine(SECOND)?;
+    let before = nodes.counters(SECOND)?["hit_bytes_peer_dram"];
+    let answers = engine.measure(&seeds, tokens)?;
+    let found = nodes.share(nodes.counters(SECOND)?["hit_bytes_peer_dram"] - before);
+    samples.answered((System::Reprise, Leg::Peer), &seeds, &answers, found);
+    Ok(())
+}
+
+fn hits_on_nvme(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
+    let (seeds, tokens) = (nodes.world.seeds(), nodes.world.sizes.tokens());
+    let before = nodes.counters(FIRST)?["hit_bytes_own_nvme"];
+    let mut answers = Vec::new();
+    for seed in &seeds {
+        nodes.empty_dram()?;
+        answers.extend(engine.measure(&[*seed], tokens)?);
+    }
+    let found = nodes.share(nodes.counters(FIRST)?["hit_bytes_own_nvme"] - before);
+    samples.answered((System::Reprise, Leg::Nvme), &seeds, &answers, found);
+    Ok(())
+}
+
+/// Agent and engine are started anew; nothing had time to end well but what was durable.
+fn hits_after_restart(nodes: &mut Nodes<'_>, samples: &mut Samples) -> anyhow::Result<()> {
+    let (seeds, tokens) = (nodes.world.seeds(), nodes.world.sizes.tokens());
+    nodes.until(FIRST, |counters| counters["unsaved_blocks"] == 0)?;
+    nodes.clients.clear();
+    nodes.cluster.kill_agent(FIRST)?;
+    nodes.cluster.restart_agent(FIRST)?;
+    nodes.connect()?;
+    let mut engine = nodes.engine(FIRST)?;
+    let before = nodes.counters(FIRST)?["hit_bytes_own_nvme"];
+    let answers: Vec<Answer> = engine.measure(&seeds, tokens)?;
+    let found = nodes.share(nodes.counters(FIRST)?["hit_bytes_own_nvme"] - before);
+    samples.answered((System::Reprise, Leg::Restart), &seeds, &answers, found);
+    Ok(())
+}
+
+impl Nodes<'_> {
+    fn connect(&mut self) -> anyhow::Result<()> {
+        let agents = self.cluster.file().agents;
+        self.clients = agents
+            .iter()
+            .map(|agent| fixture::connect(&agent.socket, &one_page()))
+            .collect::<anyhow::Result<_>>()?;
+        Ok(())
+    }
+
+    /// A fresh engine on a node, warmed up.
+    fn engine(&self, node: usize) -> anyhow::Result<Engine> {
+        let name = ["reprise", "reprise-peer"][node];
+        let socket = &self.cluster.file().agents[node].socket;
+        let transfer = json!({
+            "kv_connector": "RepriseConnector",
+            "kv_connector_module_path": "reprise.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": { "socket": socket },
+        });
+        let mut engine =
+            Engine::start(&self.world.surroundings(name), &self.world.first_line(Some(&transfer)))?;
+        warm_up(&mut engine, self.world)?;
+        Ok(engine)
+    }
+
+    fn counters(&self, node: usize) -> anyhow::Result<BTreeMap<String, u64>> {
+        Ok(self.clients[node].stats().context("an agent's counters")?.into_iter().collect())
+    }
+
+    /// Waits until an agent's counters say something.
+    fn until(&self, node: usize, holds: impl Fn(&BTreeMap<String, u64>) -> bool) -> anyhow::Result<()> {
+        let give_up = Instant::now() + PATIENCE;
+        while !holds(&self.counters(node)?) {
+            ensure!(Instant::now() < give_up, "an agent did not come to rest within {PATIENCE:?}");
+            std::thread::sleep(LOOK_PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Leaves the first node's blocks on its device alone.
+    fn empty_dram(&self) -> anyhow::Result<()> {
+        self.until(FIRST, |counters| {
+            let _ = self.clients[FIRST].trim();
+            counters["dram_blocks"] == 0
+        })
+    }
+
+    /// The share of a leg's bytes that came from where they were to come from.
+    fn share(&self, bytes: u64) -> f64 {
+        let prompts = self.world.seeds().len() as u64;
+        bytes as f64 / (prompts * self.world.sizes.prompt_bytes()) as f64
+    }
+
+    /// What the first node's device takes for the bytes of a prompt.
+    fn device_ms(&self) -> anyhow::Result<f64> {
+        let rate = payload_read_rate(&self.cluster.pool_path(FIRST), self.world.sizes.block_bytes())?;
+        Ok(self.world.sizes.prompt_bytes() as f64 / rate * 1e3)
+    }
+
+    /// Percentiles of the scheduler's call.
+    fn scheduler_call(&self) -> anyhow::Result<SchedulerCall> {
+        let environments = &self.world.environments;
+        let output = Command::new(&environments.vllm)
+            .arg("-P")
+            .arg(environments.scheduler_script())
+            .arg(&self.cluster.file().agents[FIRST].socket)
+            .args([SCHEDULER_BLOCKS.to_string(), SCHEDULER_CALLS.to_string()])
+            .env("PYTHONPATH", &environments.package)
+            .output()
+            .context("cannot run the scheduler's call")?;
+        let words = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "the scheduler's call has failed: {words}");
+        let said = String::from_utf8_lossy(&output.stdout);
+        let line = said.lines().last().unwrap_or_default();
+        serde_json::from_str(line).with_context(|| format!("the scheduler's call has said {said}"))
+    }
+}

@@ -1,0 +1,441 @@
+//! What was measured, repetition by repetition, and what it says.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::report::{Figure, Paired, Target, median};
+use super::engine::Answer;
+
+/// Pairs from which on the overhead of misses is judged.
+const PAIRS_MIN: usize = 20;
+
+/// What the connector may cost a prompt that it does not have.
+const MISS_OVERHEAD_MAX: f64 = 0.01;
+
+/// Of Mooncake's time on the same host.
+const DRAM_RATIO_MAX: f64 = 1.0;
+
+/// Of Mooncake's time over TCP.
+const PEER_RATIO_MAX: f64 = 0.5;
+
+/// Of our own time from DRAM.
+const NVME_RATIO_MAX: f64 = 2.0;
+
+/// Of what the device takes for the bytes.
+const DEVICE_RATIO_MAX: f64 = 1.2;
+
+/// What the scheduler's process may wait for a request of 1,024 blocks.
+const SCHEDULER_P99_MS_MAX: f64 = 1.0;
+
+/// What engines keep their KV in besides their own memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum System {
+    /// Nothing: prompts are computed.
+    Recompute,
+    Reprise,
+    /// vLLM's example, a file a layer and prompt.
+    Example,
+    /// Mooncake with its memory in the engine's process.
+    MooncakeSameHost,
+    /// Mooncake with its memory in another process, over TCP.
+    MooncakeTcp,
+    /// LMCache's server in a process of its own.
+    Lmcache,
+}
+
+/// Where a prompt's KV comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Leg {
+    /// Nowhere.
+    Cold,
+    /// The engine's own cache.
+    OwnCache,
+    /// The system, with everything where it was put.
+    Hit,
+    /// The node's NVMe.
+    Nvme,
+    /// Another node's DRAM.
+    Peer,
+    /// The system, after engine and store were started anew.
+    Restart,
+}
+
+/// Resident memory at its peak, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Memory {
+    /// Of the engine's processes.
+    pub(super) engine: u64,
+    /// Of processes beside it.
+    pub(super) store: u64,
+}
+
+/// Everything that was measured.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Samples {
+    /// The repetition that is measured.
+    round: usize,
+    /// Milliseconds to the first token: the median of the prompts of each repetition, by its number.
+    times: BTreeMap<(System, Leg), BTreeMap<usize, f64>>,
+    /// Share of the blocks that came from where they were to come from, of each repetition.
+    found: BTreeMap<(System, Leg), Vec<f64>>,
+    /// Time of a miss with the connector over that without it, pair by pair.
+    misses: Vec<f64>,
+    memory: BTreeMap<System, Vec<Memory>>,
+    /// What engines without a connector say, which may be one thing computed and another from their own cache: floating point.
+    expected: BTreeMap<u64, BTreeSet<Vec<u32>>>,
+    said: Vec<(System, u64, Vec<u32>)>,
+    /// What the device takes for the bytes of a prompt, in milliseconds.
+    pub(super) device_ms: Vec<f64>,
+    /// Percentiles of the scheduler's call, in milliseconds.
+    pub(super) scheduler_p50_ms: Vec<f64>,
+    pub(super) scheduler_p99_ms: Vec<f64>,
+}
+
+impl System {
+    /// In names of figures.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            System::Recompute => "recompute",
+            System::Reprise => "reprise",
+            System::Example => "example",
+            System::MooncakeSameHost => "mooncake_same_host",
+            System::MooncakeTcp => "mooncake_tcp",
+            System::Lmcache => "lmcache",
+        }
+    }
+
+    /// For people.
+    fn words(self) -> &'static str {
+        match self {
+            System::Recompute => "recompute",
+            System::Reprise => "Reprise",
+            System::Example => "example connector",
+            System::MooncakeSameHost => "Mooncake, same host",
+            System::MooncakeTcp => "Mooncake over TCP",
+            System::Lmcache => "LMCache multi-process",
+        }
+    }
+}
+
+impl Leg {
+    fn name(self) -> &'static str {
+        match self {
+            Leg::Cold => "cold",
+            Leg::OwnCache => "own_cache",
+            Leg::Hit => "dram",
+            Leg::Nvme => "nvme",
+            Leg::Peer => "peer",
+            Leg::Restart => "restart",
+        }
+    }
+}
+
+impl Samples {
+    /// From now on it is this repetition's.
+    pub(super) fn begin(&mut self, round: usize) {
+        self.round = round;
+    }
+
+    /// Notes answers to prompts; `found` is the share of their blocks that came from where they were to come from.
+    pub(super) fn answered(&mut self, of: (System, Leg), seeds: &[u64], answers: &[Answer], found: f64) {
+        let times = answers.iter().map(|answer| answer.ttft_ms).collect();
+        self.times.entry(of).or_default().insert(self.round, median(times));
+        self.found.entry(of).or_default().push(found);
+        for (seed, answer) in seeds.iter().zip(answers) {
+            match of.0 {
+                System::Recompute => {
+                    self.expected.entry(*seed).or_default().insert(answer.tokens.clone());
+                }
+                system => self.said.push((system, *seed, answer.tokens.clone())),
+            }
+        }
+    }
+
+    /// Notes a prompt that neither had, one after the other.
+    pub(super) fn missed(&mut self, without_ms: f64, with_ms: f64) {
+        self.misses.push(with_ms / without_ms);
+    }
+
+    /// Notes memory at the end of an engine.
+    pub(super) fn remembered(&mut self, system: System, memory: Memory) {
+        self.memory.entry(system).or_default().push(memory);
+    }
+
+    /// What all of it says.
+    pub(super) fn figures(&self) -> Vec<Figure> {
+        let mut figures: Vec<Figure> =
+            self.times.keys().filter_map(|(system, leg)| self.time(*system, *leg)).collect();
+        figures.extend(self.found.iter().filter(|((_, leg), _)| is_external(*leg)).map(
+            |((system, leg), found)| {
+                let name = format!("vllm.{}.{}.found", system.name(), leg.name());
+                let target = if *system == System::Reprise { Target::AtLeast(1.0) } else { Target::None };
+                Figure::absolute(name, median(found.clone()), "share of blocks", target)
+            },
+        ));
+        figures.extend(self.miss_overhead());
+        let calls = [
+            ("p50", &self.scheduler_p50_ms, Target::None),
+            ("p99", &self.scheduler_p99_ms, Target::AtMost(SCHEDULER_P99_MS_MAX)),
+        ];
+        for (percentile, times, target) in calls.into_iter().filter(|(_, times, _)| !times.is_empty()) {
+            let name = format!("vllm.reprise.scheduler_call_1024_blocks.{percentile}");
+            figures.push(Figure::absolute(name, median(times.clone()), "ms", target));
+        }
+        for (system, memory) in &self.memory {
+            figures.extend(memory_figures(*system, memory));
+        }
+        let systems: BTreeSet<System> = self.said.iter().map(|(system, _, _)| *system).collect();
+        figures.extend(systems.into_iter().map(|system| self.same_answers(system)));
+        figures
+    }
+
+    /// Times of a leg, held against what the goal names where it was measured, else against the recompute.
+    fn time(&self, system: System, leg: Leg) -> Option<Figure> {
+        let name = format!("vllm.{}.{}", system.name(), leg.name());
+        if system == System::Recompute {
+            return Some(Figure::absolute(name, self.median_of((system, leg))?, "ms", Target::None));
+        }
+        let own = (system, leg);
+        if own == (System::Reprise, Leg::Nvme) {
+            return self.nvme(name);
+        }
+        let (reference, target) = match own {
+            (System::Reprise, Leg::Hit) => {
+                ((System::MooncakeSameHost, Leg::Hit), Target::RatioAtMost(DRAM_RATIO_MAX))
+            }
+            (System::Reprise, Leg::Peer) => {
+                ((System::MooncakeTcp, Leg::Hit), Target::RatioAtMost(PEER_RATIO_MAX))
+            }
+            _ => ((System::Recompute, Leg::Cold), Target::None),
+        };
+        let against = |reference, target| {
+            let (system, _): (System, Leg) = reference;
+            let paired = self.paired(own, reference)?;
+            Some(Figure::relative(name.clone(), paired, "ms", (system.words(), target)))
+        };
+        against(reference, target).or_else(|| against((System::Recompute, Leg::Cold), Target::None))
+    }
+
+    /// From NVMe: twice our own DRAM, or what the device takes.
+    fn nvme(&self, name: String) -> Option<Figure> {
+        let paired = self.paired((System::Reprise, Leg::Nvme), (System::Reprise, Leg::Hit))?;
+        let device = median(self.device_ms.clone());
+        let mut figure =
+            Figure::relative(name, paired, "ms", ("Reprise's own DRAM", Target::RatioAtMost(NVME_RATIO_MAX)));
+        let on_floor = paired.subject <= device * DEVICE_RATIO_MAX;
+        figure.met = Some(paired.ratio <= NVME_RATIO_MAX || on_floor);
+        figure.target = Some(format!(
+            "ratio <= {NVME_RATIO_MAX}, or <= {DEVICE_RATIO_MAX} x {device:.1} ms, the device's own time"
+        ));
+        Some(figure)
+    }
+
+    /// Medians of two legs, and the median of their ratios, repetition by repetition.
+    fn paired(&self, subject: (System, Leg), reference: (System, Leg)) -> Option<Paired> {
+        let references = self.times.get(&reference)?;
+        let both =
+            self.times.get(&subject)?.iter().filter_map(|(round, time)| Some((time, references.get(round)?)));
+        let ratios: Vec<f64> = both.map(|(subject, reference)| subject / reference).collect();
+        Some(Paired {
+            reference: self.median_of(reference)?,
+            subject: self.median_of(subject)?,
+            ratio: median(ratios),
+        })
+    }
+
+    fn median_of(&self, of: (System, Leg)) -> Option<f64> {
+        Some(median(self.times.get(&of)?.values().copied().collect()))
+    }
+
+    /// What the connector costs a prompt that it does not have.
+    fn miss_overhead(&self) -> Option<Figure> {
+        if self.misses.is_empty() {
+            return None;
+        }
+        let overhead = median(self.misses.clone()) - 1.0;
+        let (low, high) = confidence(self.misses.clone());
+        let name = "vllm.reprise.miss_overhead";
+        let mut figure = Figure::absolute(name, overhead * 100.0, "%", Target::None);
+        figure.target = Some(format!(
+            "<= 1 %, or within noise over at least {PAIRS_MIN} pairs; of {} pairs 95 % of {:.1} to {:.1} %",
+            self.misses.len(),
+            (low - 1.0) * 100.0,
+            (high - 1.0) * 100.0
+        ));
+        let enough = self.misses.len() >= PAIRS_MIN;
+        figure.met = enough.then_some(overhead <= MISS_OVERHEAD_MAX || low <= 1.0);
+        Some(figure)
+    }
+
+    /// The share of answers that are those of an engine without a connector.
+    fn same_answers(&self, system: System) -> Figure {
+        let said: Vec<_> = self.said.iter().filter(|(of, _, _)| *of == system).collect();
+        let same = said.iter().filter(|(_, seed, tokens)| {
+            self.expected.get(seed).is_some_and(|expected| expected.contains(tokens))
+        });
+        let share = same.count() as f64 / said.len() as f64;
+        let target = if system == System::Reprise { Target::AtLeast(1.0) } else { Target::None };
+        Figure::absolute(format!("vllm.{}.same_answers", system.name()), share, "share of answers", target)
+    }
+}
+
+/// Whether what was found matters.
+fn is_external(leg: Leg) -> bool {
+    !matches!(leg, Leg::Cold | Leg::OwnCache)
+}
+
+fn memory_figures(system: System, memory: &[Memory]) -> [Figure; 2] {
+    let mib = |bytes: fn(&Memory) -> u64| {
+        median(memory.iter().map(|memory| bytes(memory) as f64 / f64::from(1 << 20)).collect())
+    };
+    let figure = |of: &str, value| {
+        Figure::absolute(format!("vllm.{}.{of}_memory_peak", system.name()), value, "MiB", Target::None)
+    };
+    [figure("engine", mib(|memory| memory.engine)), figure("store", mib(|memory| memory.store))]
+}
+
+/// The interval that has the median of what these were drawn from with a probability of 95 %: of the order statistics, by the
+/// normal approximation of the binomial distribution.
+fn confidence(mut values: Vec<f64>) -> (f64, f64) {
+    values.sort_by(f64::total_cmp);
+    let count = values.len() as f64;
+    let reach = 1.96 * count.sqrt() / 2.0;
+    let last = values.len() - 1;
+    let low = ((count / 2.0 - reach).floor().max(0.0) as usize).min(last);
+    let high = ((count / 2.0 + reach).ceil() as usize).min(last);
+    (values[low], values[high])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(ttft_ms: f64, tokens: &[u32]) -> Answer {
+        Answer { ttft_ms, tokens: tokens.to_vec(), cached: 0 }
+    }
+
+    fn times(samples: &mut Samples, of: (System, Leg), times: &[f64]) {
+        for (round, time) in times.iter().enumerate() {
+            samples.begin(round);
+            samples.answered(of, &[1], &[answer(*time, &[7])], 1.0);
+        }
+    }
+
+    fn figure(samples: &Samples, name: &str) -> Figure {
+        let figures = samples.figures();
+        let found = figures.iter().find(|figure| figure.name == name);
+        found.unwrap_or_else(|| panic!("{name} is not among {figures:?}")).clone()
+    }
+
+    #[test]
+    fn a_repetition_counts_with_the_median_of_its_prompts_and_ratios_are_taken_in_it() {
+        let mut samples = Samples::default();
+        times(&mut samples, (System::MooncakeSameHost, Leg::Hit), &[10.0, 20.0]);
+        samples.begin(2);
+        let prompts = [answer(9.0, &[1]), answer(1.0, &[1]), answer(4.0, &[1])];
+        samples.answered((System::MooncakeSameHost, Leg::Hit), &[1, 2, 3], &prompts, 1.0);
+        times(&mut samples, (System::Reprise, Leg::Hit), &[10.0, 30.0, 2.0]);
+        let dram = figure(&samples, "vllm.reprise.dram");
+        assert_eq!((dram.value, dram.reference_value, dram.ratio), (10.0, Some(10.0), Some(1.0)));
+        assert_eq!((dram.met, dram.reference.as_deref()), (Some(true), Some("Mooncake, same host")));
+    }
+
+    #[test]
+    fn a_repetition_that_a_peer_has_missed_is_no_part_of_the_ratio() {
+        let mut samples = Samples::default();
+        samples.begin(1);
+        samples.answered((System::MooncakeTcp, Leg::Hit), &[1], &[answer(100.0, &[7])], 1.0);
+        times(&mut samples, (System::Reprise, Leg::Peer), &[90.0, 20.0]);
+        assert_eq!(figure(&samples, "vllm.reprise.peer").ratio, Some(0.2));
+    }
+
+    #[test]
+    fn without_the_peer_of_a_goal_a_time_is_held_against_the_recompute_and_nothing_is_met_or_missed() {
+        let mut samples = Samples::default();
+        times(&mut samples, (System::Recompute, Leg::Cold), &[100.0]);
+        times(&mut samples, (System::Reprise, Leg::Peer), &[25.0]);
+        let peer = figure(&samples, "vllm.reprise.peer");
+        assert_eq!((peer.ratio, peer.met, peer.reference.as_deref()), (Some(0.25), None, Some("recompute")));
+    }
+
+    #[test]
+    fn half_of_mooncakes_time_over_tcp_is_the_goal_of_loads_from_a_peer() {
+        let mut samples = Samples::default();
+        times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0]);
+        times(&mut samples, (System::Reprise, Leg::Peer), &[51.0]);
+        assert_eq!(figure(&samples, "vllm.reprise.peer").met, Some(false));
+    }
+
+    #[test]
+    fn nvme_is_fast_enough_at_twice_dram_or_at_the_devices_own_pace() {
+        let met = |nvme: f64, device: f64| {
+            let mut samples = Samples { device_ms: vec![device], ..Samples::default() };
+            times(&mut samples, (System::Reprise, Leg::Hit), &[30.0]);
+            times(&mut samples, (System::Reprise, Leg::Nvme), &[nvme]);
+            figure(&samples, "vllm.reprise.nvme").met
+        };
+        assert_eq!(met(60.0, 10.0), Some(true));
+        assert_eq!(met(61.0, 10.0), Some(false));
+        assert_eq!(met(120.0, 100.0), Some(true));
+    }
+
+    #[test]
+    fn the_overhead_of_misses_is_judged_over_enough_pairs_and_by_their_noise() {
+        let met = |ratios: &[f64]| {
+            let mut samples = Samples::default();
+            ratios.iter().for_each(|ratio| samples.missed(100.0, 100.0 * ratio));
+            figure(&samples, "vllm.reprise.miss_overhead").met
+        };
+        assert_eq!(met(&[1.005; 19]), None);
+        assert_eq!(met(&[1.005; 20]), Some(true));
+        assert_eq!(met(&[1.02; 20]), Some(false));
+        // A median of 2 % that may as well be nothing.
+        assert_eq!(met(&[[0.9; 9].as_slice(), &[1.02; 4], &[1.1; 9]].concat()), Some(true));
+    }
+
+    #[test]
+    fn answers_are_those_of_an_engine_without_a_connector_computed_or_from_its_own_cache() {
+        let mut samples = Samples::default();
+        samples.answered((System::Recompute, Leg::Cold), &[1], &[answer(1.0, &[7])], 1.0);
+        samples.answered((System::Recompute, Leg::OwnCache), &[1], &[answer(1.0, &[8])], 1.0);
+        for tokens in [[7], [8], [9], [7]] {
+            samples.answered((System::Reprise, Leg::Hit), &[1], &[answer(1.0, &tokens)], 1.0);
+        }
+        let same = figure(&samples, "vllm.reprise.same_answers");
+        assert_eq!((same.value, same.met), (0.75, Some(false)));
+    }
+
+    #[test]
+    fn what_was_not_found_is_told_and_is_a_goal_of_ours() {
+        let mut samples = Samples::default();
+        samples.answered((System::Reprise, Leg::Nvme), &[1], &[answer(1.0, &[7])], 0.5);
+        samples.answered((System::Example, Leg::Hit), &[1], &[answer(1.0, &[7])], 0.0);
+        assert_eq!(figure(&samples, "vllm.reprise.nvme.found").met, Some(false));
+        assert_eq!(figure(&samples, "vllm.example.dram.found").met, None);
+    }
+
+    #[test]
+    fn the_interval_of_a_median_has_the_median_and_nearly_all_of_a_few_values() {
+        let (low, high) = confidence((1..=20).map(f64::from).collect());
+        assert_eq!((low, high), (6.0, 16.0));
+        assert_eq!(confidence(vec![3.0]), (3.0, 3.0));
+    }
+
+    #[test]
+    fn the_schedulers_call_is_judged_by_its_slowest_hundredth() {
+        let samples = Samples {
+            scheduler_p50_ms: vec![0.2],
+            scheduler_p99_ms: vec![0.9, 1.2, 1.1],
+            ..Samples::default()
+        };
+        assert_eq!(figure(&samples, "vllm.reprise.scheduler_call_1024_blocks.p50").met, None);
+        assert_eq!(figure(&samples, "vllm.reprise.scheduler_call_1024_blocks.p99").met, Some(false));
+    }
+
+    #[test]
+    fn memory_is_told_of_engine_and_store_apart() {
+        let mut samples = Samples::default();
+        samples.remembered(System::Lmcache, Memory { engine: 2 << 30, store: 1 << 30 });
+        assert_eq!(figure(&samples, "vllm.lmcache.engine_memory_peak").value, 2048.0);
+        assert_eq!(figure(&samples, "vllm.lmcache.store_memory_peak").value, 1024.0);
+    }
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Installs another cache for vLLM into an environment of its own in the cache folder: peer-venv.sh mooncake | lmcache. It has vLLM's
+# environment behind its own packages, which therefore need little room. Prints the path of its python.
+# Exit status 3: it cannot be installed here, and why, on standard error.
+set -euo pipefail
+cd "$(dirname "$0")"
+requirements=$1.txt
+vllm=$(../vllm-venv.sh)
+cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
+# Another list, or another vLLM, is another environment.
+home=$cache/bench/$1-$(cat "$requirements" ../tests/vllm/requirements.txt | sha256sum | cut -c1-12)
+if [ ! -e "$home/complete" ]; then
+    refuse() { echo "$1 cannot be installed: $2" >&2; exit 3; }
+    mkdir -p "$cache/bench"
+    free=$(df --output=avail -B1M "$cache" | tail -1)
+    [ "$free" -ge 2000 ] || refuse "$1" "$cache has $free MiB left, 2000 are needed meanwhile"
+    rm -rf "$home"
+    "$vllm" -m venv "$home"
+    site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+    site "$vllm" > "$(site "$home/bin/python")/vllm.pth"
+    # Versions of what both need are those of vLLM's environment, whatever the peer asks for.
+    "$home/bin/python" -m pip -q install --no-deps --no-cache-dir --no-compile -r "$requirements" >&2 || refuse "$1" "pip failed"
+    touch "$home/complete"
+fi
+echo "$home/bin/python"

@@ -1,0 +1,67 @@
+"""What `reprise bench vllm` runs: the engine's process, and the scheduler's call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster import Cluster
+from engine import ENVIRONMENT
+
+BENCH = Path(__file__).parents[2] / "bench"
+TOKENS = 258
+CACHED = 256
+
+
+def test_an_engine_under_measurement_answers_line_by_line_and_forgets_between_prompts(tmp_path: Path) -> None:
+    settings = {
+        "model": str(tmp_path / "model"),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": 128,
+        "max_model_len": 1024,
+    }
+    lines = [
+        {"model": {"layers": 1, "heads": 1, "head_dim": 32}, "settings": settings},
+        {"do": "measure", "seeds": [1, 2, 1], "tokens": TOKENS},
+        {"do": "own_cache", "seeds": [1], "tokens": TOKENS},
+        {"do": "settle", "seeds": [1], "tokens": TOKENS, "cached": CACHED, "within": 0.0},
+        {"do": "stop"},
+    ]
+    with (tmp_path / "engine.log").open("w") as log:
+        ended = subprocess.run(
+            [sys.executable, "-P", str(BENCH / "vllm_engine.py")],
+            input="".join(json.dumps(line) + "\n" for line in lines),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            check=False,
+            env={**os.environ, **ENVIRONMENT},
+        )
+    assert ended.returncode == 0, (tmp_path / "engine.log").read_text()[-4000:]
+    ready, measured, own, settled, stopped = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert ready["ready"] > 0
+    first, second, again = measured["answers"]
+    assert [answer["cached"] for answer in measured["answers"]] == [0, 0, 0]
+    assert first["tokens"] == again["tokens"] != second["tokens"]
+    assert own["answers"][0]["cached"] == CACHED
+    assert settled["cached"] == [0], "nobody keeps its KV"
+    assert stopped == {"stopped": True}
+
+
+def test_the_schedulers_call_is_timed_against_an_agent_that_has_every_block(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster")
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", str(BENCH / "scheduler_call.py"), str(cluster.agents[0].socket), "64", "20"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    finally:
+        cluster.stop()
+    said = json.loads(ended.stdout.splitlines()[-1])
+    assert 0 < said["p50_ms"] <= said["p99_ms"]
