@@ -356,6 +356,7 @@ mod tests {
 
     use super::*;
     use crate::events::Events;
+    use crate::identity::Identity;
     use crate::metrics::Metrics;
     use reprise_controlplane_core::MemberSettings;
     use reprise_controlplane_store::{MemoryStore, TimeToLive};
@@ -371,7 +372,8 @@ mod tests {
         let name = MemberName::new("a").expect("a name");
         let life = TimeToLive::new(second * 60).expect("within the limits");
         let store = Arc::new(MemoryStore::new());
-        let shards = Arc::new(Shards::new(store, name, "a:1".to_owned(), life));
+        let identity = Identity::of(store.as_ref()).await.expect("it has one");
+        let shards = Arc::new(Shards::new((store, identity), name, "a:1".to_owned(), life));
         let stop = tokio::sync::watch::Sender::new(false);
         let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
         tokio::spawn(async move { holding.hold(stopped).await });

@@ -111,7 +111,7 @@ impl ControlPlane {
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
         let mut background = Background::default();
         let publisher = Publisher::start(cluster.clone(), &config.events, &mut background).await?;
-        let shards = Arc::new(shards(&config, store.clone(), grpc)?);
+        let shards = Arc::new(shards(&config, (store.clone(), identity.clone()), grpc)?);
         if let StoreConfig::Embedded { .. } = config.store {
             shards.forget_former().await.context("cannot tidy the store")?;
         }
@@ -282,7 +282,7 @@ async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
 }
 
 /// This member as the configuration names it; `grpc` is where it listens.
-fn shards(config: &Config, store: Arc<dyn Store>, grpc: SocketAddr) -> anyhow::Result<Shards> {
+fn shards(config: &Config, store: (Arc<dyn Store>, Identity), grpc: SocketAddr) -> anyhow::Result<Shards> {
     let address = config.member.advertise.clone().unwrap_or_else(|| grpc.to_string());
     let name = MemberName::new(config.member.name.as_ref().unwrap_or(&address)).context("member.name")?;
     let time_to_live = TimeToLive::new(config.member.time_to_live.0).context("member.time_to_live")?;

@@ -37,6 +37,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::followed::{self, News};
+use crate::identity::Identity;
 
 const MEMBERS_PREFIX: &str = "members/";
 /// Records that are read: more than a map has, so that all see the same first ones, however many come too many at once.
@@ -50,6 +51,8 @@ const FORMER_LIVES: u32 = 2;
 #[derive(Debug)]
 pub struct Shards {
     store: Arc<dyn Store>,
+    /// Of the store that this member has started with.
+    identity: Identity,
     name: MemberName,
     address: String,
     time_to_live: TimeToLive,
@@ -105,16 +108,23 @@ enum Joined {
     /// At this revision.
     At(Revision),
     NameTaken,
+    /// The store is another than the one that this member has started with: it is about to end.
+    OtherStore,
     /// There are as many others as a map has.
     Full,
 }
 
 impl Shards {
     /// A member that is not registered yet. Run [`Shards::follow`] and [`Shards::hold`].
-    pub fn new(store: Arc<dyn Store>, name: MemberName, address: String, time_to_live: TimeToLive) -> Shards {
+    pub fn new(
+        (store, identity): (Arc<dyn Store>, Identity),
+        name: MemberName,
+        address: String,
+        time_to_live: TimeToLive,
+    ) -> Shards {
         let nobody = MemberView::of(Revision(0), &BTreeMap::new());
         let news = watch::Sender::new(MemberNews::Members(Arc::new(nobody)));
-        Shards { store, name, address, time_to_live, news, registration: RwLock::new(None) }
+        Shards { store, identity, name, address, time_to_live, news, registration: RwLock::new(None) }
     }
 
     /// This member's name.
@@ -250,6 +260,11 @@ impl Shards {
             match self.put_under(&lease).await? {
                 Joined::At(revision) => return Ok((lease, revision)),
                 Joined::NameTaken => drop(lease),
+                Joined::OtherStore => {
+                    drop(lease);
+                    sleep(former).await;
+                    continue;
+                }
                 Joined::Full => {
                     drop(lease);
                     tracing::error!(
@@ -285,12 +300,14 @@ impl Shards {
         let stored = Stored { address: self.address.clone() };
         let value = serde_json::to_vec(&stored).expect("a record of a string is always JSON");
         let transaction = Transaction {
-            conditions: vec![Condition::Absent { key: key.clone() }],
+            // Epochs of maps begin anew in another store: in it, those of this member would be taken for others.
+            conditions: vec![self.identity.unchanged(), Condition::Absent { key: key.clone() }],
             writes: vec![Write::Put { key, value, lease: Some(lease.id()) }],
         };
         Ok(match self.store.transact(transaction).await? {
             Outcome::Committed(revision) => Joined::At(revision),
-            Outcome::Conflict => Joined::NameTaken,
+            Outcome::Conflict if self.identity.is_of(self.store.as_ref()).await? => Joined::NameTaken,
+            Outcome::Conflict => Joined::OtherStore,
         })
     }
 

@@ -53,6 +53,8 @@ pub(crate) struct Books {
     bound: BTreeSet<(TenantId, usize)>,
     /// Nodes that would count, if there were room for them.
     waiting: BTreeSet<(TenantId, usize)>,
+    /// The registration under which a node was given up last: orders to it, or to one before, that come late bind nobody.
+    given_up: BTreeMap<(TenantId, usize), Epoch>,
 }
 
 impl Books {
@@ -139,6 +141,7 @@ impl World {
     pub(crate) fn nobody_is_bound(&mut self) {
         self.books.bound.clear();
         self.books.waiting.clear();
+        self.books.given_up.clear();
         self.note_budgets();
     }
 
@@ -147,14 +150,15 @@ impl World {
         let now = self.time(Host::Member(member));
         let running = self.member(member);
         for node in running.given_up(now) {
-            let Some(host) = self.members[member].as_ref().and_then(|running| running.host_of(node)) else {
-                continue;
-            };
+            let running = self.members[member].as_ref().expect("it runs");
+            let (Some(host), Some(epoch)) = (running.host_of(node), running.epoch_of(node)) else { continue };
             for tenant in 0..self.setup.tenants {
                 let tenant = TenantId(tenant);
                 let running = self.members[member].as_ref().expect("it runs");
                 if running.has_slot_of(&tenant_name(tenant)) {
                     self.books.give_up((tenant, host));
+                    let fenced = self.books.given_up.entry((tenant, host)).or_insert(epoch);
+                    *fenced = epoch.max(*fenced);
                 }
             }
         }
@@ -168,7 +172,8 @@ impl World {
         before: Option<Grant>,
     ) {
         let after = limits(&self.grant_of(node, tenant).expect("it was just granted"));
-        if after == Amounts::UNLIMITED || !self.is_of_the_store(epoch) {
+        let is_late = self.books.given_up.get(&(tenant, node)).is_some_and(|fenced| epoch <= *fenced);
+        if after == Amounts::UNLIMITED || is_late || !self.is_of_the_store(epoch) {
             return self.books.give_up((tenant, node));
         }
         let Some(allowed) = self.books.allowed(tenant, self.now) else { return };

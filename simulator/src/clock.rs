@@ -60,6 +60,11 @@ impl Clock {
         Tick(self.since.0 + (ahead.saturating_mul(SECOND)).div_ceil(self.pace))
     }
 
+    /// Microseconds of the world in which it goes on by so many of its own.
+    pub(crate) fn takes(&self, micros: u64) -> u64 {
+        micros * SECOND / self.pace
+    }
+
     /// A process goes on at `now` that was stopped at `stopped`.
     pub(crate) fn wake(&mut self, stopped: Tick, now: Tick, how: Stopped) {
         let shown = match how {
@@ -83,6 +88,10 @@ mod tests {
             let shown = Tick(clock.shown.0 + rng.next() % (100 * SECOND));
             let due = clock.when(shown);
             assert!(clock.at(due) >= shown && clock.at(due).0 - shown.0 <= 1, "{clock:?} {shown:?}");
+            assert!(
+                clock.takes(shown.0 - clock.shown.0).abs_diff(due.0 - clock.since.0) <= 1,
+                "{clock:?} {shown:?}"
+            );
             assert!(due == clock.since || clock.at(Tick(due.0 - 1)) < shown, "{clock:?} {shown:?}");
         }
     }

@@ -84,6 +84,7 @@ enum Purpose {
     FollowWatch,
     Grant,
     Put(LeaseId),
+    PutRefused(LeaseId),
     KeepAlive(LeaseId),
     Revoke,
     IdentityRange,
@@ -278,7 +279,7 @@ impl World {
                 self.member_later(member, STORE_RETRY_AFTER, MemberStep::Identity);
             }
             Purpose::Grant => self.join_later(member, STORE_RETRY_AFTER),
-            Purpose::Put(lease) => {
+            Purpose::Put(lease) | Purpose::PutRefused(lease) => {
                 self.give_back(member, lease);
                 self.join_later(member, STORE_RETRY_AFTER);
             }
@@ -367,6 +368,7 @@ impl World {
             (Purpose::FollowWatch, Told::Compacted) => self.follow_again(member),
             (Purpose::Grant, Told::Granted(id)) => self.granted_lease(member, id, asked),
             (Purpose::Put(id), Told::Transacted(result)) => self.put(member, id, result),
+            (Purpose::PutRefused(id), Told::Entries(entries)) => self.put_refused(member, id, &entries[0]),
             (Purpose::KeepAlive(id), Told::Kept { lives }) => self.kept_alive(member, id, asked, lives),
             (Purpose::Revoke, Told::Revoked) => {}
             (Purpose::IdentityRange, Told::Range { revision, entries }) => {

@@ -46,9 +46,9 @@ pub(crate) struct Placed {
     /// The newest mode that it was told: of which store, and its revision.
     told: (u64, u64),
     inactive: bool,
-    /// Whom members mean by the number of a node that blocks move to. The node itself may know it by a store that was
-    /// replaced, and then offers to another.
-    moves_to: BTreeMap<NodeId, usize>,
+    /// Whom members mean by the number of a node that blocks move to. Where the store was replaced, one member may mean
+    /// another than the next, and the node itself a third, to whom it offers.
+    moves_to: BTreeMap<NodeId, BTreeSet<usize>>,
     /// Slot bytes that others have taken, since then.
     given: u64,
     since: Option<Tick>,
@@ -144,7 +144,7 @@ impl World {
             && let (Some(holder), Some(host)) = (running.host_of(question.holder), running.host_of(to))
             && let Some(process) = self.nodes[holder].process.as_mut()
         {
-            process.placed.moves_to.insert(to, host);
+            process.placed.moves_to.entry(to).or_default().insert(host);
         }
     }
 
@@ -185,9 +185,9 @@ impl World {
         self.apply(node, event);
         self.process(node).placed.may_drop = 0;
         let dropped: Vec<BlockKey> = before.difference(&self.nodes[node].promised).copied().collect();
-        if let Some(host) = self.process(node).placed.moves_to.get(&to).copied() {
-            let lost = dropped.iter().find(|key| !self.was_durable(host, key));
-            assert!(lost.is_none(), "node {node} drops {lost:?}, which node {host} has not");
+        if let Some(hosts) = self.process(node).placed.moves_to.get(&to).cloned() {
+            let lost = dropped.iter().find(|key| !hosts.iter().any(|host| self.was_durable(*host, key)));
+            assert!(lost.is_none(), "node {node} drops {lost:?}, which none of {hosts:?} has");
         }
         if !dropped.is_empty() {
             self.count("moves with a drop");

@@ -147,7 +147,7 @@ impl World {
 
     /// A process's clock has jumped: its timers are due sooner.
     fn hasten(&mut self, host: Host, micros: u64) {
-        let now = self.now;
+        let (now, micros) = (self.now, self.place(host).clock.takes(micros));
         self.queue.advance(|at, action| {
             let of_host = match action {
                 Action::Local { node, .. } => host == Host::Node(*node),

@@ -15,9 +15,14 @@ struct Running {
 }
 
 impl Running {
-    fn start(store: &Arc<MemoryStore>, text: &str) -> Running {
+    async fn start(store: &Arc<MemoryStore>, text: &str) -> Running {
+        let identity = Identity::of(store.as_ref()).await.expect("it has one");
+        Running::with(store, identity, text)
+    }
+
+    fn with(store: &Arc<MemoryStore>, identity: Identity, text: &str) -> Running {
         let life = TimeToLive::new(LIFE).expect("within the limits");
-        let shards = Arc::new(Shards::new(store.clone(), name(text), format!("{text}:1"), life));
+        let shards = Arc::new(Shards::new((store.clone(), identity), name(text), format!("{text}:1"), life));
         let stop = watch::Sender::new(false);
         let (holding, following, stopped) = (shards.clone(), shards.clone(), stop.subscribe());
         let hold = tokio::spawn(async move { holding.hold(stopped).await });
@@ -55,12 +60,12 @@ fn name(text: &str) -> MemberName {
 #[tokio::test(start_paused = true)]
 async fn members_agree_about_every_slot_at_an_epoch() {
     let store = Arc::new(MemoryStore::new());
-    let (a, b) = (Running::start(&store, "a"), Running::start(&store, "b"));
+    let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     let (of_a, of_b) = (a.sees(&["a", "b"]).await, b.sees(&["a", "b"]).await);
     assert_eq!(of_a, of_b);
     assert_eq!(of_a.find(&name("b")).expect("a member").address, "b:1");
     assert!(a.shards.is_registered() && b.shards.is_registered());
-    let c = Running::start(&store, "c");
+    let c = Running::start(&store, "c").await;
     let three = a.sees(&["a", "b", "c"]).await;
     assert!(three.map.epoch() > of_a.map.epoch());
     assert_eq!(c.sees(&["a", "b", "c"]).await, three);
@@ -72,7 +77,7 @@ async fn members_agree_about_every_slot_at_an_epoch() {
 #[tokio::test(start_paused = true)]
 async fn a_member_that_stops_is_gone_at_once() {
     let store = Arc::new(MemoryStore::new());
-    let (a, b) = (Running::start(&store, "a"), Running::start(&store, "b"));
+    let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     a.sees(&["a", "b"]).await;
     let began = Instant::now();
     b.stop().await;
@@ -84,7 +89,7 @@ async fn a_member_that_stops_is_gone_at_once() {
 #[tokio::test(start_paused = true)]
 async fn a_member_whose_lease_is_gone_is_no_member_until_it_registers_again_as_another_incarnation() {
     let store = Arc::new(MemoryStore::new());
-    let (a, b) = (Running::start(&store, "a"), Running::start(&store, "b"));
+    let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     let before = a.sees(&["a", "b"]).await.find(&name("b")).expect("a member").incarnation;
     let entry = store.get(b"members/b").await.expect("readable").expect("there");
     let mut news = a.shards.watch();
@@ -101,9 +106,9 @@ async fn a_member_whose_lease_is_gone_is_no_member_until_it_registers_again_as_a
 #[tokio::test(start_paused = true)]
 async fn a_name_that_is_taken_is_waited_for_and_had_when_it_is_free() {
     let store = Arc::new(MemoryStore::new());
-    let first = Running::start(&store, "a");
+    let first = Running::start(&store, "a").await;
     first.sees(&["a"]).await;
-    let second = Running::start(&store, "a");
+    let second = Running::start(&store, "a").await;
     sleep(LIFE * 5).await;
     assert!(first.shards.is_registered() && !second.shards.is_registered(), "nobody is driven out");
     first.stop().await;
@@ -120,7 +125,7 @@ async fn a_name_that_is_taken_is_waited_for_and_had_when_it_is_free() {
 #[tokio::test(start_paused = true)]
 async fn a_member_that_dies_is_gone_within_its_time_to_live() {
     let store = Arc::new(MemoryStore::new());
-    let a = Running::start(&store, "a");
+    let a = Running::start(&store, "a").await;
     // What a process that was killed leaves behind.
     let lease = store.grant(TimeToLive::new(LIFE).expect("within the limits")).await.expect("granted");
     let put = Write::Put {
@@ -143,7 +148,7 @@ async fn what_is_no_record_of_a_member_is_none() {
         let write = Write::Put { key: key.to_vec(), value: value.to_vec(), lease: None };
         store.transact(Transaction { conditions: Vec::new(), writes: vec![write] }).await.expect("valid");
     }
-    let a = Running::start(&store, "a");
+    let a = Running::start(&store, "a").await;
     a.sees(&["a"]).await;
     a.stop().await;
 }
@@ -166,7 +171,7 @@ async fn remove(store: &MemoryStore, key: &str) {
 async fn a_member_that_comes_too_many_waits_until_another_is_gone() {
     let store = Arc::new(MemoryStore::new());
     fill(&store, 0..MEMBERS_MAX).await;
-    let late = Running::start(&store, "late");
+    let late = Running::start(&store, "late").await;
     sleep(LIFE * 5).await;
     assert!(!late.shards.is_registered());
     assert_eq!(late.shards.view().expect("it follows").members.len(), MEMBERS_MAX);
@@ -185,12 +190,29 @@ async fn a_member_that_comes_too_many_waits_until_another_is_gone() {
 async fn of_members_that_are_too_many_all_leave_out_the_same_ones_whenever_they_began_to_follow() {
     let store = Arc::new(MemoryStore::new());
     fill(&store, 0..MEMBERS_MAX + 2).await;
-    let early = Running::start(&store, "early");
+    let early = Running::start(&store, "early").await;
     sleep(LIFE).await;
     remove(&store, "members/m0000").await;
-    let late = Running::start(&store, "late");
+    let late = Running::start(&store, "late").await;
     sleep(LIFE).await;
     let views = [early, late].map(|running| running.shards.view().expect("it follows"));
     assert_eq!(views[0].map.members(), views[1].map.members());
     assert_eq!(views[0].members.last().map(|last| last.name.as_str()), Some("m1024"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_that_has_started_with_another_store_does_not_register() {
+    let store = Arc::new(MemoryStore::new());
+    let former = Identity::of(store.as_ref()).await.expect("it has one");
+    let all = store.range(b"", 10).await.expect("answered");
+    let writes = all.entries.into_iter().map(|entry| Write::Delete { key: entry.key }).collect();
+    store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("emptied");
+    let new = Running::start(&store, "new").await;
+    new.sees(&["new"]).await;
+    let old = Running::with(&store, former, "old");
+    sleep(LIFE * 5).await;
+    assert!(!old.shards.is_registered());
+    new.sees(&["new"]).await;
+    old.stop().await;
+    new.stop().await;
 }

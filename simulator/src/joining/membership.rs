@@ -106,7 +106,9 @@ impl World {
         let name = self.member(member).name;
         self.member(member).lease = Some(HeldLease::granted(id, TIME_TO_LIVE, counted_from));
         let write = Write { key: Key::Member(name), value: Value::Nothing, lease: Some(id) };
-        let (conditions, writes) = (vec![Condition::Absent(Key::Member(name))], vec![write]);
+        let identity = self.identity(member);
+        let same_store = Condition::Modified(Key::IdentityOf(identity.number), identity.revision);
+        let (conditions, writes) = (vec![same_store, Condition::Absent(Key::Member(name))], vec![write]);
         self.ask_store(member, Purpose::Put(id), Question::Transact { conditions, writes });
         self.look_at_lease(member, id);
     }
@@ -125,15 +127,26 @@ impl World {
                 }
             }
             Err(Refused::Conflict) => {
-                self.give_back(member, id);
-                self.count("member names taken");
-                let running = self.member(member);
-                let free = !running.view.members.contains_key(&running.name);
-                running.joining.waits = !free;
-                self.join_later(member, if free { Duration::ZERO } else { TIME_TO_LIVE * FORMER_LIVES });
+                let key = Key::IdentityOf(self.identity(member).number);
+                self.ask_store(member, Purpose::PutRefused(id), Question::Get(vec![key]));
             }
             Err(Refused::LeaseGone) => self.store_failed(member, &Purpose::Put(id)),
         }
+    }
+
+    /// The entry was refused: because the name is taken, or because the store is another.
+    pub(super) fn put_refused(&mut self, member: usize, id: LeaseId, identity: &Option<Entry>) {
+        self.give_back(member, id);
+        let revision = identity.as_ref().map(|entry| entry.modified);
+        if revision != Some(self.identity(member).revision) {
+            self.count("members of a store that was replaced");
+            return self.join_later(member, TIME_TO_LIVE * FORMER_LIVES);
+        }
+        self.count("member names taken");
+        let running = self.member(member);
+        let free = !running.view.members.contains_key(&running.name);
+        running.joining.waits = !free;
+        self.join_later(member, if free { Duration::ZERO } else { TIME_TO_LIVE * FORMER_LIVES });
     }
 
     /// A lease that is dropped is revoked.

@@ -8,7 +8,7 @@ use reprise_agent_core::effect::PlaceReason;
 use reprise_agent_core::event::{Move, Placement};
 use reprise_controlplane_core::{SetMode, choosing};
 use reprise_policy::placement::{Holding, Placed, Placement as Choice, PlacementNode, PlacementReason};
-use reprise_policy::{NodeId, Tick, Tier};
+use reprise_policy::{Epoch, NodeId, Tick, Tier};
 
 use super::{Member, member_name};
 use crate::messages::{Direction, PlaceAnswer, PlaceQuestion};
@@ -102,6 +102,11 @@ impl Member {
     /// The machine of a node that has a record.
     pub(crate) fn host_of(&self, node: NodeId) -> Option<usize> {
         self.hosts.get(&node).copied()
+    }
+
+    /// The newest registration of a node that this member knows of.
+    pub(crate) fn epoch_of(&self, node: NodeId) -> Option<Epoch> {
+        self.members.get(node).map(|(record, _)| record.epoch)
     }
 
     /// Whether a machine's agent has a record.
