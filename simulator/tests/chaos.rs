@@ -102,8 +102,9 @@ fn whatever_breaks_no_invariant_does() {
 /// Found by them: a member that had heard of a new map answered by it with the slots of the one before; a draining node gave away
 /// a damaged copy in DRAM again and again, and never became drained; a node took offered blocks for which its tenant was owed memory
 /// that others had for good; what a tenant had wanted far beyond its budget kept the budget from being shared out for long; a
-/// new ledger gave a node that held more than its limit what another was still to give up.
-const FOUND: [u64; 7] = [101, 448, 366, 389, 1144, 2010, 14435];
+/// new ledger gave a node that held more than its limit what another was still to give up; members of a store that was replaced
+/// registered in the new one, whose maps begin with the same epochs.
+const FOUND: [u64; 8] = [101, 448, 366, 389, 1144, 2010, 14435, 23628];
 
 #[test]
 fn seeds_that_have_found_something_find_nothing_any_more() {
@@ -141,18 +142,18 @@ fn flaws_that_are_put_in_on_purpose_are_found() {
         (Variant::LocalNeedsControlPlane, 0..100, "blocks are on the node"),
         (Variant::PeersUnchecked, 180..280, "a peer sent"),
         (Variant::TenantsTogether, 0..100, "of another tenant"),
-        (Variant::GrantsInOrderOfArrival, 0..100, "over its limit"),
+        (Variant::GrantsInOrderOfArrival, 1..101, "over its limit"),
         (Variant::DramCountsAsDurable, 0..100, "that it is durable where it is not"),
         (Variant::ModesUnfollowed, 0..100, "places blocks on node"),
-        (Variant::CordonsUnheard, 0..100, "nothing is left to wait for"),
+        (Variant::CordonsUnheard, 0..100, "and is not active"),
         (Variant::DrainsUnheard, 0..100, "does not drain"),
         (Variant::OffersWithoutEnd, 100..200, "an offer is not over in time"),
         (Variant::OffersOfOneTenant, 25..125, "blocks are on the node"),
         (Variant::TakenPushesOut, 0..100, "only what was offered to it needs room"),
         (Variant::MovesWithoutEnd, 0..100, "nothing is left to wait for"),
-        (Variant::ElsewhereHeard, 50..150, "nodes may hold"),
+        (Variant::ElsewhereHeard, 20..120, "has no order for"),
         (Variant::NewLedgerDeaf, 0..100, "then nodes may hold"),
-        (Variant::DeadNodesFreed, 10..110, "then nodes may hold"),
+        (Variant::DeadNodesFreed, 60..160, "then nodes may hold"),
     ];
     for (flaw, seeds, words) in flaws {
         let found = finds(flaw, seeds);
