@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import VOCABULARY, model
+from engine_model import VOCABULARY, model
 
 ANSWER_TOKENS = 4
 """Generated for each prompt: the first one is timed, all are compared."""

@@ -107,7 +107,7 @@ impl Environments {
     /// Folders of modules of an engine.
     pub(super) fn modules(&self) -> Vec<PathBuf> {
         // The tests' folder has the module that writes models.
-        vec![self.package.clone(), self.sources.0.join("tests/vllm")]
+        vec![self.package.clone(), self.sources.0.join("tests")]
     }
 }
 
