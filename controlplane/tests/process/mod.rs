@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -26,10 +26,16 @@ impl Process {
     }
 
     pub(crate) fn start_command(mut command: Command) -> Process {
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("spawned");
+        let mut log = tempfile::tempfile().expect("a file");
+        let errors = log.try_clone().expect("a descriptor");
+        let mut child = command.stdout(Stdio::piped()).stderr(errors).spawn().expect("spawned");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-        let ready: serde_json::Value = serde_json::from_str(&line).expect("the ready line is JSON");
+        let ready: serde_json::Value = serde_json::from_str(&line).unwrap_or_else(|_| {
+            let mut words = String::new();
+            log.rewind().and_then(|()| log.read_to_string(&mut words)).expect("the log reads");
+            panic!("{line:?} is no ready line; the process has said: {words}")
+        });
         assert_eq!(ready["ready"], true, "{line}");
         assert!(ready["admin"].as_str().is_some_and(|address| address.starts_with("127.0.0.1:")), "{line}");
         let grpc = ready["grpc"].as_str().expect("an address").to_owned();
