@@ -130,7 +130,7 @@ struct Share {
     version: u64,
     /// The newest order, if there was one.
     granted: Option<Amounts>,
-    /// The limit of an order that the node follows and that is none of this ledger's.
+    /// The limit of the order that the node follows, whoever's it is; counts as long as it has none of this ledger's.
     follows: Option<Amounts>,
     /// Whether the node has said that it knows the newest order.
     known: bool,
