@@ -219,9 +219,9 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     for engine in &mut engines {
         engine.settle()?;
     }
-    let complete = await_complete(&cluster.file())?;
+    let complete = await_complete(&cluster.file(), &mut engines)?;
     audience.say(format!(
-        "The directory is complete: {} blocks in DRAM and {} on NVMe, as many as the agents hold.",
+        "The directory is complete: {} blocks in DRAM and {} on NVMe, key by key those that the agents hold.",
         complete.directory_dram, complete.directory_nvme
     ));
 
@@ -258,7 +258,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     demand_tiers(args.sizes(&chosen), &unused, audience)?;
     audience.say(format!("Every byte was right: {mismatches} mismatches."));
     if args.hold {
-        hold(audience)?;
+        hold(&cluster, audience)?;
     }
     Ok(())
 }
@@ -354,10 +354,13 @@ fn evictions_of(agent: &AgentAddresses) -> anyhow::Result<Evictions> {
     Ok(Evictions { dram: counter("dram_evictions")?, nvme: counter("nvme_evictions")? })
 }
 
-/// Waits for Ctrl-C.
-fn hold(audience: Audience) -> anyhow::Result<()> {
+/// Says how to reach the cluster, and waits for Ctrl-C.
+fn hold(cluster: &Cluster, audience: Audience) -> anyhow::Result<()> {
     let (sender, interrupted) = std::sync::mpsc::sync_channel(1);
     interrupt::tells(sender);
+    for agent in cluster.file().agents {
+        audience.say(format!("Engines reach {} at {}.", agent.node, agent.socket.display()));
+    }
     audience.say("The cluster keeps running; try `reprise status` and `reprise replay`. Ctrl-C ends it.");
     interrupted.recv().context("waiting for Ctrl-C")
 }

@@ -2,13 +2,15 @@
 //!
 //! `reprise engine` is what the demo and the replay start, one a node; [`EngineProcess`] is their side.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, bail};
+use reprise_policy::BlockKey;
 use serde::{Deserialize, Serialize};
 
-use crate::engine::{DurableCheck, Engine, EngineSettings, RequestOutcome};
+use crate::engine::{DurableCheck, Engine, EngineSettings, HitCounts, RequestOutcome};
 use crate::model::hex;
 
 /// A command to an engine process.
@@ -23,6 +25,8 @@ enum EngineCommand {
     CheckDurable,
     /// Open a new session: the agent was restarted.
     Reconnect,
+    /// Say which of these blocks the node has, and where.
+    Own { keys: Vec<[u8; BlockKey::SIZE]> },
 }
 
 /// An engine process's answer.
@@ -35,6 +39,8 @@ enum EngineAnswer {
     Settled { durable: u64 },
     /// To `check_durable`.
     Checked { check: DurableCheck },
+    /// To `own`.
+    Owned { counts: HitCounts },
     /// Connected, at the start and after `reconnect`.
     Connected,
     /// The command failed.
@@ -106,6 +112,14 @@ impl EngineProcess {
         }
     }
 
+    /// Where the node has these blocks; those that it has not are not counted.
+    pub(crate) fn own(&mut self, keys: &BTreeSet<BlockKey>) -> anyhow::Result<HitCounts> {
+        match self.call(&EngineCommand::Own { keys: keys.iter().map(|key| key.0).collect() })? {
+            EngineAnswer::Owned { counts } => Ok(counts),
+            other => Err(unexpected(other)),
+        }
+    }
+
     fn call(&mut self, command: &EngineCommand) -> anyhow::Result<EngineAnswer> {
         let mut line = serde_json::to_string(command).context("encoding an engine command")?;
         line.push('\n');
@@ -155,6 +169,10 @@ fn execute(engine: &mut Engine, command: EngineCommand) -> anyhow::Result<Engine
         EngineCommand::Reconnect => {
             engine.reconnect()?;
             EngineAnswer::Connected
+        }
+        EngineCommand::Own { keys } => {
+            let keys: Vec<BlockKey> = keys.into_iter().map(BlockKey).collect();
+            EngineAnswer::Owned { counts: engine.own(&keys)? }
         }
     })
 }

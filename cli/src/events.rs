@@ -2,12 +2,14 @@
 //!
 //! One stream for each member, found by `ListMembers` and, when it goes on, by `WatchMembers`. A stream that breaks is
 //! opened again at the position of the last line, so that nothing is missed; when the member cannot go on from there, it
-//! says so with a `snapshot` line, and all that it holds follows.
+//! says so with a `snapshot` line, and all that it holds follows. A member that is listed no more is `gone`, after all that it has
+//! said: its slots are others' now, which say what is in them. When it comes back it begins with a snapshot.
 //!
 //! Lines are printed by a task of their own behind a bounded queue: a reader that stops reading stops the streams, never this
 //! process's signals.
 
 mod line;
+mod snapshot;
 mod stream;
 
 use std::collections::BTreeMap;
@@ -20,13 +22,14 @@ use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{ListMembersRequest, MemberInfo, MemberList, WatchMembersRequest};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::cluster::ClusterFile;
 use crate::config::Config;
 use crate::output::Audience;
 use line::{Line, MemberPosition};
+pub(crate) use snapshot::{Replicas, snapshot};
 use stream::{Extent, MemberStream, Positions};
 
 /// Messages of lines that wait to be printed: 1,024 lines each.
@@ -36,6 +39,8 @@ const CONNECTED_WITHIN: Duration = Duration::from_secs(5);
 /// A member whose machine is gone without a word is noticed within both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
+/// Bound on all that one member holds, when that is wanted at once: ten million replicas take seconds.
+const CURRENT_WITHIN: Duration = Duration::from_secs(60);
 /// Pause before something that failed is tried again.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 
@@ -58,11 +63,17 @@ pub(crate) struct EventsArgs {
 
 /// The streams that are open, by the name of their member.
 struct Streams {
-    tasks: JoinSet<anyhow::Result<()>>,
-    members: BTreeMap<String, (String, AbortHandle)>,
+    members: BTreeMap<String, Open>,
     positions: Positions,
     lines: mpsc::Sender<Vec<Line>>,
     extent: Extent,
+}
+
+/// A stream.
+struct Open {
+    /// Of its member.
+    address: String,
+    task: JoinHandle<anyhow::Result<()>>,
 }
 
 /// `reprise events`.
@@ -107,45 +118,55 @@ async fn tell(args: &EventsArgs, addresses: &[String], lines: mpsc::Sender<Vec<L
     let (address, list) = first_list(addresses).await?;
     let address = address.as_str();
     let mut streams = Streams {
-        tasks: JoinSet::new(),
         members: BTreeMap::new(),
         positions: Positions::new(&args.from),
         lines,
         extent: if args.follow { Extent::ForEver } else { Extent::UntilCurrent },
     };
-    streams.set(&members(list, address));
+    streams.set(&members(list, address)).await?;
     if args.follow {
         return streams.follow(address).await;
     }
-    while let Some(ended) = streams.tasks.join_next().await {
-        ended??;
+    for open in std::mem::take(&mut streams.members).into_values() {
+        open.task.await??;
     }
     Ok(())
 }
 
 impl Streams {
     /// One stream for each of these members: those that are new, or elsewhere, are opened, those of others closed.
-    fn set(&mut self, members: &[MemberInfo]) {
-        self.members.retain(|name, (address, task)| {
-            let stays = members.iter().any(|member| member.name == *name && member.address == *address);
-            if !stays {
-                task.abort();
+    async fn set(&mut self, members: &[MemberInfo]) -> anyhow::Result<()> {
+        let is_listed = |name: &str, open: &Open| {
+            members.iter().any(|member| member.name == name && member.address == open.address)
+        };
+        let closed: Vec<String> = self
+            .members
+            .iter()
+            .filter(|(name, open)| !is_listed(name, open))
+            .map(|(name, _)| name.clone())
+            .collect();
+        for name in closed {
+            let Some(open) = self.members.remove(&name) else { continue };
+            open.end().await;
+            if !members.iter().any(|member| member.name == name) {
+                self.positions.forget(&name);
+                self.lines.send(vec![Line::gone(name)]).await.context("nobody reads the lines any more")?;
             }
-            stays
-        });
+        }
         for member in members {
             if !self.members.contains_key(&member.name) {
                 let stream = MemberStream::new(member, self.positions.clone(), self.lines.clone());
-                let task = self.tasks.spawn(stream.run(self.extent));
-                self.members.insert(member.name.clone(), (member.address.clone(), task));
+                let task = tokio::spawn(stream.run(self.extent));
+                self.members.insert(member.name.clone(), Open { address: member.address.clone(), task });
             }
         }
+        Ok(())
     }
 
     /// Follows the members for ever, whichever of them says who they are.
     async fn follow(&mut self, address: &str) -> anyhow::Result<()> {
         loop {
-            let known = self.members.values().map(|(address, _)| address.clone());
+            let known = self.members.values().map(|open| open.address.clone());
             let addresses: Vec<String> = std::iter::once(address.to_owned()).chain(known).collect();
             for of in addresses {
                 if let Err(error) = self.follow_members(&of).await {
@@ -169,10 +190,19 @@ impl Streams {
         while let Some(list) = lists.message().await? {
             // A member that has just started, or lost its store, knows nobody yet.
             if !list.members.is_empty() {
-                self.set(&members(list, address));
+                self.set(&members(list, address)).await?;
             }
         }
         Ok(())
+    }
+}
+
+impl Open {
+    /// Returns when no more lines come of it.
+    async fn end(self) {
+        self.task.abort();
+        // It was cancelled, or had ended by itself and said why.
+        drop(self.task.await);
     }
 }
 
@@ -222,7 +252,34 @@ fn members(list: MemberList, asked: &str) -> Vec<MemberInfo> {
 
 #[cfg(test)]
 mod tests {
+    use reprise_proto::controlplane::Position;
+
     use super::*;
+
+    #[tokio::test]
+    async fn a_member_that_is_listed_no_more_is_gone_and_one_that_has_moved_is_not() {
+        // Nobody is there: the streams try on and say nothing.
+        let member = |name: &str, port: u16| MemberInfo {
+            name: name.to_owned(),
+            address: format!("127.0.0.1:{port}"),
+            incarnation: 1,
+        };
+        let (lines, mut printed) = mpsc::channel(MESSAGES_MAX);
+        let position = |member: &str| MemberPosition {
+            member: member.to_owned(),
+            position: Position { log: 1, next: 2 },
+        };
+        let positions = Positions::new(&["a", "b", "c"].map(position));
+        let mut streams = Streams { members: BTreeMap::new(), positions, lines, extent: Extent::ForEver };
+        streams.set(&[member("a", 1), member("b", 1), member("c", 1)]).await.expect("read");
+        streams.set(&[member("a", 1), member("c", 2)]).await.expect("read");
+        assert_eq!(printed.try_recv().expect("a line"), [Line::gone("b".to_owned())]);
+        assert!(printed.try_recv().is_err(), "nothing else");
+        assert_eq!(streams.members.keys().collect::<Vec<_>>(), ["a", "c"]);
+        let known = ["a", "b", "c"].map(|name| streams.positions.get(name).is_some());
+        assert_eq!(known, [true, false, true], "who is gone begins with a snapshot when it comes back");
+        streams.set(&[]).await.expect("read");
+    }
 
     #[test]
     fn the_member_that_was_asked_is_followed_where_it_answered() {

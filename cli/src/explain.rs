@@ -1,14 +1,18 @@
-//! `reprise explain`: where a block is, who knows it, and what a load of it would do on each node.
+//! `reprise explain`: where a block is, why, who knows it, and what a load of it would do on each node.
 //!
 //! A block is named by its key, or by a line of a trace, whose prompt is a chain of blocks. The question goes the way of an
-//! agent's look-up: the key's hash slot, the member that owns it by the map, its answer.
+//! agent's look-up: the key's hash slot, the member that owns it by the map, its answer. Why a replica is where it is, its node
+//! is asked.
 
-use std::collections::BTreeMap;
+mod why;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
+use reprise_controlplane_core::directory::REPLICAS_PER_KEY_MAX;
 use reprise_policy::routing::{Arrival, Domain, LoadHint, Peer};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, TenantName, Tier};
@@ -22,6 +26,7 @@ use crate::model::{self, SCALE_DEFAULT, hex};
 use crate::output::{Audience, Table};
 use crate::trace::Trace;
 use crate::{engine, status};
+use why::Whys;
 
 /// Bound on one member's answer.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
@@ -72,7 +77,7 @@ struct Explained {
     slot: u16,
     /// The member that owns the slot by the map; none when there are no members.
     member: Option<String>,
-    /// Why the member's answer is not the whole truth, if it is not.
+    /// Why this is not the whole truth, if it is not.
     doubt: Option<String>,
     replicas: Vec<Held>,
     /// Node name → where a load there would get the block from.
@@ -84,6 +89,9 @@ struct Explained {
 struct Held {
     node: String,
     tier: &'static str,
+    /// Why it is there; absent when the node does not say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    why: Option<&'static str>,
 }
 
 /// What a member knows of a key.
@@ -91,17 +99,28 @@ struct Held {
 struct Known {
     /// Node number and tier.
     replicas: Vec<(u32, Tier)>,
-    doubt: Option<String>,
+    /// Why that is not the whole truth.
+    doubts: Vec<String>,
+}
+
+impl Known {
+    /// Whether there may be more replicas: a member names some of a block that many nodes have.
+    fn may_lack_some(&self) -> bool {
+        self.replicas.len() >= REPLICAS_PER_KEY_MAX
+    }
+
+    /// Who has the block.
+    fn nodes(&self) -> BTreeSet<u32> {
+        self.replicas.iter().map(|(node, _)| *node).collect()
+    }
 }
 
 impl FromStr for Subject {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Subject, String> {
-        let digits = text.len() == 2 * BlockKey::SIZE && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if digits {
-            let byte = |at: usize| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("two digits");
-            return Ok(Subject::Key(BlockKey(std::array::from_fn(byte))));
+        if let Some(key) = BlockKey::from_hex(text) {
+            return Ok(Subject::Key(key));
         }
         match text.parse() {
             Ok(line) if line > 0 => Ok(Subject::TraceLine(line)),
@@ -119,7 +138,10 @@ pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -
     let explained = runtime.block_on(async {
         let (address, members, nodes) = status::members_and_nodes(&addresses).await?;
         explain(&keys, &address, &members, &nodes).await
-    })?;
+    });
+    // The question to a node that says nothing may have a thread for a while.
+    runtime.shutdown_background();
+    let explained = explained?;
     for block in &explained {
         audience.emit(block);
     }
@@ -159,17 +181,19 @@ async fn explain(
             known[*place] = known_there;
         }
     }
-    let blocks = keys.iter().zip(known).enumerate().map(|(block, (key, known))| Explained {
+    let replicas = keys
+        .iter()
+        .zip(&known)
+        .flat_map(|(key, known)| known.nodes().into_iter().map(move |node| (node, *key)));
+    let whys = why::ask(nodes, replicas, why::ANSWERED_WITHIN).await;
+    let blocks = keys.iter().zip(&known).enumerate().map(|(block, (key, known))| Explained {
         block,
         key: hex(&key.0),
         slot: key.hash_slot(),
         member: map.owner_of(key).map(|owner| map.members()[usize::from(owner.0)].to_string()),
-        doubt: known.doubt,
-        replicas: known.replicas.iter().map(|replica| held(*replica, nodes)).collect(),
-        loads: nodes
-            .iter()
-            .map(|node| (node.name.clone(), load_on(node, key, &known.replicas, nodes)))
-            .collect(),
+        doubt: doubt(key, known, &whys, nodes),
+        replicas: known.replicas.iter().map(|replica| held(key, *replica, &whys, nodes)).collect(),
+        loads: nodes.iter().map(|node| (node.name.clone(), load_on(node, key, known, nodes))).collect(),
     });
     Ok(blocks.collect())
 }
@@ -182,8 +206,8 @@ async fn ask(address: &str, keys: &[BlockKey]) -> Vec<Known> {
     let asked = tokio::time::timeout(ANSWERED_WITHIN, ask_for(address, keys)).await;
     let late = |_| Err(anyhow::anyhow!("no answer within {ANSWERED_WITHIN:?}"));
     asked.unwrap_or_else(late).unwrap_or_else(|error| {
-        let doubt = Some(format!("its member does not answer: {error:#}"));
-        vec![Known { replicas: Vec::new(), doubt }; keys.len()]
+        let doubts = vec![format!("its member does not answer: {error:#}")];
+        vec![Known { replicas: Vec::new(), doubts }; keys.len()]
     })
 }
 
@@ -205,18 +229,32 @@ fn of_reply(reply: &LookupReply) -> anyhow::Result<Known> {
     let replica = |[low, high, tier, _]: &[u8; REPLICA_BYTES]| {
         Some((u32::from(u16::from_le_bytes([*low, *high])), Tier::from_wire(*tier)?))
     };
-    let doubt = if !reply.elsewhere.is_empty() {
-        Some("its member does not own the slot at this moment: the map is changing".to_owned())
+    let mut known = Known { replicas: packed.iter().filter_map(replica).collect(), doubts: Vec::new() };
+    if !reply.elsewhere.is_empty() {
+        known.doubts.push("its member does not own the slot at this moment: the map is changing".to_owned());
     } else if reply.partial > 0 {
-        Some("some node has not announced its inventory of the slot yet".to_owned())
-    } else {
-        None
-    };
-    Ok(Known { replicas: packed.iter().filter_map(replica).collect(), doubt })
+        known.doubts.push("some node has not announced its inventory of the slot yet".to_owned());
+    }
+    if known.may_lack_some() {
+        known.doubts.push(format!("its member names {REPLICAS_PER_KEY_MAX} replicas: there may be more"));
+    }
+    Ok(known)
 }
 
-fn held((node, tier): (u32, Tier), nodes: &[NodeInfo]) -> Held {
-    Held { node: name_of(node, nodes), tier: tier_name(tier) }
+fn held(key: &BlockKey, (node, tier): (u32, Tier), whys: &Whys, nodes: &[NodeInfo]) -> Held {
+    let why = whys.get(&(node, *key)).and_then(|why| why.as_ref().ok().copied());
+    Held { node: name_of(node, nodes), tier: tier_name(tier), why }
+}
+
+/// Why what is known of a block is not the whole truth, if it is not.
+fn doubt(key: &BlockKey, known: &Known, whys: &Whys, nodes: &[NodeInfo]) -> Option<String> {
+    let unknown = |node: u32| {
+        let error = whys.get(&(node, *key))?.as_ref().err()?;
+        Some(format!("why it is on {} is not known: {error}", name_of(node, nodes)))
+    };
+    let doubts: Vec<String> =
+        known.doubts.iter().cloned().chain(known.nodes().into_iter().filter_map(unknown)).collect();
+    (!doubts.is_empty()).then(|| doubts.join("; "))
 }
 
 fn name_of(number: u32, nodes: &[NodeInfo]) -> String {
@@ -232,8 +270,9 @@ fn tier_name(tier: Tier) -> &'static str {
 }
 
 /// Where a load on a node would get the block from: its own tiers, then the peer that an agent takes that wants nothing of
-/// any now.
-fn load_on(node: &NodeInfo, key: &BlockKey, replicas: &[(u32, Tier)], nodes: &[NodeInfo]) -> String {
+/// any now. Its own tiers may be among those that are not named.
+fn load_on(node: &NodeInfo, key: &BlockKey, known: &Known, nodes: &[NodeInfo]) -> String {
+    let Known { replicas, .. } = known;
     let own = |tier| replicas.contains(&(node.node, tier));
     if own(Tier::Dram) {
         return "own DRAM".to_owned();
@@ -252,14 +291,15 @@ fn load_on(node: &NodeInfo, key: &BlockKey, replicas: &[(u32, Tier)], nodes: &[N
         let seen = Peer { domain: if near { OWN_DOMAIN } else { Domain::default() }, load };
         reachable(*peer).then(|| Arrival::of(key, (number, *tier), seen, OWN_DOMAIN))
     };
-    match replicas.iter().filter_map(arrival).min() {
+    let elsewhere = match replicas.iter().filter_map(arrival).min() {
         Some(best) => format!("{} of {}", tier_name(best.tier()), name_of(u32::from(best.node().0), nodes)),
         None => "recompute".to_owned(),
-    }
+    };
+    if known.may_lack_some() { format!("{elsewhere}, unless it has the block itself") } else { elsewhere }
 }
 
 fn text(blocks: &[Explained]) -> String {
-    let mut table = Table::new(&["block", "key", "slot", "member", "replicas", "a load", ""]);
+    let mut table = Table::new(&["block", "key", "slot", "member", "replicas", "why", "a load", ""]);
     for block in blocks {
         let list = |items: Vec<String>| if items.is_empty() { "none".to_owned() } else { items.join(", ") };
         table.row(vec![
@@ -268,6 +308,7 @@ fn text(blocks: &[Explained]) -> String {
             block.slot.to_string(),
             block.member.clone().unwrap_or_else(|| "nobody".to_owned()),
             list(block.replicas.iter().map(|held| format!("{} {}", held.node, held.tier)).collect()),
+            list(reasons(&block.replicas)),
             list(block.loads.iter().map(|(node, from)| format!("{node}: {from}")).collect()),
             block.doubt.clone().unwrap_or_default(),
         ]);
@@ -275,9 +316,18 @@ fn text(blocks: &[Explained]) -> String {
     table.render()
 }
 
+/// Why each node has a block, one line for its tiers together.
+fn reasons(replicas: &[Held]) -> Vec<String> {
+    let of_nodes: BTreeMap<&str, &str> =
+        replicas.iter().filter_map(|held| Some((held.node.as_str(), held.why?))).collect();
+    of_nodes.into_iter().map(|(node, why)| format!("{node}: {why}")).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const KEY: BlockKey = BlockKey([7; 16]);
 
     fn node(number: u32, alive: bool) -> NodeInfo {
         NodeInfo {
@@ -304,7 +354,10 @@ mod tests {
     #[test]
     fn a_load_takes_what_is_nearest_and_never_a_dead_node() {
         let nodes = [node(1, true), node(2, true), node(3, false)];
-        let on = |replicas: &[(u32, Tier)]| load_on(&nodes[0], &BlockKey([7; 16]), replicas, &nodes);
+        let on = |replicas: &[(u32, Tier)]| {
+            let known = Known { replicas: replicas.to_vec(), doubts: Vec::new() };
+            load_on(&nodes[0], &KEY, &known, &nodes)
+        };
         assert_eq!(on(&[(2, Tier::Dram), (1, Tier::Nvme), (1, Tier::Dram)]), "own DRAM");
         assert_eq!(on(&[(2, Tier::Dram), (1, Tier::Nvme)]), "own NVMe");
         assert_eq!(on(&[(3, Tier::Dram), (2, Tier::Nvme)]), "NVMe of n2");
@@ -323,16 +376,50 @@ mod tests {
         };
         let whole = of_reply(&reply(Vec::new(), 0)).expect("fits");
         assert_eq!(
-            (whole.replicas.as_slice(), whole.doubt.is_none()),
+            (whole.replicas.as_slice(), whole.doubts.is_empty()),
             ([(258, Tier::Nvme)].as_slice(), true)
         );
-        assert!(
-            of_reply(&reply(Vec::new(), 1))
-                .expect("fits")
-                .doubt
-                .is_some_and(|doubt| doubt.contains("announced"))
-        );
-        assert!(of_reply(&reply(vec![0], 0)).expect("fits").doubt.is_some_and(|doubt| doubt.contains("own")));
+        let doubts = |reply| of_reply(&reply).expect("fits").doubts.join("; ");
+        assert!(doubts(reply(Vec::new(), 1)).contains("announced"));
+        assert!(doubts(reply(vec![0], 0)).contains("own"));
         assert!(of_reply(&LookupReply::default()).is_err());
+    }
+
+    #[test]
+    fn of_a_block_that_many_nodes_have_not_all_need_be_named() {
+        let held = |nodes: std::ops::RangeInclusive<u8>| LookupReply {
+            offsets: vec![0, u32::from(nodes.end() - nodes.start()) + 1],
+            replicas: nodes.flat_map(|node| [node, 0, 1, 0]).collect::<Vec<u8>>().into(),
+            ..LookupReply::default()
+        };
+        let nodes: Vec<NodeInfo> = (1..=20).map(|number| node(number, true)).collect();
+        let (some, most) = (of_reply(&held(1..=15)).expect("fits"), of_reply(&held(1..=16)).expect("fits"));
+        assert_eq!(doubt(&KEY, &some, &Whys::new(), &nodes), None);
+        assert!(doubt(&KEY, &most, &Whys::new(), &nodes).is_some_and(|doubt| doubt.contains("more")));
+        let on = |number: usize, known| load_on(&nodes[number - 1], &KEY, known, &nodes);
+        assert_eq!((on(16, &most), on(1, &some)), ("own DRAM".to_owned(), "own DRAM".to_owned()));
+        assert!(on(17, &most).ends_with("unless it has the block itself"), "{}", on(17, &most));
+        assert!(!on(17, &some).contains("unless"));
+    }
+
+    #[test]
+    fn a_replica_has_its_reason_and_one_without_has_a_doubt() {
+        let nodes = [node(1, true), node(2, true)];
+        let replicas = vec![(1, Tier::Dram), (1, Tier::Nvme), (2, Tier::Nvme)];
+        let known = Known { replicas, doubts: vec!["not all is known".to_owned()] };
+        let whys = Whys::from([((1, KEY), Ok("saved here")), ((2, KEY), Err("no answer".to_owned()))]);
+        let held: Vec<Held> =
+            known.replicas.iter().map(|replica| held(&KEY, *replica, &whys, &nodes)).collect();
+        assert_eq!(
+            held.iter().map(|held| held.why).collect::<Vec<_>>(),
+            [Some("saved here"), Some("saved here"), None]
+        );
+        let printed = serde_json::to_value(&held[2]).expect("JSON");
+        assert_eq!(printed, serde_json::json!({ "node": "n2", "tier": "NVMe" }));
+        assert_eq!(reasons(&held), ["n1: saved here"]);
+        assert_eq!(
+            doubt(&KEY, &known, &whys, &nodes).as_deref(),
+            Some("not all is known; why it is on n2 is not known: no answer")
+        );
     }
 }

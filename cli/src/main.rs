@@ -12,6 +12,7 @@ mod engine;
 mod engine_process;
 mod events;
 mod explain;
+mod forget;
 mod http;
 mod interrupt;
 mod kv_function;
@@ -75,6 +76,8 @@ enum Command {
     Uncordon(modes::ModeArgs),
     /// Have a node that is to leave give away what only it has.
     Drain(modes::DrainArgs),
+    /// Take a node that has left for good off the list; refused while it lives.
+    Forget(modes::ModeArgs),
     /// What this machine can do, and what Reprise will use in consequence.
     Doctor(doctor::DoctorArgs),
     /// The reference engine as a process; started by demo and replay.
@@ -127,6 +130,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Cordon(args)) => modes::cordon(&args, &config, audience),
         Some(Command::Uncordon(args)) => modes::uncordon(&args, &config, audience),
         Some(Command::Drain(args)) => modes::drain(&args, &config, audience),
+        Some(Command::Forget(args)) => forget::command(&args, &config, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout, tenant }) => {
             engine_process::serve(&engine::EngineSettings { socket, layout, tenant })

@@ -28,12 +28,12 @@ const HEARD_WITHIN: Duration = Duration::from_secs(30);
 /// Waiting without a bound is said again at least so often.
 const SAY_EVERY: Duration = Duration::from_secs(10);
 
-/// Arguments of `reprise cordon` and `reprise uncordon`.
+/// Arguments of `reprise cordon`, `reprise uncordon` and `reprise forget`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ModeArgs {
     /// The node's name.
     #[arg(value_name = "NODE")]
-    node: String,
+    pub(crate) node: String,
     /// A member's gRPC address, `host:port` [default: those of the running cluster].
     #[arg(long, value_name = "ADDRESS")]
     controlplane: Option<String>,
@@ -149,11 +149,13 @@ pub(crate) fn drain_text(drain: &Drain) -> String {
     text
 }
 
-fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+/// For calls, one after the other.
+pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?)
 }
 
-fn addresses(args: &ModeArgs, config: &Config) -> anyhow::Result<Vec<String>> {
+/// Where members are.
+pub(crate) fn addresses(args: &ModeArgs, config: &Config) -> anyhow::Result<Vec<String>> {
     ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)
 }
 
@@ -190,7 +192,8 @@ async fn set_at(address: &str, node: &str, mode: NodeMode) -> anyhow::Result<Res
     }
 }
 
-async fn channel(address: &str) -> anyhow::Result<Channel> {
+/// A channel to a member.
+pub(crate) async fn channel(address: &str) -> anyhow::Result<Channel> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .with_context(|| format!("{address} is no host:port"))?
         .connect_timeout(ANSWERED_WITHIN)

@@ -1,6 +1,7 @@
 //! `reprise status`: members, nodes, tiers and health of a running cluster, asked from the processes themselves.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -9,10 +10,12 @@ use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberList, NodeInfo, NodeMode,
-    NodeReplicas, NodeUsage,
+    DescribeReply, DescribeRequest, ListMembersRequest, ListNodesRequest, MemberInfo, MemberList, NodeInfo,
+    NodeMode, NodeReplicas, NodeUsage,
 };
 use serde::Serialize;
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
 
 use crate::cluster::ClusterFile;
 use crate::config::Config;
@@ -25,6 +28,16 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Bound on the part of one member: the others are shown when one hangs.
 const MEMBER_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+
+/// Bound on what one node says of itself.
+const NODE_ANSWERS_WITHIN: Duration = Duration::from_secs(2);
+
+/// Nodes that are asked at once: of 1,000 that hang the last has had its time half a minute later, and no more descriptors than
+/// a shell allows are open.
+const NODES_ASKED_AT_ONCE: usize = 64;
+
+/// What a node's agent says of itself, or why it could not be asked.
+type AgentStatus = Result<serde_json::Value, String>;
 
 /// Arguments of `reprise status`.
 #[derive(Clone, Debug, clap::Args)]
@@ -101,8 +114,7 @@ struct NodeStatus {
     replicas_nvme: u64,
     dram_bytes: u64,
     nvme_bytes: u64,
-    /// The agent's own words, or why it could not be asked.
-    agent: Result<serde_json::Value, String>,
+    agent: AgentStatus,
 }
 
 /// What of a node's room is in use, and how much is wanted of it.
@@ -119,7 +131,13 @@ struct Usage {
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let addresses = ClusterFile::members_of(args.controlplane.as_ref(), args.cluster.as_deref(), config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Answers { address, members, nodes, directories } = runtime.block_on(ask_any(&addresses))?;
+    let (Answers { address, members, nodes, directories }, agents) = runtime.block_on(async {
+        let answers = ask_any(&addresses).await?;
+        let agents = ask_agents(&answers.nodes).await?;
+        anyhow::Ok((answers, agents))
+    })?;
+    // A name that is still being resolved must not keep the process.
+    runtime.shutdown_background();
     let answered: Vec<&DescribeReply> = directories.iter().flatten().collect();
     let sum = |of: fn(&DescribeReply) -> u64| answered.iter().map(|directory| of(directory)).sum();
     let status = Status {
@@ -130,7 +148,11 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
         directory_keys: sum(|directory| directory.keys),
         directory_replicas: sum(|directory| directory.replicas),
         directory_bytes: sum(|directory| directory.bytes),
-        nodes: nodes.into_iter().map(|node| node_status(node, &answered)).collect(),
+        nodes: nodes
+            .into_iter()
+            .zip(agents)
+            .map(|(node, agent)| node_status(node, agent, &answered))
+            .collect(),
     };
     audience.emit(&status);
     audience.say(text(&status));
@@ -176,20 +198,57 @@ async fn ask(address: &str) -> anyhow::Result<Answers> {
     let members =
         membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
-    let mut directories = Vec::with_capacity(members.members.len());
-    for member in &members.members {
-        // The one that answers is reached where it has answered.
-        let at = if member.name == members.answering { address } else { &member.address };
-        let described = tokio::time::timeout(MEMBER_ANSWERS_WITHIN, describe(at)).await;
-        let late = |_| Err(anyhow::anyhow!("no answer within {MEMBER_ANSWERS_WITHIN:?}"));
-        directories.push(described.unwrap_or_else(late).map_err(|error| format!("{error:#}")));
+    // The one that answers is reached where it has answered.
+    let at = |member: &MemberInfo| {
+        let own = (member.name == members.answering).then(|| address.to_owned());
+        own.unwrap_or_else(|| member.address.clone())
+    };
+    let described: Vec<JoinHandle<_>> =
+        members.members.iter().map(|member| tokio::spawn(describe_in_time(at(member)))).collect();
+    let mut directories = Vec::with_capacity(described.len());
+    for directory in described {
+        directories.push(directory.await?);
     }
     Ok(Answers { address: address.to_owned(), members, nodes, directories })
+}
+
+async fn describe_in_time(address: String) -> Result<DescribeReply, String> {
+    let described = tokio::time::timeout(MEMBER_ANSWERS_WITHIN, describe(&address)).await;
+    let late = |_| Err(anyhow::anyhow!("no answer within {MEMBER_ANSWERS_WITHIN:?}"));
+    described.unwrap_or_else(late).map_err(|error| format!("{error:#}"))
 }
 
 async fn describe(address: &str) -> anyhow::Result<DescribeReply> {
     let mut directory = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
     Ok(directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner())
+}
+
+/// What agents say of themselves, in the order of the nodes.
+async fn ask_agents(nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
+    let room = Arc::new(Semaphore::new(NODES_ASKED_AT_ONCE));
+    let asked: Vec<JoinHandle<AgentStatus>> = nodes
+        .iter()
+        .map(|node| {
+            let (room, address) = (room.clone(), node.admin_address.clone());
+            tokio::spawn(async move {
+                let _room = room.acquire().await.expect("the semaphore is never closed");
+                ask_agent(&address).await.map_err(|error| format!("{error:#}"))
+            })
+        })
+        .collect();
+    let mut agents = Vec::with_capacity(asked.len());
+    for agent in asked {
+        agents.push(agent.await?);
+    }
+    Ok(agents)
+}
+
+async fn ask_agent(address: &str) -> anyhow::Result<serde_json::Value> {
+    let body = tokio::time::timeout(NODE_ANSWERS_WITHIN, http::get_beside(address, "/status"));
+    let body = body
+        .await
+        .with_context(|| format!("{address} has not answered within {NODE_ANSWERS_WITHIN:?}"))??;
+    serde_json::from_str(&body).context("not JSON")
 }
 
 fn member_statuses(
@@ -229,13 +288,10 @@ fn usage_of(usage: &NodeUsage) -> Usage {
     }
 }
 
-fn node_status(node: NodeInfo, directories: &[&DescribeReply]) -> NodeStatus {
+fn node_status(node: NodeInfo, agent: AgentStatus, directories: &[&DescribeReply]) -> NodeStatus {
     let mode = NodeMode::try_from(node.mode).unwrap_or_default();
     let of_node = directories.iter().flat_map(|directory| &directory.nodes);
     let replicas: Vec<&NodeReplicas> = of_node.filter(|replicas| replicas.node == node.node).collect();
-    let agent = http::get(&node.admin_address, "/status")
-        .and_then(|body| serde_json::from_str(&body).context("not JSON"))
-        .map_err(|error| format!("{error:#}"));
     NodeStatus {
         node: node.node,
         name: node.name,
@@ -303,4 +359,50 @@ fn text(status: &Status) -> String {
         members.render(),
         table.render()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    fn node_at(address: String) -> NodeInfo {
+        NodeInfo { admin_address: address, ..NodeInfo::default() }
+    }
+
+    async fn listener() -> (TcpListener, String) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        (listener, address)
+    }
+
+    #[tokio::test]
+    async fn nodes_that_hang_are_waited_for_at_the_same_time_and_those_that_answer_are_shown() {
+        // It takes connections and says nothing.
+        let (silent, hanging) = listener().await;
+        let (listening, answering) = listener().await;
+        let answer = tokio::spawn(async move {
+            let (mut stream, _) = listening.accept().await.expect("asked");
+            let mut asked = [0; 64];
+            let count = stream.read(&mut asked).await.expect("a request");
+            assert!(asked[..count].starts_with(b"GET /status HTTP/1.0\r\n"));
+            stream.write_all(b"HTTP/1.0 200 OK\r\n\r\n{\"a\":1}").await.expect("sent");
+        });
+        let mut nodes = vec![node_at(hanging); NODES_ASKED_AT_ONCE - 2];
+        nodes.extend([node_at(answering), node_at(String::new())]);
+        let asked = Instant::now();
+        let agents = ask_agents(&nodes).await.expect("all are asked");
+        assert!(asked.elapsed() < 2 * NODE_ANSWERS_WITHIN, "{:?}", asked.elapsed());
+        let hung = |agent: &&AgentStatus| agent.as_ref().is_err_and(|error| error.contains("not answered"));
+        assert_eq!(agents.iter().filter(hung).count(), NODES_ASKED_AT_ONCE - 2);
+        let [.., answered, unreachable] = agents.as_slice() else { panic!("one for each") };
+        assert_eq!(answered.as_ref().expect("answered")["a"], 1);
+        assert!(unreachable.is_err(), "it has no address");
+        answer.await.expect("no panic");
+        drop(silent);
+    }
 }

@@ -11,6 +11,7 @@
 
 pub(crate) mod choosing;
 mod info;
+mod records;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
     Amounts, Beat, Directory, KnownNode, LiveNodes, MemberEvent, MemberSettings, MemberState, Members, Modes,
-    MovesRound, NodeRecord, NodeReport, Scope, StaleEpoch, Standing,
+    MovesRound, NodeRecord, NodeReport, NotRegistered, Scope, Standing,
 };
 use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
@@ -120,15 +121,6 @@ impl Cluster {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nodes that the store knows: absent until they register, and waited for.
-    pub fn restore(&self, records: Vec<NodeRecord>) {
-        let mut directory = self.directory_mut();
-        records.iter().for_each(|record| directory.expect(record.node));
-        drop(directory);
-        let mut members = self.members();
-        records.into_iter().for_each(|record| members.restore(record));
-    }
-
     /// Those that have not registered are waited for no longer.
     pub fn give_up_absent(&self) {
         let absent: Vec<NodeId> = {
@@ -177,8 +169,8 @@ impl Cluster {
     /// A node's new registration is in the store: from now on it is alive, with an empty inventory.
     ///
     /// # Errors
-    /// A newer one has come first.
-    pub fn registered(&self, record: NodeRecord) -> Result<(), StaleEpoch> {
+    /// A newer one has come first, or the node was forgotten.
+    pub fn registered(&self, record: NodeRecord) -> Result<(), NotRegistered> {
         let (node, epoch) = (record.node, record.epoch);
         let mut directory = self.directory_mut();
         if directory.register(node, epoch) {
@@ -187,7 +179,11 @@ impl Cluster {
         drop(directory);
         let mut members = self.members();
         let before = members.get(node).map(|(known, state)| (known.details.peer_address.clone(), state));
-        members.register(self.now(), record)?;
+        if let Err(refused) = members.register(self.now(), record) {
+            drop(members);
+            self.unregistered(node, epoch, refused);
+            return Err(refused);
+        }
         let (record, state) = members.get(node).expect("it was just registered");
         if let Some((address, MemberState::Alive)) = before
             && address != record.details.peer_address
@@ -205,6 +201,10 @@ impl Cluster {
         self.tell_node(&members, record, state);
         drop(members);
         self.ledgers.register(node, epoch);
+        // Gone for good in between: the ledgers were told of that first.
+        if self.members().get(node).is_none() {
+            self.ledgers.forget(node);
+        }
         Ok(())
     }
 
@@ -297,8 +297,13 @@ impl Cluster {
     /// The same; `None` while this member has just started and no node has registered with it.
     pub fn capacity_known(&self) -> Option<Amounts> {
         let is_alive = |(_, state): (&NodeRecord, MemberState)| state == MemberState::Alive;
-        let settled = self.start.elapsed() >= EXPECTED_FOR || self.members().iter().any(is_alive);
+        let settled = self.settles_in().is_zero() || self.members().iter().any(is_alive);
         settled.then(|| self.capacity())
+    }
+
+    /// Until every node that lives has had time to register with this member since its start.
+    pub fn settles_in(&self) -> Duration {
+        EXPECTED_FOR.saturating_sub(self.start.elapsed())
     }
 
     /// All nodes, as ledgers want to know them.
@@ -348,6 +353,11 @@ impl Cluster {
     fn tell_node(&self, members: &Members, record: &NodeRecord, state: MemberState) {
         let change = NodeChange { node: Some(self.info(members, record, state)), removed: false };
         let _ = self.node_news.send(News::Change(change));
+    }
+
+    fn tell_gone(&self, members: &Members, record: &NodeRecord) {
+        let node = self.info(members, record, MemberState::Absent);
+        let _ = self.node_news.send(News::Change(NodeChange { node: Some(node), removed: true }));
     }
 }
 

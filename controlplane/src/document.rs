@@ -19,7 +19,7 @@ fn the_limits_in_the_document_are_those_of_a_member() {
     assert_eq!((KEYS_PER_CALL_MAX, REPLICAS_PER_KEY_MAX), (8192, 16));
     assert_eq!(LimitsConfig::default().calls_at_once, 1024);
     assert_eq!((registry::NODES_MAX, membership::NAME_BYTES_MAX), (65_535, 512));
-    assert_eq!(MembershipConfig::default().forget_after.0, Duration::from_secs(60));
+    assert_eq!(MembershipConfig::default().forget_after.0, Duration::from_secs(8));
     let EventsConfig { history, subscribers, buffer_steps, .. } = EventsConfig::default();
     assert_eq!((history.0, subscribers, buffer_steps), (32 << 20, 64, 10_000));
     assert_eq!(chains::ANSWERED_WITHIN, Duration::from_millis(200));
@@ -34,7 +34,7 @@ fn the_limits_in_the_document_are_those_of_a_member() {
         "A member holds 1,024 calls of its directory at once (`limits.calls_at_once`)",
         "(1 to 65,535, kept in the store)",
         "Name: 1 to 512\n  letters",
-        "(`forget_after`, 60 s by default)",
+        "(`forget_after`, 8 s by default)",
         "at most 16 a key",
         "Of a block with many replicas 64 are looked at",
         "over 64 MiB: 0 below that, up to 15",

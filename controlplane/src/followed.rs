@@ -6,6 +6,8 @@ use std::time::Duration;
 use reprise_controlplane_store::{Event, KeyValue, Range, Revision, Store, StoreError, WatchBatch};
 use tokio::time::sleep;
 
+use crate::complaint::Complaint;
+
 /// Pause after the store failed.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
 
@@ -44,12 +46,24 @@ impl<'a> News<'a> {
 /// Follows at most `limit` records under a prefix; never returns. `take` is told everything in order, also when the store was
 /// away or has compacted what came meanwhile: then it is told all records again.
 pub async fn follow(store: &Arc<dyn Store>, prefix: &str, limit: usize, mut take: impl FnMut(News<'_>)) {
+    let mut complaint = Complaint::default();
     loop {
-        match follow_on(store, prefix, limit, &mut take).await {
+        let mut told = false;
+        let error = follow_on(store, prefix, limit, |news| {
+            told = true;
+            take(news);
+        })
+        .await;
+        if told {
+            complaint.mended();
+        }
+        match error {
             // Read the range again, at once.
             StoreError::Compacted { .. } => {}
             error => {
-                tracing::warn!(%error, prefix, "the store cannot be followed; trying again");
+                if complaint.is_news(&error) {
+                    tracing::warn!(%error, prefix, "the store cannot be followed; trying again");
+                }
                 sleep(RETRY_AFTER).await;
             }
         }
@@ -61,7 +75,7 @@ async fn follow_on(
     store: &Arc<dyn Store>,
     prefix: &str,
     limit: usize,
-    take: &mut impl FnMut(News<'_>),
+    mut take: impl FnMut(News<'_>),
 ) -> StoreError {
     let follow = async {
         let range = store.range(prefix.as_bytes(), limit).await?;

@@ -28,6 +28,7 @@ pub mod admin;
 pub mod background;
 pub mod chains;
 pub mod cluster;
+pub mod complaint;
 pub mod config;
 pub mod directory;
 #[cfg(test)]

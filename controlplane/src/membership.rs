@@ -1,5 +1,7 @@
 //! The Membership service. Requests are checked before anything is touched; every refusal says what to send instead.
 
+mod forgetting;
+
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,8 +11,9 @@ use reprise_controlplane_store::StoreError;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_server::Membership;
 use reprise_proto::controlplane::{
-    HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply, ListNodesRequest, MemberInfo,
-    MemberList, NodeChange, RegisterReply, RegisterRequest, WatchMembersRequest, WatchNodesRequest,
+    ForgetNodeReply, ForgetNodeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
+    ListNodesRequest, MemberInfo, MemberList, NodeChange, RegisterReply, RegisterRequest,
+    WatchMembersRequest, WatchNodesRequest,
 };
 use tokio::sync::watch;
 use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
@@ -85,7 +88,7 @@ impl Membership for MembershipService {
         let record =
             self.registry.register(&request.name, details).await.map_err(|error| self.refuse(&error))?;
         let (node, epoch) = (record.node, record.epoch);
-        self.cluster.registered(record).map_err(|stale| Status::unavailable(stale.to_string()))?;
+        self.cluster.registered(record).map_err(|refused| Status::unavailable(refused.to_string()))?;
         self.cluster.metrics.took(Call::register, start.elapsed());
         let micros =
             |interval: reprise_policy::Interval| u64::try_from(interval.0.as_micros()).unwrap_or(u64::MAX);
@@ -155,6 +158,14 @@ impl Membership for MembershipService {
         });
         Ok(Response::new(Box::pin(lists)))
     }
+
+    #[tracing::instrument(level = "debug", skip_all, fields(name = request.get_ref().name))]
+    async fn forget_node(
+        &self,
+        request: Request<ForgetNodeRequest>,
+    ) -> Result<Response<ForgetNodeReply>, Status> {
+        forgetting::forget(self, &request.into_inner().name).await.map(Response::new)
+    }
 }
 
 fn shutting_down() -> Status {
@@ -187,6 +198,8 @@ pub(crate) fn refuse(error: &RegistryError) -> Status {
     match error {
         RegistryError::Full => Status::resource_exhausted(error.to_string()),
         RegistryError::Busy => Status::unavailable(error.to_string()),
+        RegistryError::Registered => Status::failed_precondition(error.to_string()),
+        RegistryError::Forgotten => Status::not_found(error.to_string()),
         RegistryError::Store(StoreError::Unavailable { .. }) => {
             tracing::warn!(%error, "the store cannot be changed now; whoever asked tries again");
             Status::unavailable(error.to_string())

@@ -1,7 +1,7 @@
 //! What nodes are for, in the store: `modes/<node name>`, JSON, written by `SetNode` of any member.
 //!
 //! A record is put and never deleted: its revision orders it against what nodes have heard, also after all members were
-//! away. So a node that is taken back has a record that says *active*; one that was never set has none.
+//! away. So a node that is taken back, or forgotten, has a record that says *active*; one that was never set has none.
 
 use reprise_controlplane_core::SetMode;
 use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, Transaction, Write};
@@ -61,6 +61,22 @@ pub async fn set(
         }
     }
     Err(RegistryError::Busy)
+}
+
+/// What makes a node active in a transaction about more than its mode: the condition that this is as it was read, and a write
+/// unless it is active already.
+///
+/// # Errors
+/// The store's.
+pub async fn active(store: &dyn Store, name: &str) -> Result<(Condition, Option<Write>), RegistryError> {
+    let key = format!("{MODES_PREFIX}{name}").into_bytes();
+    let Some(entry) = store.get(&key).await? else {
+        return Ok((Condition::Absent { key }, None));
+    };
+    let (_, set) = read(&entry)?;
+    let unchanged = Condition::Modified { key: key.clone(), revision: entry.modified };
+    let put = Write::Put { key, value: written(NodeMode::Active), lease: None };
+    Ok((unchanged, (set.mode != NodeMode::Active).then_some(put)))
 }
 
 /// A record of the store: whose, and what it says.

@@ -26,6 +26,7 @@ use crate::metrics::Call;
 use crate::shards::{MemberView, Shards};
 use crate::tenants::Tenants;
 
+pub(crate) use nodes::unknown;
 pub(crate) use reports::bytes;
 
 /// Whoever owns this hash slot decides who gives blocks to whom: one member, and the next one when it is gone.

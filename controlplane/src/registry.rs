@@ -5,17 +5,26 @@
 //! | `nodes/<name>`   | JSON: number, epoch, addresses, capacities, as last registered |
 //! | `next_node`      | the next number to give out, decimal                          |
 //!
-//! Numbers start at 1 (0 means "no node" in requests) and are never given out twice. A registration is one conditional
-//! transaction, so members that share a store cannot give one number to two names or one epoch twice.
+//! Numbers start at 1 (0 means "no node" in requests) and are never given out twice, also when a node was forgotten: its record is
+//! deleted, the counter stays, and whoever registers under its name is another node. A registration is one conditional transaction, so
+//! members that share a store cannot give one number to two names or one epoch twice; forgetting is one as well, so a
+//! registration comes before it and prevents it, or behind it and begins anew.
+//!
+//! All names that are new want the same counter. A member takes one such registration after the other: a thousand nodes that come at
+//! once contend as the few members that they come to.
 
 use std::sync::Arc;
 
 use reprise_controlplane_core::{NodeDetails, NodeRecord};
-use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, StoreError, Transaction, Write};
+use reprise_controlplane_store::{
+    Condition, KeyValue, Outcome, Revision, Store, StoreError, Transaction, Write,
+};
 use reprise_policy::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
 
 use crate::identity::Identity;
+use crate::modes;
 
 /// Before each key of a node.
 pub(crate) const NODES_PREFIX: &str = "nodes/";
@@ -30,9 +39,29 @@ const ATTEMPTS_MAX: usize = 64;
 pub struct Registry {
     store: Arc<dyn Store>,
     identity: Identity,
+    /// Held while a name that is new takes its number.
+    newcomer: Arc<Mutex<()>>,
 }
 
-/// Why a node cannot be registered.
+/// What was forgotten, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forgotten {
+    /// Revision of the store that deleted the record.
+    pub revision: Revision,
+    /// Whether the node was cordoned or draining; whoever comes under its name is active.
+    pub mode: ModeThen,
+}
+
+/// What became of the mode of a node that was forgotten.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModeThen {
+    /// It was active anyway.
+    Kept,
+    /// It was set to active by the same revision.
+    TakenBack,
+}
+
+/// Why a node cannot be registered, or forgotten.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
     /// The store failed.
@@ -62,6 +91,12 @@ pub enum RegistryError {
     /// Others were always faster.
     #[error("{ATTEMPTS_MAX} concurrent registrations came first: try again")]
     Busy,
+    /// The node that is to be forgotten has registered since it was looked at.
+    #[error("it has registered just now: stop its agent first")]
+    Registered,
+    /// The node that is to be forgotten was forgotten since it was looked at.
+    #[error("somebody else has forgotten it just now")]
+    Forgotten,
 }
 
 /// The stored form of a node.
@@ -80,33 +115,77 @@ struct Stored {
 impl Registry {
     /// A registry over a store, which is to stay the same.
     pub fn new(store: Arc<dyn Store>, identity: Identity) -> Registry {
-        Registry { store, identity }
+        Registry { store, identity, newcomer: Arc::default() }
     }
 
-    /// All nodes ever registered.
-    pub async fn nodes(&self) -> Result<Vec<NodeRecord>, RegistryError> {
+    /// All nodes that were registered and not forgotten, and a revision at which these were all.
+    pub async fn nodes(&self) -> Result<(Vec<NodeRecord>, Revision), RegistryError> {
         let range = self.store.range(NODES_PREFIX.as_bytes(), NODES_MAX).await?;
-        range.entries.iter().map(read).collect()
+        let nodes: Result<Vec<NodeRecord>, RegistryError> = range.entries.iter().map(read).collect();
+        Ok((nodes?, range.revision))
     }
 
-    /// Gives the node its number (the same as ever for its name) and a higher epoch than ever; both are durable when
-    /// this returns.
+    /// The node of a name, unless none has registered under it or it was forgotten.
+    pub async fn find(&self, name: &str) -> Result<Option<NodeRecord>, RegistryError> {
+        self.store.get(&key_of(name)).await?.as_ref().map(read).transpose()
+    }
+
+    /// Gives the node its number (the same as ever for its name, until it is forgotten) and a higher epoch than ever; both are
+    /// durable when this returns.
     pub async fn register(&self, name: &str, details: NodeDetails) -> Result<NodeRecord, RegistryError> {
-        let key = format!("{NODES_PREFIX}{name}").into_bytes();
+        let key = key_of(name);
+        let mut newcomer = None;
         for _ in 0..ATTEMPTS_MAX {
-            let (record, mut transaction) = match self.store.get(&key).await? {
+            let known = self.store.get(&key).await?;
+            if known.is_none() && newcomer.is_none() {
+                newcomer = Some(self.newcomer.lock().await);
+                // Another call may have registered it while this one waited.
+                continue;
+            }
+            let (record, mut transaction) = match known {
                 Some(entry) => self.again(&key, &entry, &details)?,
                 None => self.first(&key, name, &details).await?,
             };
             transaction.conditions.push(self.identity.unchanged());
-            if let Outcome::Committed(_) = self.store.transact(transaction).await? {
-                return Ok(record);
+            if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
+                return Ok(NodeRecord { revision: revision.0, ..record });
             }
-            if !self.identity.is_of(self.store.as_ref()).await? {
-                return Err(RegistryError::OtherStore);
+            self.check_store().await?;
+        }
+        Err(RegistryError::Busy)
+    }
+
+    /// Deletes the record of a node as it was found, and takes its mode back. Its number is gone for good.
+    ///
+    /// # Errors
+    /// It has registered since, or was forgotten; or the store's.
+    pub async fn forget(&self, found: &NodeRecord) -> Result<Forgotten, RegistryError> {
+        let key = key_of(&found.name);
+        for _ in 0..ATTEMPTS_MAX {
+            let (mode_unchanged, active) = modes::active(self.store.as_ref(), &found.name).await?;
+            let mode = if active.is_some() { ModeThen::TakenBack } else { ModeThen::Kept };
+            let unchanged = Condition::Modified { key: key.clone(), revision: Revision(found.revision) };
+            let conditions = vec![unchanged, mode_unchanged, self.identity.unchanged()];
+            let writes = std::iter::once(Write::Delete { key: key.clone() }).chain(active).collect();
+            if let Outcome::Committed(revision) =
+                self.store.transact(Transaction { conditions, writes }).await?
+            {
+                return Ok(Forgotten { revision, mode });
+            }
+            self.check_store().await?;
+            match self.find(&found.name).await? {
+                None => return Err(RegistryError::Forgotten),
+                Some(record) if record.revision != found.revision => return Err(RegistryError::Registered),
+                // Its mode was set.
+                Some(_) => {}
             }
         }
         Err(RegistryError::Busy)
+    }
+
+    /// After a conflict: that the store is another one is reason enough.
+    async fn check_store(&self) -> Result<(), RegistryError> {
+        if self.identity.is_of(self.store.as_ref()).await? { Ok(()) } else { Err(RegistryError::OtherStore) }
     }
 
     /// A name that is known.
@@ -138,7 +217,7 @@ impl Registry {
         let next = counter.map_or(Ok(1), |entry| read_counter(&entry))?;
         let node = NodeId(u16::try_from(next).map_err(|_| RegistryError::Full)?);
         let epoch = Epoch(self.identity.epoch_base().0 + 1);
-        let record = NodeRecord { node, name: name.to_owned(), epoch, details: details.clone() };
+        let record = NodeRecord { node, name: name.to_owned(), epoch, details: details.clone(), revision: 0 };
         let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
         let writes = vec![
             Write::Put { key: key.to_vec(), value: written(&record), lease: None },
@@ -158,8 +237,7 @@ fn read_counter(entry: &KeyValue) -> Result<u32, RegistryError> {
 
 /// A record of the store.
 pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
-    let name = std::str::from_utf8(&entry.key).ok().and_then(|key| key.strip_prefix(NODES_PREFIX));
-    let name = name.ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
+    let name = name_of(&entry.key).ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
     let stored: Stored =
         serde_json::from_slice(&entry.value).map_err(|error| bad(entry, &error.to_string()))?;
     let details = NodeDetails {
@@ -170,7 +248,17 @@ pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
         failure_domain: stored.failure_domain,
         version: stored.version,
     };
-    Ok(NodeRecord { node: NodeId(stored.node), name, epoch: Epoch(stored.epoch), details })
+    let (node, epoch) = (NodeId(stored.node), Epoch(stored.epoch));
+    Ok(NodeRecord { node, name, epoch, details, revision: entry.modified.0 })
+}
+
+fn key_of(name: &str) -> Vec<u8> {
+    format!("{NODES_PREFIX}{name}").into_bytes()
+}
+
+/// The name in the key of a record.
+pub(crate) fn name_of(key: &[u8]) -> Option<&str> {
+    std::str::from_utf8(key).ok().and_then(|key| key.strip_prefix(NODES_PREFIX))
 }
 
 fn bad(entry: &KeyValue, reason: &str) -> RegistryError {
@@ -195,6 +283,7 @@ fn written(record: &NodeRecord) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use reprise_controlplane_store::MemoryStore;
+    use reprise_policy::NodeMode;
 
     use super::*;
 
@@ -220,7 +309,7 @@ mod tests {
         store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("valid");
         let refused = registry.register("b", NodeDetails::default()).await.expect_err("another store");
         assert!(matches!(refused, RegistryError::OtherStore), "{refused}");
-        assert!(registry.nodes().await.expect("readable").is_empty(), "nothing was written");
+        assert!(registry.nodes().await.expect("readable").0.is_empty(), "nothing was written");
     }
 
     #[tokio::test]
@@ -235,8 +324,42 @@ mod tests {
         assert_eq!(register("b").await, (2, 1));
         assert_eq!(register("a").await, (1, 2));
         assert_eq!(register("a").await, (1, 3));
-        let nodes = registry.nodes().await.expect("readable");
+        let (nodes, revision) = registry.nodes().await.expect("readable");
+        assert!(nodes.iter().all(|node| (1..=revision.0).contains(&node.revision)), "{nodes:?}");
         assert_eq!(nodes.iter().map(|node| node.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+    }
+
+    #[tokio::test]
+    async fn a_name_that_was_forgotten_comes_back_as_another_node_and_active() {
+        let registry = registry(Arc::new(MemoryStore::new())).await;
+        let register =
+            async |name| registry.register(name, NodeDetails::default()).await.expect("registered");
+        let (first, second) = (register("a").await, register("b").await);
+        let store = registry.store.as_ref();
+        modes::set(store, &registry.identity, "a", NodeMode::Draining).await.expect("set");
+        let forgotten = registry.forget(&first).await.expect("forgotten");
+        assert_eq!(forgotten.mode, ModeThen::TakenBack);
+        assert!(forgotten.revision.0 > second.revision);
+        assert_eq!(registry.find("a").await.expect("readable"), None);
+        let mode = store.get(b"modes/a").await.expect("readable").expect("kept");
+        assert_eq!(modes::read(&mode).expect("ours").1.mode, NodeMode::Active);
+        assert_eq!(mode.modified, forgotten.revision, "newer than any that an agent may have heard");
+        let again = register("a").await;
+        assert_eq!((first.node, second.node, again.node), (NodeId(1), NodeId(2), NodeId(3)));
+        assert_eq!(registry.forget(&again).await.expect("forgotten").mode, ModeThen::Kept);
+    }
+
+    #[tokio::test]
+    async fn a_node_that_registers_while_it_is_forgotten_stays() {
+        let registry = registry(Arc::new(MemoryStore::new())).await;
+        let found = registry.register("a", NodeDetails::default()).await.expect("registered");
+        let since = registry.register("a", NodeDetails::default()).await.expect("registered");
+        let refused = registry.forget(&found).await.expect_err("it has come back");
+        assert!(matches!(refused, RegistryError::Registered), "{refused}");
+        assert_eq!(registry.find("a").await.expect("readable"), Some(since.clone()));
+        registry.forget(&since).await.expect("forgotten");
+        let refused = registry.forget(&since).await.expect_err("twice");
+        assert!(matches!(refused, RegistryError::Forgotten), "{refused}");
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

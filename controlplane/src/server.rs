@@ -33,7 +33,7 @@ use crate::membership::MembershipService;
 use crate::metrics::Metrics;
 use crate::modes::{self, MODES_PREFIX};
 use crate::placement::{PlacementParts, PlacementService};
-use crate::registry::{self, NODES_MAX, NODES_PREFIX, Registry, RegistryError};
+use crate::registry::{NODES_MAX, NODES_PREFIX, Registry, RegistryError};
 use crate::shards::Shards;
 use crate::tenants::Tenants;
 use crate::turns::Turns;
@@ -91,7 +91,7 @@ impl ControlPlane {
     pub async fn start_on(store: Arc<dyn Store>, config: Config) -> anyhow::Result<ControlPlane> {
         let identity = Identity::of(store.as_ref()).await.context("cannot read the identity of the store")?;
         let registry = Registry::new(store.clone(), identity.clone());
-        let known = registry.nodes().await.context("cannot read the node records")?;
+        let (known, known_at) = registry.nodes().await.context("cannot read the node records")?;
         let (metrics, metric_registry) = Metrics::new();
         let settings = MemberSettings {
             dead_after: config.membership.dead_after.0,
@@ -100,7 +100,7 @@ impl ControlPlane {
         let history = usize::try_from(config.events.history.0).context("events.history")?;
         let events = Events::new(history);
         let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, events, metrics));
-        cluster.restore(known);
+        cluster.restore(known, known_at);
         // Before anybody is served: a node that is to leave is chosen for nothing, also just after the start.
         let modes = store.range(MODES_PREFIX.as_bytes(), NODES_MAX).await;
         let modes = modes.context("cannot read the modes of nodes")?;
@@ -306,13 +306,9 @@ async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
     }
 }
 
-/// Learns of nodes that register with other members.
+/// Learns of nodes that register with other members, and of those that were forgotten.
 async fn follow_nodes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
-    let take = |entry: &KeyValue| match registry::read(entry) {
-        Ok(record) => cluster.learn(record),
-        Err(error) => tracing::error!(%error, "a node's record is passed over"),
-    };
-    followed::follow(&store, NODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
+    followed::follow(&store, NODES_PREFIX, NODES_MAX, |news| cluster.take_records(news)).await;
 }
 
 fn learn_mode(cluster: &Cluster, entry: &KeyValue) {

@@ -36,6 +36,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::complaint::Complaint;
 use crate::followed::{self, News};
 use crate::identity::Identity;
 
@@ -214,6 +215,7 @@ impl Shards {
 
     /// Registers this member and registers it again whenever its lease is lost, until `stop`; then gives it back.
     pub async fn hold(&self, mut stop: watch::Receiver<bool>) {
+        let mut complaint = Complaint::default();
         loop {
             let joined = tokio::select! {
                 _ = stop.wait_for(|stop| *stop) => return,
@@ -221,12 +223,15 @@ impl Shards {
             };
             match joined {
                 Ok((lease, incarnation)) => {
+                    complaint.mended();
                     if self.keep(lease, incarnation, &mut stop).await == Loss::Released {
                         return;
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "this member cannot be registered now; trying again");
+                    if complaint.is_news(&error) {
+                        tracing::warn!(%error, "this member cannot be registered now; trying again");
+                    }
                     sleep(RETRY_AFTER).await;
                 }
             }

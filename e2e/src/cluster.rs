@@ -5,11 +5,16 @@ use std::time::Duration;
 use reprise_client::Scope;
 
 use crate::content::small;
+use crate::directory::{Numbers, snapshot};
 use crate::host::Host;
-use crate::{Agent, AgentConfig, ControlPlane, Engine, Etcd, Loading, PATIENCE, World, wait_until};
+use crate::{Agent, AgentConfig, ControlPlane, Engine, Etcd, Loading, Outcome, PATIENCE, World, wait_until};
 
 /// Hash slots of the directory.
 pub const SLOTS: u64 = 4096;
+
+/// A node that is silent is not offered any more. Members know it after 1.5 s, so that an answer to the contrary that comes later is half
+/// a second old, also on a busy machine.
+const NOT_OFFERED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Members, nodes, and engines on these.
 #[derive(Debug)]
@@ -130,6 +135,30 @@ impl Cluster {
         });
     }
 
+    /// Waits until so many members have all inventories, and compares what they hold with what the nodes have, key by key. Nothing
+    /// may change meanwhile, and nothing else than the blocks of these numbers have been saved.
+    ///
+    /// # Panics
+    /// When it is something else.
+    pub fn assert_complete(&self, count: usize, engines: [&Engine; 2], saved: &[u64]) {
+        self.wait_until_whole(count);
+        let asked = self.members.iter().find(|member| member.is_running()).expect("a member runs");
+        let (told, numbers) = (snapshot(asked), Numbers::of_all(saved));
+        for (agent, engine) in self.agents.iter().zip(engines) {
+            told.assert_is_had(agent, engine, &numbers, asked);
+        }
+    }
+
+    /// Waits until no member offers a node to others.
+    ///
+    /// # Panics
+    /// When one does for too long.
+    pub fn wait_until_not_offered(&self, node: &str) {
+        wait_until("nobody offers the silent node", NOT_OFFERED_WITHIN, || {
+            self.members.iter().all(|member| member.offers(node) == Some(false)).then_some(())
+        });
+    }
+
     /// Of the members that answer and own anything.
     ///
     /// # Panics
@@ -184,6 +213,19 @@ pub fn wait_for_sources(engine: &Engine, numbers: &[u64], within: Duration) {
     wait_until("the directory knows all blocks", within, || {
         let found = engine.matches(numbers, Scope::Cluster);
         (found.len() == numbers.len()).then_some(())
+    });
+}
+
+/// As [`load_from_peer`], when who has which number, and where, may not have reached everybody: a block that is not found where it was
+/// looked for is asked for again.
+///
+/// # Panics
+/// When one does not come for too long, or is damaged.
+pub fn load_from_peer_in_time(engine: &Engine, numbers: &[u64]) {
+    wait_until("all blocks come", PATIENCE, || {
+        let outcomes = engine.load(numbers, &Loading::CLUSTER).ok()?;
+        assert!(!outcomes.contains(&Outcome::Detected), "a copy was damaged");
+        outcomes.iter().all(|outcome| outcome.is_right()).then_some(())
     });
 }
 

@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use crate::host::Host;
 use crate::process::Running;
+use crate::wait::{PATIENCE, wait_until};
 
 /// A start takes some 300 ms on a machine that does nothing else.
 const READY_WITHIN: Duration = Duration::from_secs(30);
@@ -85,6 +86,21 @@ impl Etcd {
     pub fn wipe(&self) {
         assert!(self.running.is_none(), "its files are in use");
         fs::remove_dir_all(self.folder.join("etcd")).expect("its own folder can be removed");
+    }
+
+    /// Takes its files from under it while it runs: what it has open it goes on with, and a restart begins with nothing.
+    ///
+    /// # Panics
+    /// When they stay.
+    pub fn lose_files(&self) {
+        assert!(self.running.is_some(), "a server without its files is what is wanted");
+        let files = self.folder.join("etcd/member");
+        // A file that it makes meanwhile keeps its folder from being removed.
+        wait_until("etcd's files to be gone", PATIENCE, || {
+            // Told by whether they are there.
+            let _ = fs::remove_dir_all(&files);
+            (!files.exists()).then_some(())
+        });
     }
 
     /// Starts the killed one again under its addresses.

@@ -25,6 +25,7 @@ pub mod cluster;
 pub mod config;
 pub mod content;
 pub mod control_plane;
+pub mod directory;
 pub mod disk;
 pub mod engine;
 pub mod etcd;

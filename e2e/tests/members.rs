@@ -5,17 +5,16 @@
 use std::time::{Duration, Instant};
 
 use reprise_client::{BlockStatus, Scope, Source};
-use reprise_e2e::cluster::{SLOTS, load_from_peer, numbers, wait_for_sources};
-use reprise_e2e::{Cluster, ControlPlane, Host, Loading, Outcome, PATIENCE, Relay, World, wait_until};
+use reprise_e2e::cluster::{SLOTS, load_from_peer, load_from_peer_in_time, numbers, wait_for_sources};
+use reprise_e2e::{
+    Cluster, ControlPlane, Engine, Host, Loading, Outcome, PATIENCE, Relay, World, wait_until,
+};
 
 /// A lease of a member lives so long without it: what etcd grants at the least.
 const LEASE: Duration = Duration::from_secs(2);
 
 /// Bound on what is a matter of three seconds: another of these tests may have both processors just then.
 const FAILOVER_WITHIN: Duration = Duration::from_secs(10);
-
-/// A node that is silent is not offered after 1.5 s; what a busy machine adds.
-const NOT_OFFERED_WITHIN: Duration = Duration::from_secs(4);
 
 /// A cluster whose member `c` reaches etcd through a relay.
 fn with_a_member_behind_a_relay() -> (Cluster, Relay) {
@@ -66,6 +65,33 @@ fn a_member_that_pauses_is_fenced_and_serves_again_with_what_happened_meanwhile(
 }
 
 #[test]
+fn whichever_member_is_killed_or_pauses_the_directory_is_what_the_nodes_have_again() {
+    let (mut cluster, saver, reader) = Cluster::holding(30);
+    let mut saved = 30;
+    let mut save = |of: &str| {
+        saver.save_durably(&numbers(saved..saved + 10));
+        saved += 10;
+        wait_for_sources(&reader, &numbers(0..saved), FAILOVER_WITHIN);
+        println!("{saved} blocks are known {of}");
+        saved
+    };
+    for member in 0..cluster.members.len() {
+        cluster.members[member].kill();
+        save("while a member is dead");
+        cluster.members[member].restart();
+        let saved = save("when it is back");
+        cluster.assert_complete(3, [&saver, &reader], &numbers(0..saved));
+
+        cluster.members[member].pause();
+        save("while a member pauses");
+        cluster.members[member].resume();
+        let saved = save("when it goes on");
+        cluster.assert_complete(3, [&saver, &reader], &numbers(0..saved));
+        load_from_peer(&reader, &numbers(saved - 10..saved));
+    }
+}
+
+#[test]
 fn all_members_killed_at_once_know_everything_again_from_the_agents() {
     let (mut cluster, saver, reader) = Cluster::holding(100);
     cluster.members.iter_mut().for_each(ControlPlane::kill);
@@ -84,9 +110,7 @@ fn all_members_killed_at_once_know_everything_again_from_the_agents() {
 fn an_agent_that_is_silent_is_not_offered_and_serves_again_when_it_goes_on() {
     let (cluster, _saver, reader) = Cluster::holding(50);
     cluster.agents[0].freeze();
-    wait_until("nobody offers the silent node", NOT_OFFERED_WITHIN, || {
-        cluster.members.iter().all(|member| member.offers("first") == Some(false)).then_some(())
-    });
+    cluster.wait_until_not_offered("first");
     assert!(reader.matches(&numbers(0..50), Scope::Cluster).is_empty());
     cluster.agents[0].thaw();
     cluster.wait_until_whole(3);
@@ -126,20 +150,16 @@ fn an_etcd_that_pauses_is_waited_for() {
     load_from_peer(&reader, &numbers(0..100));
 }
 
-#[test]
-fn members_whose_etcd_was_emptied_end_and_their_next_processes_begin_anew() {
-    let (mut cluster, _saver, reader) = Cluster::holding(100);
-    cluster.world.require("the store was emptied or replaced");
-    cluster.etcd.kill();
-    cluster.etcd.wipe();
-    cluster.etcd.restart();
+/// Every member ends by itself, and its next process begins anew; hits of the first node's blocks go on meanwhile.
+fn assert_members_begin_anew(cluster: &mut Cluster, (saver, reader): (&Engine, &Engine), saved: u64) {
     for member in &mut cluster.members {
         member.wait_for_end();
+        assert_eq!(saver.load_all(&numbers(0..20), &Loading::CLUSTER), vec![Source::OwnDram; 20]);
         member.restart();
     }
-    cluster.wait_until_whole(3);
-    wait_for_sources(&reader, &numbers(0..100), PATIENCE);
-    load_from_peer(&reader, &numbers(0..100));
+    cluster.assert_complete(3, [saver, reader], &numbers(0..saved));
+    wait_for_sources(reader, &numbers(0..saved), PATIENCE);
+    load_from_peer_in_time(reader, &numbers(0..saved));
     // Numbers are given out anew, each to one node.
     let nodes = cluster.members[0].admin().json("/nodes");
     let mut given: Vec<u64> = nodes
@@ -150,6 +170,30 @@ fn members_whose_etcd_was_emptied_end_and_their_next_processes_begin_anew() {
         .collect();
     given.sort_unstable();
     assert_eq!(given, [1, 2]);
+}
+
+#[test]
+fn members_whose_etcd_was_emptied_end_and_their_next_processes_begin_anew() {
+    let (mut cluster, saver, reader) = Cluster::holding(100);
+    cluster.world.require("the store was emptied or replaced");
+    cluster.etcd.kill();
+    cluster.etcd.wipe();
+    cluster.etcd.restart();
+    assert_members_begin_anew(&mut cluster, (&saver, &reader), 100);
+}
+
+#[test]
+fn members_whose_etcd_loses_its_files_while_it_runs_begin_anew_when_it_starts_from_nothing() {
+    let (mut cluster, saver, reader) = Cluster::holding(100);
+    cluster.world.require("the store was emptied or replaced");
+    cluster.etcd.lose_files();
+    // It goes on with the files that it has open, or has ended.
+    saver.save_durably(&numbers(100..120));
+    assert_eq!(saver.load_all(&numbers(0..120), &Loading::CLUSTER), vec![Source::OwnDram; 120]);
+    cluster.etcd.kill();
+    assert_eq!(saver.load_all(&numbers(0..120), &Loading::CLUSTER), vec![Source::OwnDram; 120]);
+    cluster.etcd.restart();
+    assert_members_begin_anew(&mut cluster, (&saver, &reader), 120);
 }
 
 #[test]

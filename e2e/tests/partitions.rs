@@ -3,6 +3,7 @@
 //! Local hits go on all the while, every load ends in its time, every byte is compared, and when the network is whole again
 //! so is the directory.
 
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use reprise_client::{BlockStatus, Scope, Source};
@@ -12,6 +13,9 @@ use reprise_e2e::{Cluster, Engine, Loading, Outcome, PATIENCE, World, wait_until
 
 /// Bound on a load of a few blocks while anything is cut: the silence after which a peer is lost, and a look-up.
 const LOAD_WITHIN: Duration = Duration::from_secs(6);
+
+/// The test that needs namespaces.
+const PARTITIONS: &str = "a_partition_between_any_two_costs_misses_and_nothing_else";
 
 /// The cluster and its engines; the blocks below `saved` are on the first node.
 struct Subject {
@@ -53,7 +57,7 @@ impl Subject {
 
 #[test]
 fn a_partition_between_any_two_costs_misses_and_nothing_else() {
-    if !in_own_namespace("a_partition_between_any_two_costs_misses_and_nothing_else") {
+    if !in_own_namespace(PARTITIONS) {
         return;
     }
     let mut network = Network::new();
@@ -110,4 +114,27 @@ fn a_partition_between_any_two_costs_misses_and_nothing_else() {
     wait_for_sources(&subject.reader, &numbers(0..subject.saved), PATIENCE);
     network.mend(&c, &store);
     subject.assert_heals();
+}
+
+#[test]
+fn where_nobody_can_make_namespaces_the_test_fails_unless_it_is_said_to_go_without_it() {
+    let own = std::env::current_exe().expect("a process knows its executable");
+    // Without programs there are no namespaces.
+    let run = |variable: &str| -> Output {
+        let mut command = Command::new(&own);
+        command.args(["--exact", PARTITIONS, "--nocapture"]).env("PATH", "/nowhere");
+        command.env("REPRISE_WITHOUT_NAMESPACES", variable).output().expect("it can be run")
+    };
+    let said = |output: &Output| {
+        [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned()).concat()
+    };
+    for variable in ["", "0"] {
+        let failed = run(variable);
+        assert!(
+            !failed.status.success() && said(&failed).contains("REPRISE_WITHOUT_NAMESPACES=1"),
+            "{failed:?}"
+        );
+    }
+    let passed = run("1");
+    assert!(passed.status.success() && said(&passed).contains("SKIPPED"), "{passed:?}");
 }

@@ -2,16 +2,18 @@
 //!
 //! Every byte that is loaded is compared, also from nodes that were given their blocks.
 
+use std::collections::BTreeMap;
 use std::process::{Command, Output};
 use std::time::Duration;
 
 use reprise_client::{Scope, Source};
 use reprise_e2e::cluster::{load_from_peer, numbers, wait_for_sources};
-use reprise_e2e::content::{device_slot_bytes, small};
+use reprise_e2e::content::{device_slot_bytes, key, small};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
 use reprise_e2e::{Agent, AgentConfig, ControlPlane, Loading, PATIENCE, World, wait_until};
 use reprise_policy::ByteSize;
+use serde_json::Value;
 
 /// Time for blocks to move: reports, questions and offers are about a second apart.
 const MOVED_WITHIN: Duration = Duration::from_secs(60);
@@ -44,22 +46,50 @@ impl Nodes {
 
     /// Runs a command about a node.
     fn reprise(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(binary("reprise"));
-        command.args(arguments).args(["--controlplane", self.member.address()]);
-        command.output().expect("reprise can be run")
+        reprise(&self.member, arguments)
     }
 
     fn run(&self, arguments: &[&str]) -> String {
-        let output = self.reprise(arguments);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{arguments:?} failed: {said}");
-        String::from_utf8(output.stdout).expect("output is UTF-8")
+        run(&self.member, arguments)
     }
 
     /// Blocks on the devices of a node.
     fn durable(&self, node: usize) -> u64 {
         self.agents[node].admin().counter("nvme_blocks")
     }
+}
+
+/// Runs a command.
+fn reprise(member: &ControlPlane, arguments: &[&str]) -> Output {
+    let mut command = Command::new(binary("reprise"));
+    command.args(arguments).args(["--controlplane", member.address()]);
+    command.output().expect("reprise can be run")
+}
+
+fn run(member: &ControlPlane, arguments: &[&str]) -> String {
+    let output = reprise(member, arguments);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?} failed: {said}");
+    String::from_utf8(output.stdout).expect("output is UTF-8")
+}
+
+/// Waits until so many nodes have a block; why each of them has it, as `reprise explain` says.
+fn reasons(member: &ControlPlane, number: u64, nodes: usize) -> BTreeMap<String, String> {
+    wait_until("the directory to know who has the block", PATIENCE, || {
+        let said = run(member, &["--json", "explain", &key(number).to_string()]);
+        let block: Value = serde_json::from_str(&said).expect("one object");
+        let replicas = block["replicas"].as_array().expect("a list");
+        let reason = |replica: &Value| {
+            Some((replica["node"].as_str()?.to_owned(), replica["why"].as_str()?.to_owned()))
+        };
+        let reasons: BTreeMap<String, String> = replicas.iter().filter_map(reason).collect();
+        (reasons.len() == nodes).then_some(reasons)
+    })
+}
+
+/// Checks that a node has a block for a reason.
+fn assert_reason(reasons: &BTreeMap<String, String>, node: &str, reason: &str) {
+    assert!(reasons.get(node).is_some_and(|said| said.contains(reason)), "{node}, {reason}: {reasons:?}");
 }
 
 #[test]
@@ -77,6 +107,9 @@ fn a_drained_node_can_leave_and_nothing_is_lost() {
     assert!(said.contains("first"), "{said}");
     assert!(nodes.run(&["status"]).contains("draining"));
     assert_eq!((nodes.durable(0), nodes.durable(1), nodes.durable(2)), (200, 200, 0), "it goes where it may");
+    let reasons = reasons(&nodes.member, 0, 2);
+    assert_reason(&reasons, "first", "saved by an engine");
+    assert_reason(&reasons, "second", "its node drains");
 
     // What is saved on a draining node is given away as well.
     saver.save_durably(&numbers(200..220));
@@ -134,6 +167,9 @@ fn a_node_that_restarts_before_its_engines_can_be_drained_of_the_blocks_of_every
     nodes.agents[0].start();
     nodes.run(&["drain", "first", "--wait=60s"]);
     assert_eq!(nodes.durable(1), 40);
+    let reasons = reasons(&nodes.member, 0, 2);
+    assert_reason(&reasons, "first", "found on a device");
+    assert_reason(&reasons, "second", "its node drains");
     nodes.agents[0].kill();
     let other = nodes.agents[1].engine_of(small(), "team-b");
     assert_eq!(other.load_all(&numbers(20..40), &Loading::LOCAL).len(), 20, "as its tenant's");
@@ -158,6 +194,10 @@ fn a_block_that_others_keep_reading_gets_a_second_replica() {
     let durable = |agent: &Agent| agent.admin().counter("nvme_blocks");
     wait_until("what was read to be durable twice", MOVED_WITHIN, || (durable(&second) == 10).then_some(()));
     assert_eq!(durable(&first), 50, "the first keeps its own");
+    let of_hot = reasons(&member, 0, 2);
+    assert_reason(&of_hot, "first", "saved by an engine");
+    assert_reason(&of_hot, "second", "peers kept reading it");
+    assert_reason(&reasons(&member, 20, 1), "first", "saved by an engine");
     first.kill();
     reader.trim(); // local loads ask nobody
     assert_eq!(reader.load_all(&numbers(0..10), &Loading::LOCAL), vec![Source::OwnNvme; 10]);

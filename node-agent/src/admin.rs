@@ -1,10 +1,11 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`.
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`, `/blocks/<key>`.
 //!
 //! One thread with a runtime of its own, so that a slow scraper costs the data path nothing. Health is not a constant:
 //! `/healthz` fails when the core's thread no longer turns ([`Pulse`]); a busy one is healthy. The other pages ask the
 //! core and fail when it does not answer within [`CORE_PATIENCE`]. Not authenticated, and therefore on loopback unless
 //! configured otherwise; nothing here changes anything.
 
+mod block;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -15,20 +16,21 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use reprise_policy::TenantId;
 use reprise_policy::tenant::TenantRegistry;
+use reprise_policy::{BlockKey, TenantId};
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use crossbeam_channel::bounded;
+use crossbeam_channel::{Sender, bounded};
+use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
 use crate::config::Settings;
-use crate::core_loop::{CoreView, Inbox, Input, Pulse};
+use crate::core_loop::{Inbox, Input, Pulse};
 use crate::device::DeviceInfo;
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
@@ -37,6 +39,9 @@ use crate::peer::Peers;
 
 /// The core answers within microseconds, or behind a full inbox (0.4 s at the worst).
 const CORE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// What a page says whose core has not answered.
+const SILENT: &str = "the core does not answer\n";
 
 /// Content type of the OpenMetrics text format.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -115,6 +120,7 @@ impl AdminPort {
             .route("/healthz", get(healthz))
             .route("/readyz", get(readyz))
             .route("/status", get(status_page))
+            .route("/blocks/{key}", get(block_page))
             .with_state(context);
         let body = move || {
             let served = runtime.block_on(async {
@@ -152,14 +158,17 @@ impl AdminServer {
     }
 }
 
-/// Asks the core's thread how things are; `None` when it does not answer.
-async fn view(context: &AdminContext) -> Option<CoreView> {
+/// Asks the core's thread; `None` when it does not answer.
+async fn ask<T: Send + 'static>(
+    context: &AdminContext,
+    question: impl FnOnce(Sender<T>) -> Input + Send + 'static,
+) -> Option<T> {
     let inbox = context.inbox.clone();
     // Inbox and answer are channels that threads wait for; waiting is moved off the runtime's thread.
     let waited = tokio::task::spawn_blocking(move || {
         let until = Instant::now() + CORE_PATIENCE;
         let (answer, answered) = bounded(1);
-        inbox.send_within(Input::Inspect(answer), CORE_PATIENCE).ok()?;
+        inbox.send_within(question(answer), CORE_PATIENCE).ok()?;
         answered.recv_deadline(until).ok()
     });
     waited.await.ok().flatten()
@@ -176,7 +185,7 @@ fn unavailable(text: &'static str) -> Response {
 }
 
 async fn metrics(State(context): State<Arc<AdminContext>>) -> Response {
-    let Some(view) = view(&context).await else { return unavailable("the core does not answer\n") };
+    let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(SILENT) };
     let mut numbers = describe("", CORE, view.counters.fields());
     if let Some(peers) = &context.peers {
         numbers.extend(describe("peer_", PEER, peers.stats().fields()));
@@ -198,10 +207,28 @@ async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
 }
 
 async fn status_page(State(context): State<Arc<AdminContext>>) -> Response {
-    let Some(view) = view(&context).await else { return unavailable("the core does not answer\n") };
-    let status = status::Status::new(&context, &view);
-    match serde_json::to_string_pretty(&status) {
+    let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(SILENT) };
+    json(&status::Status::new(&context, &view))
+}
+
+async fn block_page(State(context): State<Arc<AdminContext>>, Path(key): Path<String>) -> Response {
+    let Some(key) = BlockKey::from_hex(&key) else {
+        return (StatusCode::BAD_REQUEST, "a block's key has 32 hexadecimal digits\n").into_response();
+    };
+    let answered = ask(&context, move |answer| Input::Describe { key, answer }).await;
+    match answered {
+        None => unavailable(SILENT),
+        Some(None) => {
+            let text = format!("{key} is not on node {}\n", context.settings.node.name);
+            (StatusCode::NOT_FOUND, text).into_response()
+        }
+        Some(Some(description)) => json(&block::Block::new(&context, key, &description)),
+    }
+}
+
+fn json(page: &impl Serialize) -> Response {
+    match serde_json::to_string_pretty(page) {
         Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
-        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "status cannot be encoded\n").into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the page cannot be encoded\n").into_response(),
     }
 }

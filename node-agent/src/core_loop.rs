@@ -10,12 +10,12 @@ mod pulse;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::agent::{AgentCore, Counters, TenantUsage};
+use reprise_agent_core::agent::{AgentCore, BlockDescription, Counters, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, OpToken};
 use reprise_buffers::ProgressWriter;
-use reprise_policy::{DrainProgress, NodeMode, SessionId, TenantId, Tick};
+use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, Tick};
 use reprise_transport::IncomingOffer;
 
 use crate::directory::OwnState;
@@ -63,6 +63,8 @@ pub(crate) enum Input {
     Opened(Box<Opened>),
     /// Wants to know how things are.
     Inspect(Sender<CoreView>),
+    /// Wants to know what is here of a block, and why.
+    Describe { key: BlockKey, answer: Sender<Option<BlockDescription>> },
     /// Wants all blocks written, and to be told when they are durable.
     Flush(Sender<()>),
     /// The end.
@@ -267,6 +269,9 @@ impl CoreLoop {
             Input::Inspect(answer) => {
                 // Whoever asked may have lost patience.
                 let _ = answer.try_send(self.view());
+            }
+            Input::Describe { key, answer } => {
+                let _ = answer.try_send(self.core.describe(&key));
             }
             Input::Flush(answer) => {
                 self.await_durable = Some(answer);

@@ -32,6 +32,18 @@ impl BlockKey {
         BlockKey(first_16(&digest.finalize()))
     }
 
+    /// The key that is displayed so: 32 hexadecimal digits.
+    pub fn from_hex(text: &str) -> Option<BlockKey> {
+        let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+        let pairs: [[u8; 2]; BlockKey::SIZE] = pairs.try_into().ok().filter(|_| rest.is_empty())?;
+        let mut key = BlockKey([0; BlockKey::SIZE]);
+        for (byte, [high, low]) in key.0.iter_mut().zip(pairs) {
+            let digit = |digit: u8| char::from(digit).to_digit(16);
+            *byte = ((digit(high)? << 4) | digit(low)?) as u8;
+        }
+        Some(key)
+    }
+
     /// The key's hash slot, `0..HASH_SLOTS`: its first 12 bits. Keys are uniform, so slots are too.
     pub fn hash_slot(&self) -> u16 {
         u16::from_be_bytes([self.0[0], self.0[1]]) >> 4
@@ -105,5 +117,22 @@ mod tests {
         let packed = BlockKey::pack(&keys);
         assert_eq!(BlockKey::unpack(&packed).as_deref(), Some(keys.as_slice()));
         assert_eq!(BlockKey::unpack(&packed[..31]), None);
+    }
+
+    #[test]
+    fn a_displayed_key_comes_back_and_anything_else_is_none() {
+        let key = BlockKey([0xf1; 16]);
+        assert_eq!(BlockKey::from_hex(&key.to_string()), Some(key));
+        assert_eq!(BlockKey::from_hex(&key.to_string().to_uppercase()), Some(key));
+        for text in [
+            "",
+            "f1",
+            "+1+1+1+1+1+1+1+1+1+1+1+1+1+1+1+1",
+            "ä111111111111111111111111111111",
+            &"f1".repeat(17),
+        ] {
+            assert_eq!(BlockKey::from_hex(text), None, "{text}");
+        }
+        assert_eq!(BlockKey::from_hex(&key.to_string()[..31]), None);
     }
 }

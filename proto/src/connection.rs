@@ -33,6 +33,8 @@ use tonic::{Code, Status};
 
 /// Path of a look-up.
 pub const LOOKUP: &str = "/reprise.controlplane.v1.Directory/Lookup";
+/// Path of a list of nodes.
+pub const LIST_NODES: &str = "/reprise.controlplane.v1.Membership/ListNodes";
 
 /// Until a peer must have taken the connection.
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);

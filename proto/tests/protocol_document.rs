@@ -227,6 +227,8 @@ fn membership_rows() -> Vec<String> {
                 removed: true,
             },
         ),
+        row("`ForgetNodeRequest`", "\"n\"", &cluster::ForgetNodeRequest { name: "n".to_owned() }),
+        row("`ForgetNodeReply`", "was node 7", &cluster::ForgetNodeReply { node: 7 }),
     ]
 }
 

@@ -59,7 +59,7 @@ def main() -> None:
 
 def answered(side: SchedulerSide, call: int, hashes: list[bytes]) -> list[float]:
     """Asks about a new request until there is an answer, a call in each step of the scheduler; the times of the calls."""
-    request: Any = SimpleNamespace(request_id=str(call), block_hashes=hashes)
+    request: Any = SimpleNamespace(request_id=str(call), block_hashes=hashes, lora_request=None)
     times = []
     while True:
         started = time.perf_counter()

@@ -1,17 +1,19 @@
 """The client for asyncio.
 
 Each call runs on a thread of the client's own pool: the native half waits without the GIL, so the event loop and other
-Python threads go on meanwhile. A call whose task is cancelled runs on to its end; what it brings is given back.
+Python threads go on meanwhile. A task that is cancelled in a load or a save ends when native code has let go of the memory, within the
+call's own patience: its blocks are the caller's again then. Other calls run on to their end by themselves; what they bring is given back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from reprise import Client, Durable, KvMemory, Layout, Loaded, Namespace, Saved
 
@@ -77,7 +79,9 @@ class AsyncClient:
         room_wait: float = 5.0,
     ) -> Saved:
         """See :meth:`reprise.Client.save`."""
-        return await self._run(lambda: self._client.save(keys, memory, blocks, priority=priority, room_wait=room_wait))
+        return await self._run_whole(
+            lambda: self._client.save(keys, memory, blocks, priority=priority, room_wait=room_wait)
+        )
 
     async def load(
         self,
@@ -89,7 +93,7 @@ class AsyncClient:
         local: bool = False,
     ) -> Loaded:
         """See :meth:`reprise.Client.load`."""
-        return await self._run(lambda: self._client.load(keys, memory, blocks, deadline=deadline, local=local))
+        return await self._run_whole(lambda: self._client.load(keys, memory, blocks, deadline=deadline, local=local))
 
     async def prefetch(self, keys: bytes | Iterable[bytes], *, deadline: float = 5.0, local: bool = False) -> int:
         """See :meth:`reprise.Client.prefetch`."""
@@ -128,6 +132,27 @@ class AsyncClient:
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    async def _run_whole(self, call: Callable[[], T]) -> T:
+        """Runs a call that touches the caller's memory: does not return before it has ended, or was never begun."""
+        submitted = self._pool.submit(call)
+        ended = asyncio.wrap_future(submitted)
+        try:
+            return await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            if not submitted.cancel():
+                await _end_of(ended)
+            raise
+
+
+async def _end_of(future: asyncio.Future[Any]) -> None:
+    """Waits until there is a result, whatever it is and however often the task is cancelled meanwhile."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    if not future.cancelled():
+        # Looked at, so that asyncio does not report an error that nobody was to hear of.
+        future.exception()
 
 
 def _new_pool() -> ThreadPoolExecutor:

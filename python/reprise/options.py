@@ -9,6 +9,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from reprise import Layout, Namespace, Session
+
+REFUSAL_WAIT_S = 1.0
+"""How long the construction of an adapter waits for an agent that is there to refuse it. Who answers at all does so in
+milliseconds; one that hangs is waited for no longer."""
+
 SOCKET_PATH_BYTES_MAX = 107
 """Of a unix socket's path (unix(7): `sun_path` has 108 bytes with its end)."""
 
@@ -62,6 +68,25 @@ class SharedOptions:
         _check_socket(cls.where, options.socket)
         return options
 
+    def session(self, namespace: Namespace, layout: Layout, name: str) -> Session:
+        """A session with the agent, which may come later.
+
+        Args:
+            namespace: of the blocks.
+            layout: of the blocks.
+            name: for the agent's logs.
+
+        Raises:
+            Version, Forbidden, BadRequest: the agent is there and will never keep these blocks, and what to do.
+        """
+        session = Session(self.socket, namespace, layout, tenant=self.tenant, name=name)
+        try:
+            session.check(REFUSAL_WAIT_S)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
 
 def _checked(where: str, name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -86,6 +111,11 @@ def _check_socket(where: str, socket: str) -> None:
         )
     try:
         mode = path.stat().st_mode
+    except PermissionError as error:
+        raise ValueError(
+            f"{where}: this user may not look at {socket} ({error.strerror}): run the engine as a user whom the folders of that "
+            "path admit, or open them (chmod o+x)"
+        ) from error
     except OSError:
         return
     if not stat.S_ISSOCK(mode):

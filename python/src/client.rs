@@ -80,6 +80,7 @@ impl Client {
             priority: arguments::priority(priority)?,
             room_wait: seconds("room_wait", room_wait)?,
             stall_timeout: self.timeout,
+            ..SaveOptions::default()
         };
         let blocks = placed(keys, blocks)?;
         let saved = py.detach(|| self.client.save_blocks(&blocks, &*memory.paged, &options));

@@ -14,7 +14,7 @@ use crate::geometry::{Layout, Namespace};
 use crate::outcome::source_numbers;
 
 /// A session with this node's agent that is opened anew by itself: the agent may start later, stop, and come back.
-/// Constructing it does not wait for the agent, nor does any method but ``wait_connected`` and ``stats``. What becomes of the
+/// Constructing it does not wait for the agent, nor does any method but ``check``, ``wait_connected`` and ``stats``. What becomes of the
 /// session is logged by ``reprise`` when ``connected``, ``start_match`` or ``wait_connected`` next look at it.
 ///
 /// Args:
@@ -85,7 +85,26 @@ impl Session {
         self.status().last_error
     }
 
-    /// Asks where leading blocks are, at most 8,192; None when there is no agent that answers. Takes 5 ms at the most.
+    /// Which error that was: the name of its exception.
+    #[getter]
+    fn last_error_kind(&self) -> Option<&'static str> {
+        self.status().last_error_kind
+    }
+
+    /// Finds out whether the agent will never keep blocks of this session, within so many seconds. An agent that is absent,
+    /// full or silent says nothing of the kind.
+    ///
+    /// Raises:
+    ///     Version, Forbidden, BadRequest: it refuses the session, or a slot for one block, and what to do.
+    fn check(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let timeout = seconds("timeout", timeout)?;
+        let keeper = self.keeper();
+        let refusal = py.detach(|| keeper.and_then(|keeper| keeper.refusal(timeout)));
+        refusal.map_or(Ok(()), |error| Err(raised(&error)))
+    }
+
+    /// Asks where leading blocks are, at most 8,192; None when there is no agent that answers. Does not wait, and keeps the
+    /// GIL: who lets go of it may wait for other threads to get it back.
     #[pyo3(signature = (keys, local=false))]
     fn start_match(&self, py: Python<'_>, keys: Keys, local: bool) -> PyResult<Option<PendingMatch>> {
         self.tell(py);
@@ -93,7 +112,7 @@ impl Session {
             return Ok(None);
         };
         let Keys(keys) = keys;
-        match py.detach(|| client.start_match(&keys, scope(local))) {
+        match client.start_match(&keys, scope(local)) {
             Ok(pending) => Ok(Some(PendingMatch { pending: Mutex::new(pending) })),
             Err(error @ ClientError::BadRequest(_)) => Err(raised(&error)),
             Err(error) => {
@@ -206,7 +225,9 @@ impl PendingMatch {
     #[pyo3(signature = (seconds=0.0))]
     fn poll(&self, py: Python<'_>, seconds: f64) -> PyResult<Option<Vec<u32>>> {
         let patience = crate::arguments::seconds("seconds", seconds)?;
-        let polled = py.detach(|| self.pending.lock().unwrap_or_else(PoisonError::into_inner).poll(patience));
+        let poll = || self.pending.lock().unwrap_or_else(PoisonError::into_inner).poll(patience);
+        // Who only looks keeps the GIL: getting it back may take longer than the look.
+        let polled = if patience.is_zero() { poll() } else { py.detach(poll) };
         match polled {
             Ok(sources) => Ok(sources.map(|sources| source_numbers(&sources))),
             Err(error) => {

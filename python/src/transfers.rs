@@ -1,6 +1,7 @@
 //! Saves and loads on native threads, for Python.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -24,6 +25,7 @@ use crate::session::{Session, closed};
 ///     load_stall: seconds after which a load without any progress is given up.
 ///     save_stall: seconds after which a save without an answer is given up.
 ///     room_wait: seconds that a save waits for room in a full arena.
+///     layer_wait: seconds that a save by layers waits for the next one.
 ///     queued_max: loads, and saves, that may wait; one more ends undone at once.
 ///     local: whether blocks of peers are left out.
 #[pyclass(frozen, module = "reprise")]
@@ -37,7 +39,7 @@ pub(crate) struct Transfers {
 impl Transfers {
     #[new]
     #[pyo3(signature = (session, memory, *, load_deadline=5.0, load_stall=0.5, save_stall=0.5, room_wait=0.5,
-        queued_max=1024, local=false))]
+        layer_wait=10.0, queued_max=1024, local=false))]
     #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
     fn new(
         session: &Session,
@@ -46,6 +48,7 @@ impl Transfers {
         load_stall: f64,
         save_stall: f64,
         room_wait: f64,
+        layer_wait: f64,
         queued_max: usize,
         local: bool,
     ) -> PyResult<Transfers> {
@@ -58,6 +61,7 @@ impl Transfers {
         let save = SaveOptions {
             room_wait: seconds("room_wait", room_wait)?,
             stall_timeout: seconds("save_stall", save_stall)?,
+            layer_wait: seconds("layer_wait", layer_wait)?,
             ..SaveOptions::default()
         };
         if queued_max == 0 {
@@ -78,10 +82,38 @@ impl Transfers {
         self.open()?.submit_load(blocks).map(|id| id.0).map_err(|error| raised(&error))
     }
 
+    /// Submits a load that copies the first layers of all blocks before the others, for a computation that waits for each by
+    /// ``wait_layer``; returns its id. Its deadline counts from now. Whether a block is whole is known when the load has ended:
+    /// what was computed from one that is not is to be thrown away.
+    fn load_by_layers(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
+        let blocks = placed(keys, blocks)?;
+        self.open()?.submit_load_by_layers(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    }
+
+    /// Waits until these loads have copied a layer of all blocks that have not failed, or have ended, for so many seconds;
+    /// whether they have.
+    fn wait_layer(&self, py: Python<'_>, ids: Vec<u64>, layer: u32, timeout: f64) -> PyResult<bool> {
+        self.waiting(py, ids, timeout, |transfers, ids, timeout| transfers.wait_layer(ids, layer, timeout))
+    }
+
     /// Submits a save of blocks of the memory; returns its id. They must not change until it has ended.
     fn save(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
         let blocks = placed(keys, blocks)?;
         self.open()?.submit_save(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    }
+
+    /// Submits a save of blocks that are filled layer by layer, as ``note_filled`` tells; returns its id. What was told filled
+    /// must not change until it has ended.
+    fn save_by_layers(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
+        let blocks = placed(keys, blocks)?;
+        self.open()?.submit_save_by_layers(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    }
+
+    /// So many leading layers of all blocks of these saves by layers are filled. Does not wait.
+    fn note_filled(&self, ids: Vec<u64>, layers: u32) -> PyResult<()> {
+        let transfers = self.open()?;
+        ids.into_iter().for_each(|id| transfers.note_filled(TransferId(id), layers));
+        Ok(())
     }
 
     /// The transfers that have ended since the last call. Does not wait.
@@ -92,15 +124,7 @@ impl Transfers {
 
     /// Waits until these have ended, for so many seconds; whether they have. ``finished`` tells them all the same.
     fn wait(&self, py: Python<'_>, ids: Vec<u64>, timeout: f64) -> PyResult<bool> {
-        let timeout = seconds("timeout", timeout)?;
-        let ids: Vec<TransferId> = ids.into_iter().map(TransferId).collect();
-        let transfers = self.open()?;
-        let have_ended = py.detach(|| {
-            let have_ended = transfers.wait(&ids, timeout);
-            drop(transfers);
-            have_ended
-        });
-        Ok(have_ended)
+        self.waiting(py, ids, timeout, |transfers, ids, timeout| transfers.wait(ids, timeout))
     }
 
     /// Transfers that have not ended.
@@ -130,6 +154,26 @@ impl Transfers {
 }
 
 impl Transfers {
+    /// Waits while other Python threads run.
+    fn waiting(
+        &self,
+        py: Python<'_>,
+        ids: Vec<u64>,
+        timeout: f64,
+        wait: impl FnOnce(&reprise_client::Transfers, &[TransferId], Duration) -> bool + Send,
+    ) -> PyResult<bool> {
+        let timeout = seconds("timeout", timeout)?;
+        let ids: Vec<TransferId> = ids.into_iter().map(TransferId).collect();
+        let transfers = self.open()?;
+        let waited = py.detach(|| {
+            let waited = wait(&transfers, &ids, timeout);
+            // The last one waits for threads.
+            drop(transfers);
+            waited
+        });
+        Ok(waited)
+    }
+
     fn open(&self) -> PyResult<Arc<reprise_client::Transfers>> {
         self.lock().clone().ok_or_else(|| raised(&closed()))
     }

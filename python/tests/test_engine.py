@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster
-from conftest import keys_of, memory_of, tensors
+from conftest import LAYERS, keys_of, memory_of, tensors
 from faults import freeze, thaw
 
 import reprise
@@ -62,6 +62,39 @@ def test_transfers_save_and_load_and_are_told_once(session: Session, namespace: 
         transfers.load(keys[:16], [0])
 
 
+def test_transfers_by_layers_go_beside_a_computation(session: Session, namespace: Namespace, layout: Layout) -> None:
+    keys = keys_of(namespace, range(BLOCKS))
+    engine, computed = tensors(2 * BLOCKS), tensors(BLOCKS, seed=1)
+    with Transfers(session, memory_of(engine, layout), load_stall=LONG, save_stall=LONG, layer_wait=LONG) as transfers:
+        save = transfers.save_by_layers(keys, range(BLOCKS))
+        for layer in range(LAYERS):
+            engine[layer][:BLOCKS] = computed[layer]
+            assert not transfers.wait([save], 0.0)
+            transfers.note_filled([save], layer + 1)
+        (saved,) = ended(transfers, save)
+        assert (saved.kind, saved.committed, saved.error) == ("save", BLOCKS, None)
+        load = transfers.load_by_layers(keys, range(BLOCKS, 2 * BLOCKS))
+        for layer in range(LAYERS):
+            assert transfers.wait_layer([load], layer, LONG)
+            assert np.array_equal(engine[layer][BLOCKS:], computed[layer])
+        (loaded,) = ended(transfers, load)
+        assert (loaded.kind, loaded.ok) == ("load", [True] * BLOCKS)
+        transfers.note_filled([save, load, 4711], LAYERS)
+    with pytest.raises(reprise.AgentLost):
+        transfers.note_filled([save], LAYERS)
+
+
+def test_a_save_whose_layers_never_come_ends_unsaved(session: Session, namespace: Namespace, layout: Layout) -> None:
+    keys = keys_of(namespace, range(2))
+    with Transfers(session, memory_of(tensors(2, seed=1), layout), save_stall=LONG, layer_wait=0.1) as transfers:
+        never = transfers.save_by_layers(keys, [0, 1])
+        transfers.note_filled([never], LAYERS - 1)
+        unsaved, saved = ended(transfers, never, transfers.save(keys, [0, 1]))
+        assert unsaved.unsaved == 2
+        assert unsaved.error is not None and f"layer {LAYERS - 1} of a save was not filled" in unsaved.error
+        assert saved.committed == 2
+
+
 def test_a_match_is_asked_for_now_and_looked_at_later(
     cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
 ) -> None:
@@ -99,6 +132,30 @@ def test_without_an_agent_nothing_waits_and_everything_ends_undone(
         assert "no agent at" in session.last_error
         with pytest.raises(reprise.AgentLost):
             session.stats()
+
+
+def test_an_agent_that_will_never_keep_these_blocks_says_so(
+    cluster: Cluster, session: Session, namespace: Namespace, layout: Layout
+) -> None:
+    socket = cluster.agents[0].socket
+    session.check(LONG)
+    # Blocks of 24 MiB; the only region of the arena has 16.
+    large = Layout(layers=3, parts=1, kv_heads=64, head_dim=1024, dtype="fp32", tokens_per_block=32)
+    named = Namespace(model="m", revision="1", layout=large, hash_algorithm="a", hash_seed="", engine_format="test")
+    with Session(socket, named, large) as too_large:
+        with pytest.raises(reprise.BadRequest, match=r"raise arena\.region_bytes"):
+            too_large.check(LONG)
+        assert too_large.connected
+    freeze(cluster.agents[0])
+    with Session(socket, namespace, layout) as silent:
+        started = time.monotonic()
+        silent.check(0.2)
+        assert time.monotonic() - started < LONG / 2
+    thaw(cluster.agents[0])
+    cluster.agents[0].kill()
+    with Session(socket, namespace, layout) as absent:
+        absent.check(LONG)
+        assert absent.last_error_kind == "AgentAbsent"
 
 
 def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(

@@ -117,6 +117,12 @@ def test_half_precision_and_bytes_are_taken() -> None:
         assert KvMemory([np.zeros((3, 32), numpy)], layout).blocks == 3
 
 
+@pytest.mark.parametrize(("dtype", "numpy"), [("bf16", np.float16), ("int8", np.bool_), ("fp8", np.bool_)])
+def test_elements_of_another_kind_of_the_same_size_are_refused(dtype: str, numpy: type) -> None:
+    layout = Layout(layers=1, parts=1, kv_heads=1, head_dim=8, dtype=dtype, tokens_per_block=4)
+    refused([np.zeros((3, 32), numpy)], layout, "layer 0: its elements are of another kind")
+
+
 def test_blocks_may_have_gaps_and_layers_may_take_turns_in_one_allocation(layout: Layout) -> None:
     together = np.zeros((6, LAYERS, 2, HEADS, TOKENS, HEAD_DIM), np.float32)
     assert KvMemory([together[:, layer] for layer in range(LAYERS)], layout).blocks == 6

@@ -5,9 +5,11 @@
 
 use std::time::Duration;
 
-use reprise_policy::NodeMode;
+use reprise_policy::{BlockKey, NodeMode};
 
 use crate::network::Host;
+use crate::node::Node;
+use crate::placements::STALE_IN_CALM_MAX;
 use crate::world::{Action, World};
 
 /// A drain in calm that nobody refuses anything is over by then: rounds of a second, offers that are made again after 10 s,
@@ -75,13 +77,17 @@ impl World {
         (0..self.nodes.len()).for_each(|node| self.set_mode(0, node, NodeMode::Cordoned));
     }
 
-    /// What a drained node has durably others have as well.
-    fn assert_drained(&self, leaving: usize) {
-        let others = self.nodes.iter().enumerate().filter(|(node, _)| *node != leaving);
-        let others: Vec<_> = others.map(|(_, node)| &node.promised).collect();
+    /// What a drained node has durably others have as well, or had when it asked last.
+    fn assert_drained(&mut self, leaving: usize) {
+        let asked = self.process(leaving).placed.asked_to_drain;
+        let has = |place: &Node, key: &BlockKey| {
+            let kept_until = place.withdrawn.get(key).map(|at| at.after(STALE_IN_CALM_MAX));
+            place.promised.contains(key) || kept_until.is_some_and(|until| asked.is_some_and(|at| at < until))
+        };
+        let others: Vec<usize> = (0..self.nodes.len()).filter(|node| *node != leaving).collect();
         let promised = &self.nodes[leaving].promised;
         let alone: Vec<_> =
-            promised.iter().filter(|key| !others.iter().any(|other| other.contains(key))).collect();
+            promised.iter().filter(|key| !others.iter().any(|other| has(&self.nodes[*other], key))).collect();
         assert!(alone.is_empty(), "node {leaving} is drained and alone has {alone:?}");
     }
 }

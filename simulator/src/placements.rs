@@ -25,7 +25,7 @@ const CLOCK_GRAIN: Duration = Duration::from_micros(2);
 /// That a replica is gone is known to the directory within this, while things break and when they do not: what was lost on
 /// the way is sent again after a call's time, or announced anew with a registration.
 const STALE_MAX: Duration = Duration::from_secs(30);
-const STALE_IN_CALM_MAX: Duration = Duration::from_secs(5);
+pub(crate) const STALE_IN_CALM_MAX: Duration = Duration::from_secs(5);
 /// Offers of a node at once: one to each other node for each batch.
 const OFFERS_PER_NODE_MAX: usize = 42;
 
@@ -40,6 +40,9 @@ pub(crate) struct Placed {
     saving: bool,
     may_evict: bool,
     evictions: u64,
+    devices_lost: u64,
+    /// When a member last answered where blocks of a node go that is to leave.
+    pub(crate) asked_to_drain: Option<Tick>,
     /// Blocks that may be dropped because they have moved, and that were.
     may_drop: u64,
     moved: u64,
@@ -83,6 +86,9 @@ impl World {
         let (counters, placed) = (process.core.counters(), &mut process.placed);
         let evicted =
             counters.nvme_evictions - std::mem::replace(&mut placed.evictions, counters.nvme_evictions);
+        // With a device a tenant loses its part of it.
+        placed.may_evict |= counters.devices_lost > placed.devices_lost;
+        placed.devices_lost = counters.devices_lost;
         assert!(
             evicted == 0 || placed.may_evict,
             "node {node} evicts {evicted} blocks, and only what was offered to it needs room"
@@ -116,7 +122,7 @@ impl World {
     pub(crate) fn audit_places(&mut self, member: usize, question: &PlaceQuestion, answer: &PlaceAnswer) {
         assert!(question.keys.len() <= PLACE_KEYS_MAX, "{} keys in a question", question.keys.len());
         let now = self.time(Host::Member(member));
-        self.note_addressee(member, question);
+        self.note_asked(member, question);
         let running = self.members[member].as_ref().expect("it answers");
         let mut seen: BTreeSet<NodeId> = BTreeSet::new();
         for (key, answer) in question.keys.iter().zip(&answer.answers) {
@@ -138,13 +144,18 @@ impl World {
         }
     }
 
-    fn note_addressee(&mut self, member: usize, question: &PlaceQuestion) {
+    fn note_asked(&mut self, member: usize, question: &PlaceQuestion) {
         let running = self.members[member].as_ref().expect("it answers");
-        if let PlaceReason::Move(to) = question.reason
-            && let (Some(holder), Some(host)) = (running.host_of(question.holder), running.host_of(to))
-            && let Some(process) = self.nodes[holder].process.as_mut()
-        {
-            process.placed.moves_to.entry(to).or_default().insert(host);
+        let Some(holder) = running.host_of(question.holder) else { return };
+        let Some(process) = self.nodes[holder].process.as_mut() else { return };
+        match question.reason {
+            PlaceReason::Move(to) => {
+                if let Some(host) = running.host_of(to) {
+                    process.placed.moves_to.entry(to).or_default().insert(host);
+                }
+            }
+            PlaceReason::Drain => process.placed.asked_to_drain = Some(self.now),
+            PlaceReason::Hot => {}
         }
     }
 

@@ -18,7 +18,7 @@ pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(250);
 pub(crate) const BEAT_ANSWER: Duration = Duration::from_millis(500);
 /// As `membership.dead_after`.
 pub(crate) const DEAD_AFTER: Duration = Duration::from_millis(1500);
-/// A tenth of `membership.forget_after`: a pause of an agent is then longer.
+/// Less than `membership.forget_after`: more pauses of an agent are longer.
 pub(crate) const FORGET_AFTER: Duration = Duration::from_secs(6);
 /// As an agent's time for one call to the control plane.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);

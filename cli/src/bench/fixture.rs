@@ -1,9 +1,10 @@
 //! What the benchmarks share: a fresh cluster with a client a node, blocks with known bytes, memory of an engine.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use reprise_client::{Client, ConnectOptions, Priority, Reservation, Ticket};
+use reprise_client::{Client, ClientError, ConnectOptions, Priority, Reservation, Ticket};
 use reprise_policy::{BlockKey, ByteSize, Layout, TenantName};
 
 use crate::cluster::{AgentSizes, Cluster, ControlPlanes};
@@ -56,9 +57,14 @@ impl Fixture {
 }
 
 /// A client with the benchmarks' namespace.
-pub(super) fn connect(socket: &std::path::Path, layout: &Layout) -> anyhow::Result<Client> {
-    let namespace = engine::namespace(layout, &TenantName::default_tenant());
-    let options = ConnectOptions::new(socket, namespace, *layout).client_name("bench");
+pub(super) fn connect(socket: &Path, layout: &Layout) -> anyhow::Result<Client> {
+    connect_as(socket, layout, &TenantName::default_tenant())
+}
+
+/// A client of a tenant.
+pub(super) fn connect_as(socket: &Path, layout: &Layout, tenant: &TenantName) -> anyhow::Result<Client> {
+    let namespace = engine::namespace(layout, tenant);
+    let options = ConnectOptions::new(socket, namespace, *layout).client_name("bench").tenant(tenant.clone());
     Client::connect(options).with_context(|| format!("connecting to {}", socket.display()))
 }
 
@@ -84,6 +90,15 @@ pub(super) fn payload(layout: &Layout) -> Vec<u8> {
 pub(super) fn fill(client: &Client, keys: &[BlockKey], payload: &[u8]) -> anyhow::Result<Filled> {
     let object_bytes = usize::try_from(client.layout().object_bytes()).expect("objects fit in memory");
     let objects: Vec<&[u8]> = payload.chunks(object_bytes).collect();
+    fill_each(client, keys, |reservation, _| reservation.fill_from(&objects))
+}
+
+/// Reserves slots for `keys` and fills each of them.
+pub(super) fn fill_each(
+    client: &Client,
+    keys: &[BlockKey],
+    fill_one: impl Fn(&mut Reservation, &BlockKey) -> Result<(), ClientError>,
+) -> anyhow::Result<Filled> {
     let mut filled = Vec::with_capacity(keys.len());
     while filled.len() < keys.len() {
         let wanted = u32::try_from(keys.len() - filled.len()).context("too many keys")?;
@@ -92,8 +107,8 @@ pub(super) fn fill(client: &Client, keys: &[BlockKey], payload: &[u8]) -> anyhow
             bail!("the arena has no room for the benchmark");
         }
         for mut reservation in reservations {
-            reservation.fill_from(&objects)?;
             let key = keys[filled.len()];
+            fill_one(&mut reservation, &key)?;
             filled.push((reservation, key));
         }
     }
@@ -116,11 +131,14 @@ pub(super) fn save_durable(
     batch: usize,
     payload: &[u8],
 ) -> anyhow::Result<()> {
-    for part in keys.chunks(batch) {
-        let ticket = commit(client, fill(client, part, payload)?)?;
-        let outcome = client.wait_durable(ticket, PATIENCE).context("waiting until durable")?;
-        ensure!(outcome.lost_keys.is_empty(), "{} blocks did not become durable", outcome.lost_keys.len());
-    }
+    keys.chunks(batch).try_for_each(|part| commit_durable(client, fill(client, part, payload)?))
+}
+
+/// Commits filled blocks and waits until they are durable.
+pub(super) fn commit_durable(client: &Client, filled: Filled) -> anyhow::Result<()> {
+    let ticket = commit(client, filled)?;
+    let outcome = client.wait_durable(ticket, PATIENCE).context("waiting until durable")?;
+    ensure!(outcome.lost_keys.is_empty(), "{} blocks did not become durable", outcome.lost_keys.len());
     Ok(())
 }
 

@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
+use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::{BlockKey, SlotSet, Tier};
 use reprise_proto::connection::{Connection, LOOKUP};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{
-    DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, RegisterRequest, SlotsRequest,
-    UpdateRequest,
+    DescribeReply, DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, RegisterRequest,
+    SlotsRequest, UpdateRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -220,11 +221,20 @@ pub(super) fn announce(
             node.context("a node of the benchmark")??;
         }
         let described = directory(cluster).await?.describe(DescribeRequest {}).await?.into_inner();
-        let expected = inventories.entries as u64;
-        ensure!(described.replicas == expected, "{} of {expected} replicas are there", described.replicas);
-        anyhow::Ok(())
+        demand_whole(&described, inventories.entries as u64)
     })?;
     Ok((beating, started.elapsed().as_secs_f64()))
+}
+
+/// Every replica is there, and the member answers for every slot without reserve.
+fn demand_whole(described: &DescribeReply, expected: u64) -> anyhow::Result<()> {
+    let DescribeReply { replicas, slots_owned, slots_partial, .. } = *described;
+    ensure!(replicas == expected, "{replicas} of {expected} replicas are there");
+    ensure!(
+        slots_owned == u32::from(HASH_SLOTS) && slots_partial == 0,
+        "{slots_owned} of {HASH_SLOTS} slots are the member's, and {slots_partial} of them are partial"
+    );
+    Ok(())
 }
 
 async fn announce_one(
@@ -394,6 +404,19 @@ mod tests {
             let wanted = inventories.wanted(3, 50);
             assert!(wanted.chunks(BlockKey::SIZE).all(|key| all.contains(key)));
         }
+    }
+
+    #[test]
+    fn a_directory_that_lacks_a_replica_or_has_a_partial_slot_is_not_rebuilt() {
+        let whole =
+            DescribeReply { replicas: 7, slots_owned: u32::from(HASH_SLOTS), ..DescribeReply::default() };
+        assert!(demand_whole(&whole, 7).is_ok());
+        let refused = |described| demand_whole(&described, 7).expect_err("not whole").to_string();
+        assert!(refused(DescribeReply { replicas: 6, ..whole.clone() }).contains("6 of 7"));
+        assert!(
+            refused(DescribeReply { slots_partial: 1, ..whole.clone() }).contains("1 of them are partial")
+        );
+        assert!(refused(DescribeReply { slots_owned: 4095, ..whole }).contains("4095 of 4096"));
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub(super) struct Line {
     pub(super) member: String,
     #[serde(flatten)]
     pub(super) event: Event,
-    /// Where to go on from after it; none within a snapshot.
+    /// Where to go on from after it; none within a snapshot, nor of a member that is gone.
     pub(super) position: Option<MemberPosition>,
 }
 
@@ -39,6 +39,8 @@ pub(super) enum Event {
     Cleared { node: Option<u32>, slots: Vec<u32> },
     /// What was said is what the member holds.
     Current,
+    /// The member is none any more: forget what it has said.
+    Gone,
 }
 
 /// One node's copy of a block.
@@ -50,6 +52,11 @@ pub(super) struct Replica {
 }
 
 impl Line {
+    /// That a member is listed no more.
+    pub(super) fn gone(member: String) -> Line {
+        Line { member, event: Event::Gone, position: None }
+    }
+
     /// The line without its end.
     pub(super) fn text(&self, audience: Audience) -> String {
         match audience {
@@ -79,6 +86,7 @@ impl fmt::Display for Event {
                 }
             }
             Event::Current => write!(f, "current"),
+            Event::Gone => write!(f, "gone: what it has said is void"),
         }
     }
 }
@@ -152,6 +160,9 @@ mod tests {
             (&object["event"], &object["key"], &object["node"]),
             (&"added".into(), &key.into(), &7.into())
         );
+        let gone = Line::gone("a".to_owned());
+        assert_eq!(gone.text(Audience::Person), "a  gone: what it has said is void");
+        assert_eq!(gone.text(Audience::Program), r#"{"member":"a","event":"gone","position":null}"#);
         let cleared = Event::Cleared { node: None, slots: vec![1, 2] };
         assert_eq!(cleared.to_string(), "cleared every node in slots [1, 2]");
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, bail};
-use reprise_policy::{BlockKey, Tier};
+use reprise_policy::{BlockKey, NodeId, Tier};
 use reprise_proto::controlplane::events_client::EventsClient;
 use reprise_proto::controlplane::follow_reply::Event as Sent;
 use reprise_proto::controlplane::snapshot_begins::Reason;
@@ -26,7 +26,7 @@ pub(super) enum Extent {
     ForEver,
 }
 
-/// The last position of each member; kept while a member is away.
+/// The last position of each member; kept while a member is away, and not when it is gone.
 #[derive(Clone, Debug)]
 pub(super) struct Positions(Arc<Mutex<BTreeMap<String, Position>>>);
 
@@ -35,6 +35,15 @@ pub(super) struct MemberStream {
     member: MemberInfo,
     positions: Positions,
     lines: mpsc::Sender<Vec<Line>>,
+}
+
+/// A replica is there from now on, or not any more.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Change {
+    pub(super) node: NodeId,
+    pub(super) tier: Tier,
+    pub(super) key: BlockKey,
+    pub(super) is_there: bool,
 }
 
 /// Why a stream is not read any further.
@@ -51,8 +60,12 @@ impl Positions {
         Positions(Arc::new(Mutex::new(positions.collect())))
     }
 
-    fn get(&self, member: &str) -> Option<Position> {
+    pub(super) fn get(&self, member: &str) -> Option<Position> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get(member).copied()
+    }
+
+    pub(super) fn forget(&self, member: &str) {
+        self.set(member, None);
     }
 
     fn set(&self, member: &str, position: Option<Position>) {
@@ -150,21 +163,35 @@ fn reason(reason: Reason) -> &'static str {
     }
 }
 
-fn events(changes: &ReplicaChanges) -> anyhow::Result<Vec<Event>> {
-    let keys = BlockKey::unpack(&changes.keys).context("torn keys")?;
-    let (nodes, torn) = changes.nodes.as_chunks::<2>();
-    if !torn.is_empty() || nodes.len() != keys.len() || changes.operations.len() != keys.len() {
-        bail!("{} keys, {} nodes, {} operations", keys.len(), nodes.len(), changes.operations.len());
-    }
-    let event = |((key, node), operation): ((BlockKey, &[u8; 2]), &u8)| {
-        let tier = match Tier::from_wire(operation & !WITHDRAWN).context("an unknown tier")? {
+fn events(told: &ReplicaChanges) -> anyhow::Result<Vec<Event>> {
+    let event = |Change { node, tier, key, is_there }: Change| {
+        let tier = match tier {
             Tier::Dram => "dram",
             Tier::Nvme => "nvme",
         };
-        let replica = Replica { node: u16::from_le_bytes(*node), tier, key: key.to_string() };
-        Ok(if operation & WITHDRAWN == 0 { Event::Added(replica) } else { Event::Withdrawn(replica) })
+        let replica = Replica { node: node.0, tier, key: key.to_string() };
+        if is_there { Event::Added(replica) } else { Event::Withdrawn(replica) }
     };
-    keys.into_iter().zip(nodes).zip(&changes.operations).map(event).collect()
+    Ok(changes(told)?.into_iter().map(event).collect())
+}
+
+/// The changes of a message, in order.
+pub(super) fn changes(told: &ReplicaChanges) -> anyhow::Result<Vec<Change>> {
+    let keys = BlockKey::unpack(&told.keys).context("torn keys")?;
+    let (nodes, torn) = told.nodes.as_chunks::<2>();
+    if !torn.is_empty() || nodes.len() != keys.len() || told.operations.len() != keys.len() {
+        bail!("{} keys, {} nodes, {} operations", keys.len(), nodes.len(), told.operations.len());
+    }
+    let change = |((key, node), operation): ((BlockKey, &[u8; 2]), &u8)| {
+        let tier = Tier::from_wire(operation & !WITHDRAWN).context("an unknown tier")?;
+        Ok(Change {
+            node: NodeId(u16::from_le_bytes(*node)),
+            tier,
+            key,
+            is_there: operation & WITHDRAWN == 0,
+        })
+    };
+    keys.into_iter().zip(nodes).zip(&told.operations).map(change).collect()
 }
 
 #[cfg(test)]

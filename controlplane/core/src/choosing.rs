@@ -143,7 +143,7 @@ mod tests {
         for (node, used) in nodes {
             let details = NodeDetails { peer_address: "a:1".to_owned(), ..NodeDetails::default() };
             let (number, epoch) = (NodeId(*node), Epoch(1));
-            let record = NodeRecord { node: number, name: format!("n{node}"), epoch, details };
+            let record = NodeRecord { node: number, name: format!("n{node}"), epoch, details, revision: 1 };
             members.register(Tick(0), record).expect("the first");
             let report = NodeReport {
                 capacity: Amounts::both(1000),

@@ -36,6 +36,6 @@ pub use ledgers::{KnownNode, LedgerState, Ledgers, OwnPlace, Presence, Said};
 pub use live::LiveNodes;
 pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
 pub use members::{
-    Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, StaleEpoch,
+    Beat, MemberEvent, MemberSettings, MemberState, Members, NodeDetails, NodeRecord, NotRegistered,
 };
 pub use reports::NodeReport;

@@ -16,6 +16,10 @@
 //! * A node registers with every member, each time under a higher epoch. What the store says of a registration with another
 //!   member ([`Members::learn`]) tells where the node is to be reached, and neither that it lives nor which registration
 //!   is this member's: that is for its own beats and registrations to say.
+//! * A node whose record the store has no more ([`Members::deleted`], [`Members::only`]) is none from any state on: its number is
+//!   never given out again, so what carries it is not believed. A registration that was in the store before its record was
+//!   deleted, and arrives here afterwards, is told by the revision of the record: up to the one that
+//!   [`Members::followed`] names all records are known here.
 //!
 //! Beats are O(1); [`Members::expire`] is O(1) until the earliest instant at which a state can change, O(nodes) then.
 
@@ -66,6 +70,8 @@ pub struct NodeRecord {
     pub epoch: Epoch,
     /// What it said at that registration.
     pub details: NodeDetails,
+    /// Revision of the store that this record is of.
+    pub revision: u64,
 }
 
 /// Where a node is in its life; see the drawing of the module.
@@ -99,16 +105,22 @@ pub enum MemberEvent {
     Forgotten(NodeId, Epoch),
 }
 
-/// A registration that is older than the node's current one.
+/// Why a registration is not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("registration {offered:?} of node {node} is older than {current:?}")]
-pub struct StaleEpoch {
-    /// The node.
-    pub node: NodeId,
-    /// The registration refused.
-    pub offered: Epoch,
-    /// The one that stands.
-    pub current: Epoch,
+pub enum NotRegistered {
+    /// The node has a newer one.
+    #[error("registration {offered:?} of node {node} is older than {current:?}")]
+    Stale {
+        /// The node.
+        node: NodeId,
+        /// The registration refused.
+        offered: Epoch,
+        /// The one that stands.
+        current: Epoch,
+    },
+    /// The store has the node's record no more.
+    #[error("node {0} was forgotten while it registered: register again")]
+    Forgotten(NodeId),
 }
 
 /// See the module.
@@ -120,6 +132,8 @@ pub struct Members {
     live: Arc<LiveNodes>,
     /// No state changes by silence before this instant. A lower bound: beats only move instants away.
     next_change: Option<Tick>,
+    /// All records that the store had at this revision are known.
+    followed: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -144,7 +158,13 @@ struct Member {
 impl Members {
     /// No nodes.
     pub fn new(settings: MemberSettings) -> Members {
-        Members { settings, members: BTreeMap::new(), live: Arc::default(), next_change: None }
+        Members {
+            settings,
+            members: BTreeMap::new(),
+            live: Arc::default(),
+            next_change: None,
+            followed: None,
+        }
     }
 
     /// A node that the store knows: absent until it registers.
@@ -155,10 +175,14 @@ impl Members {
 
     /// The store has a record of a registration with some member. Returns whether that was news.
     pub fn learn(&mut self, record: NodeRecord) -> bool {
+        if self.is_gone(&record) {
+            return false;
+        }
         let Some(known) = self.members.get_mut(&record.node) else {
             self.members.insert(record.node, Member::new(record, Epoch(0), (MemberState::Absent, Tick(0))));
             return true;
         };
+        known.record.revision = known.record.revision.max(record.revision);
         if known.details_of >= record.epoch {
             return false;
         }
@@ -174,18 +198,57 @@ impl Members {
     }
 
     /// A node registered; it is alive from now on.
-    pub fn register(&mut self, now: Tick, record: NodeRecord) -> Result<(), StaleEpoch> {
+    ///
+    /// # Errors
+    /// A newer registration has come first, or the node was forgotten.
+    pub fn register(&mut self, now: Tick, mut record: NodeRecord) -> Result<(), NotRegistered> {
         let (node, offered) = (record.node, record.epoch);
-        if let Some(known) = self.members.get(&node)
-            && known.fence >= offered
-        {
-            return Err(StaleEpoch { node, offered, current: known.fence });
+        if self.is_gone(&record) {
+            return Err(NotRegistered::Forgotten(node));
+        }
+        if let Some(known) = self.members.get(&node) {
+            if known.fence >= offered {
+                return Err(NotRegistered::Stale { node, offered, current: known.fence });
+            }
+            record.revision = record.revision.max(known.record.revision);
         }
         let member = Member::new(record, offered, (MemberState::Alive, now));
         member.offer(&mut self.live);
         self.members.insert(node, member);
         self.expect_change(now.after(self.settings.dead_after));
         Ok(())
+    }
+
+    /// The store has deleted the record of a name at a revision: whoever had the name before is gone. Returns who that is. Who
+    /// has registered under it since stays, under another number.
+    pub fn deleted(&mut self, name: &str, revision: u64) -> Vec<NodeRecord> {
+        self.remove(|record| record.name == name && record.revision < revision)
+    }
+
+    /// The store has records of these nodes and no others at a revision. Returns who is gone; who has registered since stays.
+    pub fn only(&mut self, is_there: impl Fn(&NodeRecord) -> bool, revision: u64) -> Vec<NodeRecord> {
+        self.remove(|record| record.revision <= revision && !is_there(record))
+    }
+
+    /// All records that the store had at this revision have been told, and all deletions up to it.
+    pub fn followed(&mut self, revision: u64) {
+        self.followed = self.followed.max(Some(revision));
+    }
+
+    fn remove(&mut self, is_gone: impl Fn(&NodeRecord) -> bool) -> Vec<NodeRecord> {
+        let records = self.members.values().map(|member| &member.record);
+        let gone: Vec<NodeRecord> = records.filter(|record| is_gone(record)).cloned().collect();
+        for NodeRecord { node, .. } in &gone {
+            self.members.remove(node);
+            Arc::make_mut(&mut self.live).remove(*node);
+        }
+        gone
+    }
+
+    /// Whether a record was deleted since it was read.
+    fn is_gone(&self, record: &NodeRecord) -> bool {
+        let is_told = self.followed.is_some_and(|followed| record.revision <= followed);
+        is_told && !self.members.contains_key(&record.node)
     }
 
     /// A beat of a registration.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_controlplane_core::{Members, Modes, NodeRecord, SetMode, choosing};
+use reprise_controlplane_core::{Members, Modes, SetMode, choosing};
 use reprise_policy::placement::PlacementNode;
 use reprise_policy::routing::{LoadHint, PeerTable};
 use reprise_policy::{Epoch, NodeId, NodeMode, Tick};
@@ -81,16 +81,6 @@ impl Cluster {
             && let Some((record, state)) = members.iter().find(|(record, _)| record.name == name)
         {
             tracing::info!(node = record.node.0, name, mode = ?set.mode, ?before, "mode of a node");
-            self.tell_node(&members, record, state);
-        }
-    }
-
-    /// The store has a record of a node, which may have registered with another member.
-    pub fn learn(&self, record: NodeRecord) {
-        let mut members = self.members();
-        let node = record.node;
-        if members.learn(record) {
-            let (record, state) = members.get(node).expect("it was just learned of");
             self.tell_node(&members, record, state);
         }
     }

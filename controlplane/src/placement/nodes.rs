@@ -34,7 +34,8 @@ pub(super) async fn set(service: &PlacementService, request: SetNodeRequest) -> 
     Ok(SetNodeReply { before: wire_mode(before).into() })
 }
 
-fn unknown(name: &str, mut names: Vec<String>) -> Status {
+/// That no node has this name, and which names there are.
+pub(crate) fn unknown(name: &str, mut names: Vec<String>) -> Status {
     let name = name.chars().take(64).collect::<String>().escape_default().to_string();
     names.sort_unstable();
     let more = if names.len() > NAMES_SHOWN { " and others" } else { "" };

@@ -5,6 +5,7 @@ mod connection;
 mod directory;
 mod events;
 mod failing;
+mod forgetting;
 mod harness;
 mod kv_events;
 mod membership;

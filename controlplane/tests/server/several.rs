@@ -18,18 +18,18 @@ use crate::harness::{self, Node, PATIENCE, channel, keys};
 /// Enough for every member to have some.
 const KEYS: u64 = 64;
 
-fn store() -> Arc<MemoryStore> {
+pub(crate) fn store() -> Arc<MemoryStore> {
     Arc::new(MemoryStore::new())
 }
 
-async fn member(store: &Arc<MemoryStore>, name: &str) -> ControlPlane {
+pub(crate) async fn member(store: &Arc<MemoryStore>, name: &str) -> ControlPlane {
     let mut config: Config = harness::config();
     config.member.name = Some(name.to_owned());
     ControlPlane::start_on(store.clone(), config).await.expect("started")
 }
 
 /// Waits until a member lists so many members, itself registered.
-async fn listed(of: &ControlPlane, members: usize) {
+pub(crate) async fn listed(of: &ControlPlane, members: usize) {
     let mut membership = harness::membership(of).await;
     let give_up = Instant::now() + PATIENCE;
     loop {
@@ -42,12 +42,12 @@ async fn listed(of: &ControlPlane, members: usize) {
     }
 }
 
-async fn placement(of: &ControlPlane) -> PlacementClient<Channel> {
+pub(crate) async fn placement(of: &ControlPlane) -> PlacementClient<Channel> {
     PlacementClient::new(channel(of).await)
 }
 
 /// Waits until a member names a node of which this holds.
-async fn named(of: &ControlPlane, name: &str, holds: impl Fn(&NodeInfo) -> bool) -> NodeInfo {
+pub(crate) async fn named(of: &ControlPlane, name: &str, holds: impl Fn(&NodeInfo) -> bool) -> NodeInfo {
     let mut membership = harness::membership(of).await;
     let give_up = Instant::now() + PATIENCE;
     loop {

@@ -141,9 +141,11 @@ impl Client {
             call_timeout: options.call_timeout,
             welcome: local::Welcome::default(),
         };
-        match session.call("hello", request::Body::Hello(options.into_hello()))? {
-            response::Body::Welcome(welcome) => session.welcome = welcome,
-            _ => return Err(session.broken(ClientError::unexpected("hello"))),
+        match session.call("hello", request::Body::Hello(options.into_hello())) {
+            Ok(response::Body::Welcome(welcome)) => session.welcome = welcome,
+            Ok(_) => return Err(session.broken(ClientError::unexpected("hello"))),
+            // A process that is turned away is told so before it has greeted.
+            Err(error) => return Err(session.connection.refusal().unwrap_or(error)),
         }
         Ok(Client { session: Arc::new(session) })
     }
@@ -259,8 +261,7 @@ impl Client {
         self.ask(keys, scope, Sending::Waits)?.wait()
     }
 
-    /// Asks where blocks are without waiting for the answer; at most 8,192 keys. Takes 5 ms at the most, also when the
-    /// agent does not read.
+    /// Asks where blocks are without waiting for the answer, nor for an agent that does not read; at most 8,192 keys.
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Busy`, `AgentLost`.

@@ -55,6 +55,8 @@ pub(crate) struct Connection {
     /// Set once, after `reason`; cheap to poll from waiting loads.
     ended: AtomicBool,
     reason: OnceLock<String>,
+    /// What the agent has said of the session as a whole, if it refused or ended it with words.
+    refusal: OnceLock<local::Failure>,
     /// Who is told of the end, besides those who wait for something.
     watcher: OnceLock<Sender<()>>,
 }
@@ -75,6 +77,7 @@ impl Connection {
             progress: OnceLock::new(),
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
+            refusal: OnceLock::new(),
             watcher: OnceLock::new(),
         })
     }
@@ -93,8 +96,8 @@ impl Connection {
         self.sent(ongoing, Patience::Until(deadline::after(timeout)))
     }
 
-    /// As [`Connection::begin`], for who may not wait: what the socket does not take within
-    /// [`outbox::WRITE_SLICE`] goes out when the agent reads again.
+    /// As [`Connection::begin`], for who may not wait: what the socket does not take at once goes out when the agent
+    /// reads again.
     ///
     /// # Errors
     /// As [`Connection::begin`].
@@ -138,8 +141,7 @@ impl Connection {
         }
     }
 
-    /// Sends a request whose answer does not matter, without waiting for room in the socket beyond one
-    /// [`outbox::WRITE_SLICE`]; for use in `drop`.
+    /// Sends a request whose answer does not matter, without waiting for room in the socket; for use in `drop`.
     pub(crate) fn cast(&self, body: request::Body) {
         if self.has_ended() {
             return;
@@ -219,6 +221,11 @@ impl Connection {
         ClientError::AgentLost { reason: reason.to_owned() }
     }
 
+    /// Why the agent has refused or ended the session, if it said so.
+    pub(crate) fn refusal(&self) -> Option<ClientError> {
+        self.refusal.get().cloned().map(ClientError::refused)
+    }
+
     pub(crate) fn board(&self) -> &DurableBoard {
         &self.board
     }
@@ -260,7 +267,11 @@ impl Connection {
         match body {
             response::Body::Durable(notice) => self.board.post(&notice),
             // About the session instead of a request: the agent refuses or ends it, and says why.
-            response::Body::Failure(failure) if response.id == 0 => Err(ClientError::refused(failure)),
+            response::Body::Failure(failure) if response.id == 0 => {
+                // Only the first ends the session.
+                let _ = self.refusal.set(failure.clone());
+                Err(ClientError::refused(failure))
+            }
             body => {
                 if let Some(unwanted) = self.pending.answer(response.id, body) {
                     self.outbox.answered(response.id);

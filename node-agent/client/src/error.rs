@@ -128,6 +128,27 @@ pub enum CopyError {
 }
 
 impl ClientError {
+    /// Which error it is, in a word: the name of its variant.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            ClientError::AgentAbsent { .. } => "AgentAbsent",
+            ClientError::Forbidden { .. } => "Forbidden",
+            ClientError::AgentLost { .. } => "AgentLost",
+            ClientError::Timeout { .. } => "Timeout",
+            ClientError::BadRequest(_) => "BadRequest",
+            ClientError::Version(_) => "Version",
+            ClientError::Busy(_) => "Busy",
+            ClientError::Internal(_) => "Internal",
+            ClientError::Protocol(_) => "Protocol",
+            ClientError::Memory { .. } => "Memory",
+        }
+    }
+
+    /// Whether it is the agent's, or the system's, last word on a configuration: trying again brings it again.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, ClientError::Forbidden { .. } | ClientError::BadRequest(_) | ClientError::Version(_))
+    }
+
     /// A socket to which the system does not connect.
     pub(crate) fn unreachable(socket: &Path, source: io::Error) -> ClientError {
         let socket = socket.to_owned();

@@ -15,9 +15,9 @@
 //! *Suspected* is an agent that accepts requests and does not answer, as one that is stopped or starved. Whoever
 //! notices says so; nobody else runs into it until it has answered a cheap question.
 //!
-//! Invariants: no method but [`SessionKeeper::wait_until_connected`] waits for the agent; the session ends with the
-//! keeper. The thread is not waited for when the keeper is dropped: it may be within one attempt to connect, and ends
-//! after it.
+//! Invariants: no method but [`SessionKeeper::wait_until_connected`] and [`SessionKeeper::refusal`] waits for the agent;
+//! the session ends with the keeper. The thread is not waited for when the keeper is dropped: it may be within one
+//! attempt to connect, and ends after it.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -53,6 +53,8 @@ pub struct KeeperStatus {
     pub sessions: u64,
     /// Why there was no session when there was none last.
     pub last_error: Option<String>,
+    /// Which error that was ([`ClientError::kind`]).
+    pub last_error_kind: Option<&'static str>,
 }
 
 #[derive(Debug)]
@@ -69,7 +71,7 @@ struct State {
     client: Option<Client>,
     is_suspected: bool,
     sessions: u64,
-    last_error: Option<String>,
+    last_error: Option<Arc<ClientError>>,
     has_ended: bool,
 }
 
@@ -123,7 +125,8 @@ impl SessionKeeper {
             is_connected: state.client.as_ref().is_some_and(Client::is_alive),
             is_suspected: state.is_suspected,
             sessions: state.sessions,
-            last_error: state.last_error.clone(),
+            last_error: state.last_error.as_ref().map(ToString::to_string),
+            last_error_kind: state.last_error.as_deref().map(ClientError::kind),
         }
     }
 
@@ -131,28 +134,38 @@ impl SessionKeeper {
     pub fn absence(&self) -> ClientError {
         let state = self.shared.lock();
         let reason = match &state.last_error {
-            _ if state.is_suspected => "it does not answer",
-            Some(error) => error,
-            None => "it has not been reached yet",
+            _ if state.is_suspected => "it does not answer".to_owned(),
+            Some(error) => error.to_string(),
+            None => "it has not been reached yet".to_owned(),
         };
-        ClientError::AgentLost { reason: reason.to_owned() }
+        ClientError::AgentLost { reason }
     }
 
     /// Waits until there is a session whose agent answers; whether there is.
     pub fn wait_until_connected(&self, timeout: Duration) -> bool {
+        let is_answering =
+            |state: &State| state.client.as_ref().is_some_and(Client::is_alive) && !state.is_suspected;
+        self.shared.wait_for(deadline::after(timeout), |state| is_answering(state).then_some(())).is_some()
+    }
+
+    /// Why this agent will never keep blocks of this session: it refuses the session, or a slot for one block. Waits for
+    /// what comes of the first attempt to connect and for one answer, both within `timeout`. `None`: it takes them, it is
+    /// absent, or it does not say.
+    pub fn refusal(&self, timeout: Duration) -> Option<Arc<ClientError>> {
         let deadline = deadline::after(timeout);
-        let mut state = self.shared.lock();
-        loop {
-            if state.client.as_ref().is_some_and(Client::is_alive) && !state.is_suspected {
-                return true;
+        let outcome = self.shared.wait_for(deadline, |state| {
+            let error = state.last_error.clone().map(Err);
+            state.client.clone().map(Ok).or(error)
+        })?;
+        let refused = match outcome {
+            Err(error) => error,
+            Ok(client) => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                // What is reserved is given back at once.
+                Arc::new(client.reserve_within(1, Duration::ZERO, left).err()?)
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            let waited = self.shared.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        };
+        refused.is_refusal().then_some(refused)
     }
 }
 
@@ -183,7 +196,7 @@ impl Shared {
                         pause = PAUSE_MIN;
                     }
                 }
-                Err(error) => self.note_absence(&error),
+                Err(error) => self.note_absence(error),
             }
             if self.has_ended() {
                 return;
@@ -215,7 +228,7 @@ impl Shared {
             }
         }
         if !self.has_ended() {
-            self.note_absence(&client.lost());
+            self.note_absence(client.lost());
         }
     }
 
@@ -241,19 +254,36 @@ impl Shared {
     }
 
     /// There is no session; what is said about it is logged when it is something new.
-    fn note_absence(&self, error: &ClientError) {
+    fn note_absence(&self, error: ClientError) {
         let reason = error.to_string();
         let mut state = self.lock();
-        let known = state.last_error.as_ref() == Some(&reason) && state.client.is_none();
+        let is_same = state.last_error.as_ref().is_some_and(|last| last.to_string() == reason);
+        let known = is_same && state.client.is_none();
         let ended = state.client.take();
         state.is_suspected = false;
-        state.last_error = Some(reason);
+        state.last_error = Some(Arc::new(error));
         drop(state);
         drop(ended);
         if !known {
-            tracing::warn!(%error, "there is no session with the agent; another is tried for");
+            tracing::warn!(error = reason, "there is no session with the agent; another is tried for");
         }
         self.changed.notify_all();
+    }
+
+    /// Waits until there is something to see in the state; `None`: not by then.
+    fn wait_for<T>(&self, deadline: Instant, see: impl Fn(&State) -> Option<T>) -> Option<T> {
+        let mut state = self.lock();
+        loop {
+            if let Some(seen) = see(&state) {
+                return Some(seen);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     fn is_suspected(&self) -> bool {

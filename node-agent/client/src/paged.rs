@@ -11,8 +11,23 @@
 //! A window's two calls cost about 100 µs, its copy at 8 GB/s 4 ms. Two windows of arena serve a request of any
 //! length; blocks for which there was no room are asked for again as long as others come.
 //!
+//! By layers: an engine that computes a layer at a time needs the first layer of all blocks first, and has it to give
+//! first. Within a window both directions go layer by layer; so the windows of such a transfer are larger, 256 MiB, and
+//! the layers of the last one are told as they are copied.
+//!
+//! ```text
+//! prompt of 4,096 tokens: 32 blocks × 8 layers × 512 KiB = 128 MiB, copied in 16 ms
+//!   windows of  32 MiB: 4; the first layer is whole after 3 windows and 1/8 of the last, 12.5 ms
+//!   window  of 256 MiB: 1; the first layer is whole after 1/8 of it, 2 ms; a layer every 2 ms
+//! ```
+//!
+//! Behind a load by layers, computation that takes 2 ms a layer or more waits for the first layer only. The price is
+//! arena: up to 512 MiB are held while a long prompt is loaded, against 64 MiB. Of a longer transfer only the last
+//! 256 MiB overlap with computation.
+//!
 //! Invariants: every block has a status in the end, whatever happens to the agent; nobody is waited for longer than
-//! `stall_timeout` without a sign of life; what a failed block's memory holds is unspecified.
+//! `stall_timeout` without a sign of life, and an engine not longer than `layer_wait` for its next layer; what a failed
+//! block's memory holds is unspecified.
 //!
 //! Deliberately absent: order between blocks of one call (a caller that needs a prefix takes the leading ones), and
 //! a look at what is there already before a copy: the agent says `duplicate`.
@@ -30,7 +45,7 @@ mod loading;
 mod saving;
 
 pub use loading::{LoadOptions, LoadedBlocks};
-pub use saving::{SaveOptions, SaveStatus, SavedBlocks};
+pub use saving::{LAYER_WAIT_DEFAULT, SaveOptions, SaveStatus, SavedBlocks};
 
 /// How long an agent may show no progress unless told otherwise: about the time in which an engine computes half of a
 /// prompt of 4,096 tokens.
@@ -38,6 +53,9 @@ pub const STALL_TIMEOUT_DEFAULT: Duration = Duration::from_millis(500);
 
 /// Arena that one window of a load or save takes.
 const WINDOW_BYTES: u64 = 32 << 20;
+
+/// The same by layers: a prompt of 8,192 tokens of the model above.
+const WINDOW_BYTES_BY_LAYERS: u64 = 256 << 20;
 
 /// Bytes of a block in the answer to a load at the most, besides 4 for each object.
 const ANSWER_BYTES_PER_BLOCK: u64 = 128;
@@ -61,8 +79,61 @@ pub trait PagedMemory: fmt::Debug + Send + Sync {
     fn write_object(&self, block: PhysicalBlock, object: u32, write: &mut dyn FnMut(&mut [u8]));
 }
 
-/// Whether a save or load is to go on: asked between its windows, and between layers.
-pub(crate) type GoOn<'a> = &'a dyn Fn() -> bool;
+/// In which order bytes are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Window after window: the least arena.
+    ByWindows,
+    /// The first layers of all blocks before the others: for who computes beside it.
+    ByLayers,
+}
+
+/// How a save or load keeps step with the engine whose memory it is.
+pub(crate) trait Pace {
+    /// In which order it goes.
+    fn order(&self) -> Order;
+
+    /// Whether it is to go on: asked between the windows of a save, and between the layers of a load.
+    fn may_go_on(&self) -> bool;
+
+    /// Waits until a layer of all blocks of a save holds what is to be saved.
+    ///
+    /// # Errors
+    /// Why it never will.
+    fn wait_filled(&self, layer: u32) -> Result<(), ClientError>;
+
+    /// So many leading layers of a load have been copied, for every block that has not failed.
+    fn note_copied(&self, layers: u32);
+}
+
+/// The pace of who waits for the end, with memory that is whole.
+#[derive(Debug)]
+pub(crate) struct Unpaced;
+
+impl Pace for Unpaced {
+    fn order(&self) -> Order {
+        Order::ByWindows
+    }
+
+    fn may_go_on(&self) -> bool {
+        true
+    }
+
+    fn wait_filled(&self, _layer: u32) -> Result<(), ClientError> {
+        Ok(())
+    }
+
+    fn note_copied(&self, _layers: u32) {}
+}
+
+impl Order {
+    fn window_bytes(self) -> u64 {
+        match self {
+            Order::ByWindows => WINDOW_BYTES,
+            Order::ByLayers => WINDOW_BYTES_BY_LAYERS,
+        }
+    }
+}
 
 /// Why a save or load ends that was told not to go on.
 pub(crate) fn cancelled() -> ClientError {
@@ -103,8 +174,8 @@ pub(crate) fn check_blocks(
 }
 
 /// Blocks of one window: by arena, by the number of keys in a call, and by the length of the answer to a load.
-fn window_blocks(layout: &Layout) -> usize {
-    let by_arena = WINDOW_BYTES / layout.slot_bytes();
+fn window_blocks(layout: &Layout, order: Order) -> usize {
+    let by_arena = order.window_bytes() / layout.slot_bytes();
     let answer_bytes = 4 * u64::from(layout.objects()) + ANSWER_BYTES_PER_BLOCK;
     let by_answer = FRAME_BYTES_MAX as u64 / answer_bytes;
     let blocks = by_arena.min(by_answer).clamp(1, KEYS_PER_CALL_MAX as u64);
@@ -133,9 +204,15 @@ mod tests {
 
     #[test]
     fn a_window_is_bounded_by_arena_keys_and_the_length_of_the_answer() {
-        assert_eq!(window_blocks(&layout(32, 32768)), 16, "2 MiB a block");
-        assert_eq!(window_blocks(&layout(480, 65535)), 1, "60 MiB a block");
-        assert_eq!(window_blocks(&layout(1, 1)), 8192);
-        assert_eq!(window_blocks(&layout(480, 1)), 4228);
+        let blocks = |layers, head_dim| window_blocks(&layout(layers, head_dim), Order::ByWindows);
+        assert_eq!(blocks(32, 32768), 16, "2 MiB a block");
+        assert_eq!(blocks(480, 65535), 1, "60 MiB a block");
+        assert_eq!(blocks(1, 1), 8192);
+        assert_eq!(blocks(480, 1), 4228);
+    }
+
+    #[test]
+    fn a_prompt_of_8192_tokens_is_one_window_by_layers() {
+        assert_eq!(window_blocks(&layout(32, 65535), Order::ByLayers), 64, "4 MiB a block of 128 tokens");
     }
 }

@@ -7,16 +7,29 @@
 //! submit_save ──► queue ──► thread for saves ──┴──► finished / wait
 //! ```
 //!
+//! Beside a computation that goes layer by layer, transfers do the same: a load by layers tells which layers its blocks have
+//! (`wait_layer`), a save by layers is submitted before they are filled and follows what the engine tells (`note_filled`).
+//!
+//! ```text
+//! load: submit ─ layer 0 ─ layer 1 ─ … ─ end        save: submit ─ note_filled(1) ─ note_filled(2) ─ … ─ end
+//!                   └ wait_layer(0): compute it                        └ copied while layer 1 is computed
+//! ```
+//!
 //! Invariants: every transfer that was submitted ends, with a status for each of its blocks, whatever happens to the
 //! agent, the session or the memory; none starts while the agent is suspected. A transfer of an agent that hangs ends
-//! after its `stall_timeout` and makes the agent suspected, so that those behind it end at once.
+//! after its `stall_timeout` and makes the agent suspected, so that those behind it end at once. A load by layers, for
+//! which a computation waits, ends within its deadline from when it was submitted, and one `stall_timeout`. A save by
+//! layers whose engine stops telling ends unsaved after `layer_wait`; so long saves behind it wait.
+//!
+//! A load's deadline counts from when it was submitted: who waits for it has waited for those before it as well. One whose
+//! time is over when its turn comes ends undone at once.
 //!
 //! Dropping it cancels: transfers in the queues end undone, those at work end with the part that they are at, or after
 //! their `stall_timeout` when the agent hangs. It waits for that: no byte of the memory is touched after it.
 //!
 //! Deliberately absent: retries, order between loads and saves (a caller that loads what it saves waits in between).
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -29,8 +42,8 @@ use crate::deadline;
 use crate::error::ClientError;
 use crate::keeper::SessionKeeper;
 use crate::paged::{
-    LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled, check_blocks,
-    check_layout,
+    LoadOptions, LoadedBlocks, Order, Pace, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled,
+    check_blocks, check_layout,
 };
 
 /// Transfers of a kind that may wait unless told otherwise: each is one request's, and engines run some hundreds at a
@@ -102,9 +115,18 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Board {
     last: u64,
-    unfinished: BTreeSet<TransferId>,
+    unfinished: BTreeMap<TransferId, Underway>,
     finished: VecDeque<Finished>,
     is_cancelled: bool,
+}
+
+/// How far a transfer is.
+#[derive(Clone, Copy, Debug)]
+struct Underway {
+    direction: Direction,
+    /// Leading layers whose bytes are in the memory for all blocks: of a load those that it has copied, of a save
+    /// those that it may read.
+    layers: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,6 +141,7 @@ struct Job {
     shared: Arc<Shared>,
     id: TransferId,
     direction: Direction,
+    order: Order,
     blocks: Vec<(BlockKey, PhysicalBlock)>,
     submitted: Instant,
     /// Why it ends undone, if it does.
@@ -170,7 +193,24 @@ impl Transfers {
     /// # Errors
     /// `BadRequest`: there is no such block.
     pub fn submit_save(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
-        self.submit(Direction::Save, blocks)
+        self.submit(Direction::Save, Order::ByWindows, blocks)
+    }
+
+    /// Saves blocks that are filled layer by layer: [`Transfers::note_filled`] says how far. What was told filled must
+    /// not change until the save has ended.
+    ///
+    /// # Errors
+    /// `BadRequest`: there is no such block.
+    pub fn submit_save_by_layers(
+        &self,
+        blocks: Vec<(BlockKey, PhysicalBlock)>,
+    ) -> Result<TransferId, ClientError> {
+        self.submit(Direction::Save, Order::ByLayers, blocks)
+    }
+
+    /// So many leading layers of all blocks of a save by layers are filled. Nothing, of a transfer that has ended.
+    pub fn note_filled(&self, id: TransferId, layers: u32) {
+        self.shared.note_layers(id, Direction::Save, layers);
     }
 
     /// Loads blocks. They hold nothing to be used until the load has ended.
@@ -178,7 +218,28 @@ impl Transfers {
     /// # Errors
     /// `BadRequest`: there is no such block.
     pub fn submit_load(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
-        self.submit(Direction::Load, blocks)
+        self.submit(Direction::Load, Order::ByWindows, blocks)
+    }
+
+    /// Loads blocks, the first layers of all before the others. Whether a block is whole is known when the load has
+    /// ended; what is computed from its layers before that is to be thrown away when it is not. Its deadline counts
+    /// from now: who waits for it has waited for those before it as well.
+    ///
+    /// # Errors
+    /// `BadRequest`: there is no such block.
+    pub fn submit_load_by_layers(
+        &self,
+        blocks: Vec<(BlockKey, PhysicalBlock)>,
+    ) -> Result<TransferId, ClientError> {
+        self.submit(Direction::Load, Order::ByLayers, blocks)
+    }
+
+    /// Waits until these loads have copied a layer of all blocks that have not failed, or have ended; whether they have.
+    pub fn wait_layer(&self, ids: &[TransferId], layer: u32, timeout: Duration) -> bool {
+        let is_there = |underway: &Underway| underway.direction == Direction::Load && underway.layers > layer;
+        let all_there =
+            |board: &Board| ids.iter().all(|id| board.unfinished.get(id).is_none_or(is_there)).then_some(());
+        self.shared.wait_for(timeout, all_there).is_some()
     }
 
     /// The transfers that have ended since the last call, in the order of their ends. Does not wait.
@@ -188,24 +249,14 @@ impl Transfers {
 
     /// Waits until these have ended; whether they have. They are told by [`Transfers::finished`] all the same.
     pub fn wait(&self, ids: &[TransferId], timeout: Duration) -> bool {
-        let deadline = deadline::after(timeout);
-        let mut board = self.shared.lock();
-        loop {
-            if ids.iter().all(|id| !board.unfinished.contains(id)) {
-                return true;
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            let waited = self.shared.changed.wait_timeout(board, left);
-            board = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let all_ended = |board: &Board| ids.iter().all(|id| !board.unfinished.contains_key(id)).then_some(());
+        self.shared.wait_for(timeout, all_ended).is_some()
     }
 
     /// Ends all transfers as soon as possible, those that are yet to be submitted as well. Does not wait.
     pub fn cancel(&self) {
         self.shared.lock().is_cancelled = true;
+        self.shared.changed.notify_all();
     }
 
     /// Transfers that have not ended.
@@ -216,12 +267,13 @@ impl Transfers {
     fn submit(
         &self,
         direction: Direction,
+        order: Order,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
     ) -> Result<TransferId, ClientError> {
         check_blocks(&blocks, &*self.shared.memory)?;
-        let id = self.shared.next_id();
+        let id = self.shared.begin(direction);
         let shared = Arc::clone(&self.shared);
-        let job = Job { shared, id, direction, blocks, submitted: Instant::now(), undone: None };
+        let job = Job { shared, id, direction, order, blocks, submitted: Instant::now(), undone: None };
         let queues = self.queues.as_ref().expect("they are there until it is dropped");
         let queue = match direction {
             Direction::Save => &queues.saves,
@@ -280,19 +332,28 @@ impl Job {
 
     fn attempt(&self) -> Result<Outcome, ClientError> {
         let shared = &self.shared;
-        let go_on = || !shared.lock().is_cancelled;
-        if !go_on() {
+        if !self.may_go_on() {
             return Err(cancelled());
         }
         let client = shared.keeper.answering().ok_or_else(|| shared.keeper.absence())?;
         let (memory, options) = (&*shared.memory, &shared.options);
         match self.direction {
             Direction::Save => {
-                client.save_blocks_while(&self.blocks, memory, &options.save, &go_on).map(Outcome::Saved)
+                client.save_blocks_paced(&self.blocks, memory, &options.save, self).map(Outcome::Saved)
             }
             Direction::Load => {
-                client.load_blocks_while(&self.blocks, memory, &options.load, &go_on).map(Outcome::Loaded)
+                let options = LoadOptions { deadline: self.load_deadline()?, ..options.load };
+                client.load_blocks_paced(&self.blocks, memory, &options, self).map(Outcome::Loaded)
             }
+        }
+    }
+
+    /// What is left of a load's time.
+    fn load_deadline(&self) -> Result<Duration, ClientError> {
+        let deadline = self.shared.options.load.deadline;
+        match deadline.saturating_sub(self.submitted.elapsed()) {
+            Duration::ZERO => Err(ClientError::Busy(format!("loads before this one took {deadline:?}"))),
+            left => Ok(left),
         }
     }
 
@@ -309,9 +370,40 @@ impl Job {
     }
 }
 
+impl Pace for Job {
+    fn order(&self) -> Order {
+        self.order
+    }
+
+    fn may_go_on(&self) -> bool {
+        !self.shared.lock().is_cancelled
+    }
+
+    fn wait_filled(&self, layer: u32) -> Result<(), ClientError> {
+        if self.order == Order::ByWindows {
+            return Ok(());
+        }
+        let layer_wait = self.shared.options.save.layer_wait;
+        let told = self.shared.wait_for(layer_wait, |board| match board.unfinished.get(&self.id) {
+            Some(underway) if underway.layers > layer => Some(Ok(())),
+            _ if board.is_cancelled => Some(Err(cancelled())),
+            _ => None,
+        });
+        told.unwrap_or_else(|| {
+            Err(ClientError::BadRequest(format!(
+                "layer {layer} of a save was not filled within {layer_wait:?}"
+            )))
+        })
+    }
+
+    fn note_copied(&self, layers: u32) {
+        self.shared.note_layers(self.id, Direction::Load, layers);
+    }
+}
+
 impl Drop for Job {
     fn drop(&mut self) {
-        if !self.shared.lock().unfinished.contains(&self.id) {
+        if !self.shared.lock().unfinished.contains_key(&self.id) {
             return;
         }
         let (blocks, reason) = (self.blocks.len(), self.undone.take().unwrap_or_else(cancelled));
@@ -323,12 +415,42 @@ impl Drop for Job {
 }
 
 impl Shared {
-    fn next_id(&self) -> TransferId {
+    fn begin(&self, direction: Direction) -> TransferId {
         let mut board = self.lock();
         board.last += 1;
         let id = TransferId(board.last);
-        board.unfinished.insert(id);
+        board.unfinished.insert(id, Underway { direction, layers: 0 });
         id
+    }
+
+    /// A transfer has come to so many layers.
+    fn note_layers(&self, id: TransferId, direction: Direction, layers: u32) {
+        let mut board = self.lock();
+        match board.unfinished.get_mut(&id) {
+            Some(underway) if underway.direction == direction && underway.layers < layers => {
+                underway.layers = layers;
+            }
+            _ => return,
+        }
+        drop(board);
+        self.changed.notify_all();
+    }
+
+    /// Waits until there is something to see on the board; `None`: not within this time.
+    fn wait_for<T>(&self, timeout: Duration, see: impl Fn(&Board) -> Option<T>) -> Option<T> {
+        let deadline = deadline::after(timeout);
+        let mut board = self.lock();
+        loop {
+            if let Some(seen) = see(&board) {
+                return Some(seen);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            let waited = self.changed.wait_timeout(board, left);
+            board = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Board> {

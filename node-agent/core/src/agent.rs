@@ -16,8 +16,8 @@
 //! no reader, engine, device or transport has it; bytes never exceed the regions given; every load is answered
 //! by its deadline; a block is in the index exactly when it is in DRAM, on its way there, or on a device.
 //!
-//! Memory of a block (without checksums, 4 bytes an object in DRAM): index entry 36 and 5–11 in the table, order of
-//! NVMe eviction 10, slot record of the pool 32; in DRAM also a frame of 40 (16 of them point to the checksums), 4 in its
+//! Memory of a block (without checksums, 4 bytes an object in DRAM): index entry 28 and 5–11 in the table, order of
+//! NVMe eviction 10, slot record of the pool 32; in DRAM also a frame of 28, 4 in its
 //! region, order of DRAM eviction 10.
 //!
 //! Deliberately absent: bytes, sockets, clocks, prefetch, a cold tier.
@@ -37,6 +37,7 @@ mod audit;
 mod bandwidth;
 mod checksums;
 mod counters;
+mod describe;
 mod devices;
 mod evict;
 mod fills;
@@ -65,6 +66,7 @@ mod usage;
 mod writeback;
 
 pub use counters::Counters;
+pub use describe::{BlockDescription, BlockOrigin, DramCopy};
 pub use settings::Settings;
 pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
 pub use usage::NodeUsage;
@@ -306,9 +308,15 @@ impl AgentCore {
     }
 
     /// Adds a block to the index; the caller says where it is.
-    fn insert_entry(&mut self, key: BlockKey, shape: ShapeId, priority: Priority) -> EntryIndex {
+    fn insert_entry(
+        &mut self,
+        key: BlockKey,
+        shape: ShapeId,
+        priority: Priority,
+        origin: BlockOrigin,
+    ) -> EntryIndex {
         self.shapes.hold(shape);
-        self.index.insert(key, shape, priority)
+        self.index.insert(key, shape, priority, origin)
     }
 
     /// Notes a change for the directory.

@@ -2,14 +2,16 @@
 
 use std::sync::mpsc;
 
-use reprise_agent_core::agent::limits;
-use reprise_agent_core::effect::LookupId;
-use reprise_agent_core::event::Event;
+use reprise_agent_core::agent::{BlockDescription, BlockOrigin, DramCopy, limits};
+use reprise_agent_core::effect::{DeviceId, LookupId};
+use reprise_agent_core::event::{Event, Priority};
 
 use super::*;
 use crate::config::Config;
-use crate::core_loop::Clock;
+use crate::core_loop::{Clock, CoreView};
 use crate::directory::{CHANGES_QUEUED_MAX, DirectorySettings, Registration};
+
+const KEY: &str = "00112233445566778899aabbccddeeff";
 
 fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
     let registration = Registration {
@@ -85,5 +87,63 @@ fn a_core_that_takes_nothing_for_too_long_is_not_waited_for() {
         let unavailable = StatusCode::SERVICE_UNAVAILABLE;
         assert_eq!(healthz(State(context.clone())).await.status(), unavailable);
         assert_eq!(status_page(State(context.clone())).await.status(), unavailable);
+        assert_eq!(block_page(State(context.clone()), Path(KEY.to_owned())).await.status(), unavailable);
     });
+}
+
+/// What the page of a block says when the core says this of it.
+fn block_said(description: Option<BlockDescription>) -> (StatusCode, String) {
+    let (inbox, inputs) = Inbox::new();
+    let context = context(inbox, Pulse::new(Clock::start()));
+    let core = std::thread::spawn(move || {
+        let Ok(Input::Describe { key, answer }) = inputs.recv() else { panic!("the page asks for a block") };
+        assert_eq!(key.to_string(), KEY);
+        answer.send(description).expect("the page waits for the answer");
+    });
+    let said = run(said(block_page(State(context), Path(KEY.to_owned()))));
+    core.join().expect("it answered");
+    said
+}
+
+async fn said(page: impl Future<Output = Response>) -> (StatusCode, String) {
+    let page = page.await;
+    let status = page.status();
+    let body = axum::body::to_bytes(page.into_body(), usize::MAX).await.expect("in memory");
+    (status, String::from_utf8(body.to_vec()).expect("text"))
+}
+
+#[test]
+fn a_block_is_described_with_what_the_core_knows_of_it() {
+    let description = BlockDescription {
+        origin: BlockOrigin::Placed,
+        dram: Some(DramCopy::Unsaved),
+        nvme: None,
+        priority: Priority::High,
+        leases: 3,
+    };
+    let (status, body) = block_said(Some(description));
+    assert_eq!(status, StatusCode::OK);
+    let node = Config::default().validate().expect("the defaults are valid").node.name;
+    let expected = serde_json::json!({
+        "node": node, "key": KEY, "origin": "placed", "dram": "unsaved", "nvme": null, "priority": "high", "leases": 3
+    });
+    let page = |body: &str| serde_json::from_str::<serde_json::Value>(body).expect("JSON");
+    assert_eq!(page(&body), expected);
+    let stored = BlockDescription { dram: None, nvme: Some(DeviceId(1)), ..description };
+    let (_, body) = block_said(Some(stored));
+    assert_eq!((&page(&body)["dram"], &page(&body)["nvme"]["device"]), (&serde_json::Value::Null, &1.into()));
+}
+
+#[test]
+fn a_block_that_is_not_here_and_a_key_that_is_none_are_told_apart() {
+    let (status, body) = block_said(None);
+    assert_eq!(status, StatusCode::NOT_FOUND);
+    assert!(body.contains(KEY) && body.contains("not on node"), "{body}");
+
+    let (inbox, inputs) = Inbox::new();
+    let context = context(inbox, Pulse::new(Clock::start()));
+    let (status, body) = run(said(block_page(State(context), Path("12".to_owned()))));
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert!(body.contains("32 hexadecimal digits"), "{body}");
+    assert!(inputs.is_empty(), "the core is not asked");
 }

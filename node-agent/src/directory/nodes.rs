@@ -53,17 +53,17 @@ impl NodeMap {
         self.nodes = nodes.into_iter().filter_map(from_wire).map(|node| (node.node, node)).collect();
     }
 
-    /// Applies one change of the watch. An older registration than the known one is from the past.
+    /// Applies one change of the watch. An older registration than the known one is from the past; that a node left the list is
+    /// final, whichever registration it is said of, since its number is given to no other.
     pub(super) fn change(&mut self, node: NodeInfo, presence: Presence) {
         let Some(node) = from_wire(node) else { return };
-        if self.nodes.get(&node.node).is_some_and(|known| known.name == node.name && known.epoch > node.epoch)
-        {
-            return;
-        }
+        let known = self.nodes.get(&node.node).filter(|known| known.name == node.name);
         match presence {
-            Presence::Here => self.nodes.insert(node.node, node),
-            Presence::Removed => self.nodes.remove(&node.node),
-        };
+            Presence::Here if known.is_some_and(|known| known.epoch > node.epoch) => {}
+            Presence::Here => drop(self.nodes.insert(node.node, node)),
+            Presence::Removed if known.is_some() => drop(self.nodes.remove(&node.node)),
+            Presence::Removed => {}
+        }
     }
 }
 
@@ -123,5 +123,15 @@ mod tests {
         assert_eq!(map.peer_address(NodeId(2)), None, "it serves nobody");
         map.change(info(1, 1, "a:1"), Presence::Removed);
         assert_eq!(map.peer_address(NodeId(1)), None);
+    }
+
+    #[test]
+    fn a_removal_is_final_whichever_registration_it_names_and_of_another_name_is_none() {
+        let mut map = NodeMap::default();
+        map.replace(vec![info(1, 5, "a:1"), info(2, 5, "b:1")]);
+        map.change(info(1, 4, "a:1"), Presence::Removed);
+        assert_eq!(map.node_of("n1"), None);
+        map.change(NodeInfo { name: "other".to_owned(), ..info(2, 6, "b:1") }, Presence::Removed);
+        assert_eq!(map.node_of("n2"), Some(NodeId(2)));
     }
 }

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Session, Transfers, block_keys, opaque
+from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque
 from reprise.sglang import pools
 from reprise.sglang.options import StorageOptions
+from reprise.told import Told
 
 logger = logging.getLogger("reprise")
 
@@ -41,6 +42,7 @@ class Store:
 
     Raises:
         ValueError: a pool whose pages cannot be kept, and what to do.
+        Version, Forbidden, BadRequest: the agent is there and refuses this engine, and what to do.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class Store:
             engine_format=f"sglang:{pool.layout}:{pool.dtype}:{getattr(pool, 'storage_format_tag', None)}:{described['shape']}",
             tenant_salt="" if options.tenant == "default" else options.tenant,
         )
-        self.session = Session(options.socket, self._namespace, self.layout, tenant=options.tenant, name="sglang")
+        self.session = options.session(self._namespace, self.layout, "sglang")
+        self._told = Told("pages were not loaded or saved whole")
         self._direct = self._transfers(direct) if direct else None
         self._staged: Transfers | None = None
         self._stage: list[torch.Tensor] = []
         self._staging = threading.Lock()
-        self._ended: dict[tuple[int, int], Finished] = {}
+        self._awaited: dict[tuple[int, int], Finished | None] = {}
+        """Transfers that somebody waits for, with what has become of them: None, not known yet."""
         self._ending = threading.Lock()
 
     @property
@@ -208,26 +212,36 @@ class Store:
 
     def _saved(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
         done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages)))
+        self._told.note(done and done.error)
         return [False] * len(keys) if done is None else [status != "unsaved" for status in done.statuses]
 
     def _loaded(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
         done = self._wait(transfers, lambda: transfers.load(self._keys(keys), list(pages)))
+        self._told.note(done and done.error)
         return [False] * len(keys) if done is None else list(done.ok)
 
     def _wait(self, transfers: Transfers, submit: Any) -> Finished | None:
         """What became of a transfer; None: it was refused, or the storage is closed."""
+        number: int | None = None
         try:
-            number = submit()
+            with self._ending:
+                number = submit()
+                self._awaited[id(transfers), number] = None
             while not transfers.wait([number], WAIT_ROUND_S):
                 logger.warning("SGLang waits for a transfer of %s bytes a page", self._page_bytes)
         except (RepriseError, ValueError) as error:
             logger.warning("a transfer of SGLang's pages was refused: %s", error)
-            return None
+        finally:
+            done = self._taken(transfers, number)
+        return done
+
+    def _taken(self, transfers: Transfers, number: int | None) -> Finished | None:
+        """What became of a transfer, which nobody waits for any more. What others wait for is kept for them, nothing else."""
         with self._ending:
-            ended = self._ended
             for done in transfers.finished():
-                ended[(id(transfers), done.id)] = done
-            return ended.pop((id(transfers), number), None)
+                if (id(transfers), done.id) in self._awaited:
+                    self._awaited[id(transfers), done.id] = done
+            return None if number is None else self._awaited.pop((id(transfers), number), None)
 
     def _keys(self, keys: Sequence[bytes]) -> bytes:
         return block_keys(self._namespace, keys)

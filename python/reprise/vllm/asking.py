@@ -3,14 +3,17 @@
 ```text
 ask ── answered in time ──▶ sources of the leading blocks
  │  └─ no agent ──────────▶ none, at once
- └─ not yet: vLLM asks again in its next step; after ``match_deadline_ms`` none, and the agent is suspected
+ ├─ not yet: vLLM asks again in its next step; after ``match_deadline_ms`` none, and the agent is suspected
+ └─ the step's budget is gone: not asked, so that it is asked about in a later step
 ```
+
+Asking costs as well: keys are derived and queued, about 1 ms for 1,024 blocks of eight ranks. Both it and the wait are charged.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +37,7 @@ class Question:
 
 @dataclass
 class Asker:
-    """Asks, with one budget of waiting for each step over all requests."""
+    """Asks, with one budget of time for each step over all requests."""
 
     session: Session
     options: MatchOptions
@@ -48,10 +51,20 @@ class Asker:
         """A new step, with a budget of its own."""
         self._budget_left = self.options.match_budget_ms / 1e3
 
-    def ask(self, keys: bytes) -> Question:
-        """Asks about leading blocks, at most :data:`KEYS_PER_MATCH`. Does not wait."""
+    def ask(self, keys: Callable[[], bytes]) -> Question | None:
+        """Asks about leading blocks; None: this step has no time left for it.
+
+        Args:
+            keys: derives their keys, at most :data:`KEYS_PER_MATCH`.
+        """
+        if self._budget_left <= 0.0:
+            return None
+        began = time.monotonic()
+        pending = self.session.start_match(keys())
+        asked_at = time.monotonic()
+        self._budget_left -= asked_at - began
         self.counted.add("queries", 1)
-        return Question(self.session.start_match(keys), time.monotonic())
+        return Question(pending, asked_at)
 
     def look(self, question: Question) -> Sequence[int] | None:
         """The answer: sources of the leading blocks. None: not yet, look again in the next step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from reprise import Session, Source
+from reprise import Source
 from reprise.vllm import geometry
 from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import RepriseMetadata
@@ -51,11 +52,21 @@ def _events_are_wanted(config: VllmConfig) -> bool:
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 
+def _check_layerwise(config: VllmConfig, options: Options) -> None:
+    """Refuses an engine in which layer-wise loads could let a wrong answer through."""
+    if options.layerwise_loads and config.scheduler_config.async_scheduling:
+        raise ValueError(
+            f"{options.where}: layerwise_loads needs to know what has become of a step before the next one is scheduled: set "
+            "--no-async-scheduling, or leave layerwise_loads out"
+        )
+
+
 class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in Reprise and loads them from there.
 
     Raises:
         ValueError: a configuration that cannot work, and what to do.
+        Version, Forbidden, BadRequest: the agent is there and refuses this engine, and what to do.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -67,19 +78,15 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
                 '--kv-transfer-config; with "fail" requests would end with an error when an agent restarts'
             )
         options = Options.read(transfer.kv_connector_extra_config)
+        _check_layerwise(vllm_config, options)
         rank = 0
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
             rank = get_tensor_model_parallel_rank()
         blocks = geometry.read(vllm_config, kv_cache_config, options, rank)
-        session = Session(
-            options.socket,
-            blocks.namespace,
-            blocks.layout,
-            tenant=options.tenant,
-            name=f"vllm-{role.name.lower()}-{rank}",
-        )
+        session = options.session(blocks.namespace, blocks.layout, f"vllm-{role.name.lower()}-{rank}")
+        self._is_layerwise = options.layerwise_loads or options.layerwise_saves
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -114,7 +121,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling().begin(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``num_computed_tokens`` that can be loaded, asynchronously; None: not known yet."""
+        """Tokens beyond ``num_computed_tokens`` that can be loaded, and whether between steps; None: not known yet."""
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -165,7 +172,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks come free when saves end."""
-        return self._scheduling().saves_under_way()
+        return self._scheduling().saves_hold_blocks()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on for saves to be noticed as ended."""
@@ -182,16 +189,21 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self._working().start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests are in the batch only after their loads."""
+        """Waits for a layer of the loads that belong to this step."""
+        if self._is_layerwise:
+            self._working().layer_begins(layer_name, self._metadata())
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Blocks are saved whole, after the step."""
+        """Lets the saves of this step read a layer."""
+        if self._is_layerwise:
+            self._working().layer_ends(layer_name)
 
     def wait_for_save(self) -> None:
         """Submits the saves of this step; their blocks are referenced until they have ended."""
-        self._working().start_saves(self._metadata())
+        # vLLM comes here also with the error of a forward pass: nobody knows what its blocks hold.
+        self._working().end_step(self._metadata(), is_whole=sys.exception() is None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended."""
@@ -211,6 +223,12 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         """What has happened since the last call."""
         side = self._scheduler or self._working()
         return side.stats.take()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        """Whether vLLM has to come by between layers, also where it replays graphs."""
+        options = Options.read(extra_config)
+        return options.layerwise_loads or options.layerwise_saves
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

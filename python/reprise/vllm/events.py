@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
 from reprise import block_keys
 
@@ -55,6 +56,9 @@ class KvEvents:
             block_size=tokens,
             lora_id=lora.adapter_id if lora else None,
             lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys(self._extra_keys(request, first, len(hashes))),
+            group_idx=0,
+            session_id=request.session_id,
             medium="CPU",
             locality="LOCAL",
             ownership=OWNERSHIP,
@@ -70,6 +74,14 @@ class KvEvents:
         """Events since the last call."""
         told, self._told = self._told, []
         return told
+
+    def _extra_keys(self, request: Request, first: int, count: int) -> Iterator[tuple[Any, ...] | None]:
+        """What vLLM's hash of each block covers besides its tokens: adapter, inputs of other kinds, salt."""
+        tokens = self.geometry.block_tokens
+        feature = 0
+        for block in range(first, first + count):
+            keys, feature = generate_block_hash_extra_keys(request, block * tokens, (block + 1) * tokens, feature)
+            yield keys
 
     def _keys(self, hashes: Sequence[bytes]) -> Iterator[bytes]:
         """Keys of the first rank's blocks: those of other ranks come and go with them."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from reprise import Layout, Namespace
+from reprise import Layout, Namespace, weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,11 +32,11 @@ DTYPES = {
     torch.float8_e5m2: "fp8",
 }
 
+NOT_ARCHITECTURE = ("_name_or_path", "transformers_version")
+"""What a configuration of transformers says of where and by what it was read: it differs between nodes."""
+
 SHARED_SEED_ALGORITHMS = ("sha256", "sha256_cbor")
 """Algorithms whose chains agree between processes without a seed from outside."""
-
-PAGES_SAMPLED = 64
-"""Pieces of 4 KiB that are read of each weights file for its digest: enough that two trainings of one architecture differ."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
     Raises:
         ValueError: the engine has KV that Reprise cannot keep, and what to do.
     """
+    check_prefixes(config, kv_cache)
     spec, layers = _single_full_attention_group(kv_cache)
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -98,9 +99,10 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
     algorithm = config.cache_config.prefix_caching_hash_algo
     kv_layout = kv_cache.kv_cache_layout or "LBHNC"
     tp = parallel.tensor_parallel_size
+    revision = model_digest(config, options.weights_digest)
     namespaces = []
     for tp_rank in range(tp):
-        layout = Layout(
+        layout = _layout(
             layers=len(layers),
             parts=1,
             kv_heads=heads,
@@ -112,8 +114,8 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
         )
         namespaces.append(
             Namespace(
-                model=options.model_id or config.model_config.model,
-                revision=model_digest(config, options.weights_digest),
+                model=options.model_id or model_name(config),
+                revision=revision,
                 layout=layout,
                 hash_algorithm=algorithm,
                 hash_seed=hash_seed(algorithm),
@@ -122,6 +124,38 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
             )
         )
     return Geometry(layer_names=tuple(layers), block_tokens=spec.block_size, rank=rank, namespaces=tuple(namespaces))
+
+
+def _layout(**dimensions: Any) -> Layout:
+    """The layout, or in words why there is none."""
+    try:
+        return Layout(**dimensions)
+    except (OverflowError, ValueError) as error:
+        sizes = ", ".join(f"{name} {value}" for name, value in dimensions.items())
+        raise ValueError(
+            f"Reprise cannot keep blocks of this engine ({sizes}): {error}. Set another --block-size"
+        ) from error
+
+
+def check_prefixes(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    """Checks that this engine's KV of a prefix is the same whatever follows it.
+
+    vLLM switches its prefix caching off where it is not, for the whole engine or by the layers' specification.
+
+    Raises:
+        ValueError: it is not, or nobody says that it is, and what to do.
+    """
+    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in kv_cache.kv_cache_groups):
+        raise ValueError(
+            "Reprise does not keep KV of layers that attend to what follows (non_causal): a prefix's KV is another in every "
+            "prompt. Leave the connector out for this model"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "vLLM's prefix caching is off in this engine, and Reprise keeps prefixes: remove --no-enable-prefix-caching. If it is "
+            "not set, vLLM has switched it off because this model's KV cannot be reused here (its log says so): leave the "
+            "connector out"
+        )
 
 
 def _single_full_attention_group(kv_cache: KVCacheConfig) -> tuple[AttentionSpec, list[str]]:
@@ -149,6 +183,8 @@ def tenant_salt(tenant: str) -> str:
 def hash_seed(algorithm: str) -> str:
     """The seed of vLLM's prefix chain, which every process that shares blocks must have.
 
+    ``PYTHONHASHSEED``, whatever it says: "random" is a seed like any other to vLLM.
+
     Raises:
         ValueError: an algorithm whose seed is random, and what to do.
     """
@@ -157,7 +193,7 @@ def hash_seed(algorithm: str) -> str:
     from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 
     seed = os.environ.get("PYTHONHASHSEED")
-    if seed is not None and seed != "random":
+    if seed is not None:
         return seed
     if algorithm in SHARED_SEED_ALGORITHMS:
         return DEFAULT_NONE_HASH_SEED
@@ -178,43 +214,57 @@ def model_digest(config: VllmConfig, weights_digest: str) -> str:
         ValueError: weights that cannot be told apart from others.
     """
     model = config.model_config
-    architecture = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    architecture = json.dumps(_architecture(model.hf_text_config.to_dict()), sort_keys=True, default=str)
     described: dict[str, Any] = {
         "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
-        "revision": str(model.revision),
+        "revision": _revision(config),
         "weights": weights_digest or _weights(config),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
+def _architecture(described: Any) -> Any:
+    """A model's configuration, and those within it, without what differs between nodes."""
+    if not isinstance(described, dict):
+        return described
+    return {name: _architecture(value) for name, value in described.items() if name not in NOT_ARCHITECTURE}
+
+
 def _weights(config: VllmConfig) -> str:
+    """What names the weights, the same on every node.
+
+    vLLM resolves the revision of a model of the hub to a commit, once; offline it has the path of the commit's snapshot instead of the
+    model's name.
+    """
     model = config.model_config
     if config.load_config.load_format == "dummy":
         return f"dummy:{model.seed}"
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit:
-        return f"commit:{commit}"
-    folder = Path(model.model)
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")) or sorted(folder.glob("*.gguf"))
-    if not files and folder.is_file():
-        files = [folder]
-    if not files:
+    if (commit := getattr(model.revision, "resolved", None)) is not None:
+        return f"hub:{model.model}@{commit}"
+    if (snapshot := weights.hub_snapshot(model.model)) is not None:
+        repository, commit = snapshot
+        return f"hub:{repository}@{commit}"
+    found = weights.files(Path(model.model))
+    if not found:
         raise ValueError(f"Reprise cannot tell which weights {model.model!r} has: set weights_digest")
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(_sample(file))
-    return f"sample:{digest.hexdigest()}"
+    return f"sample:{weights.sample(found)}"
 
 
-def _sample(file: Path) -> bytes:
-    """A digest over size, begin and evenly spaced pieces of a file."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(f"{file.name}:{size}".encode())
-    with file.open("rb") as content:
-        for piece in range(PAGES_SAMPLED):
-            content.seek(size * piece // PAGES_SAMPLED)
-            digest.update(content.read(4096))
-    return digest.digest()
+def _revision(config: VllmConfig) -> str:
+    """The revision where it says something that the weights' name does not: what it resolves to, or the words of who asked."""
+    revision = config.model_config.revision
+    commit = getattr(revision, "resolved", None)
+    if commit is not None:
+        return str(commit)
+    if (snapshot := weights.hub_snapshot(config.model_config.model)) is not None:
+        return snapshot[1]
+    return "" if revision in (None, "main") else str(revision)
+
+
+def model_name(config: VllmConfig) -> str:
+    """The model's name in keys: of the hub, where it comes from there."""
+    snapshot = weights.hub_snapshot(config.model_config.model)
+    return snapshot[0] if snapshot is not None else str(config.model_config.model)

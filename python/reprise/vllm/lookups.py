@@ -2,7 +2,7 @@
 
 ```text
 first look   ─▶ waiting   RETRY   vLLM goes on scanning, so that a prompt's keys come together
-end of step  ─▶ asked     RETRY   one question, in the order of the prompt
+end of step  ─▶ asked     RETRY   one question, in the order of the prompt; later, where the step has no time left
 next looks   ─▶ HIT for the leading ones that are there, MISS for the one behind them; what lies beyond is asked about
                 if vLLM ever looks at it
 ```
@@ -64,12 +64,12 @@ class Lookups:
         return LookupResult.RETRY
 
     def end_step(self) -> None:
-        """Asks about what has come together in this step."""
+        """Asks about what has come together in this step, within the budget of the next; the rest is for the one after it."""
         self._step += 1
         self.asker.begin_step()
         for state in self._requests.values():
-            if state.question is None and state.waiting:
-                self._ask(state)
+            if state.question is None and state.waiting and not self._ask(state):
+                break
 
     def missed(self, keys: Collection[OffloadKey]) -> None:
         """These were found and could not be loaded."""
@@ -86,11 +86,17 @@ class Lookups:
         """Nothing that was found before counts any more."""
         self._requests.clear()
 
-    def _ask(self, state: RequestLookups) -> None:
+    def _ask(self, state: RequestLookups) -> bool:
+        """Asks about the keys of a request; whether there was time for it."""
         waiting = list(state.waiting)
-        state.asked = dict.fromkeys(waiting[:KEYS_PER_MATCH])
+        asked = waiting[:KEYS_PER_MATCH]
+        question = self.asker.ask(lambda: self.keys(asked))
+        if question is None:
+            return False
+        state.question = question
+        state.asked = dict.fromkeys(asked)
         state.waiting = dict.fromkeys(waiting[KEYS_PER_MATCH:])
-        state.question = self.asker.ask(self.keys(state.asked))
+        return True
 
     def _take_answer(self, state: RequestLookups, question: Question) -> None:
         state.looked_in = self._step

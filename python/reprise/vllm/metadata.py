@@ -46,6 +46,8 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
     """Saves of which a worker could not keep every block."""
     failed_loads: set[str] = field(default_factory=set)
     """Requests of which a worker could not load every block."""
+    whole_loads: Counter[str] = field(default_factory=Counter)
+    """How many workers have loaded every block of a request."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What two workers say together."""
@@ -54,4 +56,5 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
             ended_saves=self.ended_saves + other.ended_saves,
             partial_saves=self.partial_saves | other.partial_saves,
             failed_loads=self.failed_loads | other.failed_loads,
+            whole_loads=self.whole_loads + other.whole_loads,
         )

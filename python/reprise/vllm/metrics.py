@@ -20,6 +20,7 @@ COUNTERS = {
     "saved_blocks": "Blocks that this engine has put into the cache.",
     "duplicate_blocks": "Blocks that somebody had put there before.",
     "unsaved_blocks": "Blocks that were not saved: no agent, no room in time.",
+    "left_out_blocks": "Blocks whose save was not begun before their request ended: too many were waiting for theirs.",
     "saved_bytes": "Bytes that this engine has put into the cache.",
 }
 """Counters by name, with what they count."""

@@ -29,6 +29,7 @@ class RepriseOffloadingConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        geometry.check_prefixes(vllm_config, kv_cache_config)
         identify(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -37,7 +38,8 @@ def identify(config: VllmConfig) -> None:
     """Puts into the tiers' configuration what names the model.
 
     Raises:
-        ValueError: no Reprise tier in the configuration, or weights that cannot be told apart from others.
+        ValueError: no Reprise tier in the configuration, prefixes that cannot be reused, or weights that cannot be told apart
+            from others.
     """
     extra: dict[str, Any] = config.kv_transfer_config.kv_connector_extra_config
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -53,5 +55,6 @@ def identify(config: VllmConfig) -> None:
         )
     for tier in tiers:
         tier.setdefault("hash_algorithm", config.cache_config.prefix_caching_hash_algo)
+        tier.setdefault("model_id", geometry.model_name(config))
         if "model_digest" not in tier:
             tier["model_digest"] = geometry.model_digest(config, tier.get("weights_digest", ""))

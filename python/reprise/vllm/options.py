@@ -31,6 +31,16 @@ class Options(MatchOptions):
     save_decode_blocks: bool = True
     """Whether blocks of generated tokens are saved, as conversations want it."""
 
+    layerwise_loads: bool = False
+    """Whether a request computes its first step while its blocks are loaded, a layer ahead of the computation. By default it waits for
+    its blocks between steps, and others go on. Pays where few requests run at a time and the copy has cores of its own; on a busy
+    CPU it takes them from the computation, and everything in the batch waits for the load. vLLM then runs without full CUDA graphs."""
+
+    layerwise_saves: bool = False
+    """Whether blocks are copied while the later layers of their step are computed. By default they are copied after the step, beside the
+    next one. Pays where steps are long, requests end with their prefill and the copy has cores of its own. vLLM then runs without full
+    CUDA graphs."""
+
 
 @dataclass(frozen=True)
 class TierOptions(MatchOptions):

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reprise import Session, block_keys
+from reprise.vllm.adapters import Adapters
 from reprise.vllm.asking import KEYS_PER_MATCH, Asker, Question
 from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+from reprise.vllm.unproven import Unproven
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -32,7 +34,8 @@ ANSWER_KEPT_S = 0.5
 """How long an answer is believed when a request is asked about again, because vLLM had no room for it."""
 
 PINNED_SHARE = 4
-"""At most one of so many blocks of vLLM's memory waits for its save; beyond that blocks are not saved."""
+"""At most one of so many blocks of vLLM's memory waits for its save; what is beyond that is saved in a later step of its request,
+or left out."""
 
 
 @dataclass
@@ -56,6 +59,10 @@ class RequestState:
     """Leading blocks that need no save: they are there, or their save is under way. None: not known yet."""
     gave_up: bool = False
     """Loads are not tried again: one has failed."""
+    left_out: int = 0
+    """Full blocks that were not saved in its last step, because too many wait for their saves."""
+    adapter: bytes | None = b""
+    """What tells its LoRA adapter apart; None: nothing does, and its blocks are not kept."""
 
 
 @dataclass
@@ -76,11 +83,16 @@ class SchedulerSide:
     """Behind every block hash: empty, until the weights have changed under way."""
     _requests: dict[str, RequestState] = field(default_factory=dict)
     _loads: list[LoadPlan] = field(default_factory=list)
+    _unproven: dict[str, Unproven] = field(default_factory=dict)
+    """Requests that compute with what is being loaded."""
+    _proven_saves: list[SavePlan] = field(default_factory=list)
+    """Of requests that were unproven; to go out with the next step."""
     _pinned: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     _partial: set[int] = field(default_factory=set)
     """Saves under way of which something was not kept."""
     _pinned_blocks: int = 0
     _next_save: int = 0
+    _adapters: Adapters = field(default_factory=Adapters)
     _asker: Asker = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,22 +103,25 @@ class SchedulerSide:
         self._state(request)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond vLLM's own that can be loaded; None: not known yet."""
+        """Tokens beyond vLLM's own that can be loaded, and whether between steps; None: not known yet."""
         if not self.may_load:
             return 0, False
         tokens = self.geometry.block_tokens
         state = self._state(request)
         state.local_blocks = local_tokens // tokens
-        if state.gave_up or len(request.block_hashes) <= state.local_blocks:
+        if state.gave_up or state.adapter is None or len(request.block_hashes) <= state.local_blocks:
             return 0, False
         answer = self._answer(state)
         if answer is None:
             return None, False
         state.known = len(answer.sources)
         external = state.known - state.local_blocks
+        if self.options.layerwise_loads:
+            # The step computes a token at the least, in a block that nothing is loaded to.
+            external = min(external, (request.num_tokens - 1) // tokens - state.local_blocks)
         if external <= 0:
             return 0, False
-        return external * tokens, True
+        return external * tokens, not self.options.layerwise_loads
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has made room for blocks to load."""
@@ -118,10 +133,13 @@ class SchedulerSide:
         (block_ids,) = blocks.get_block_ids()
         plan = LoadPlan(
             request_id=request.request_id,
-            hashes=self._hashes(request, first, first + count),
+            hashes=self._hashes(state, first, first + count),
             blocks=tuple(block_ids[first : first + count]),
         )
         self._loads.append(plan)
+        if self.options.layerwise_loads:
+            assert self.pool is not None
+            self._unproven[request.request_id] = Unproven.withdraw(self.pool, request, block_ids, first)
 
     def forget(self) -> None:
         """What was saved so far is not this engine's KV any more: its weights have changed.
@@ -142,8 +160,8 @@ class SchedulerSide:
     def step(self, output: SchedulerOutput) -> RepriseMetadata:
         """What the workers are to do in this step."""
         self._asker.begin_step()
-        metadata = RepriseMetadata(loads=self._loads, saves=[])
-        self._loads = []
+        metadata = RepriseMetadata(loads=self._loads, saves=self._proven_saves)
+        self._loads, self._proven_saves = [], []
         if self.may_save and self.session.connected:
             for new in output.scheduled_new_reqs:
                 self._save(metadata, output, new.req_id, new.num_computed_tokens)
@@ -151,7 +169,8 @@ class SchedulerSide:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 self._save(metadata, output, request_id, computed)
         for request_id in output.finished_req_ids:
-            self._requests.pop(request_id, None)
+            if state := self._requests.pop(request_id, None):
+                self.stats.add("left_out_blocks", state.left_out)
         return metadata
 
     def workers_said(self, output: KVConnectorOutput) -> None:
@@ -163,6 +182,8 @@ class SchedulerSide:
             if state := self._requests.get(request_id):
                 state.gave_up = True
                 state.known = None
+        for request_id in list(self._unproven):
+            self._prove(self._unproven.pop(request_id), is_whole=said.whole_loads[request_id] == self.ranks)
         self._partial |= said.partial_saves
         for save_id, ended in said.ended_saves.items():
             self._unpin(save_id, ended)
@@ -171,10 +192,17 @@ class SchedulerSide:
         """Whether blocks are kept from reuse until their save has ended."""
         return bool(self._pinned)
 
+    def saves_hold_blocks(self) -> bool:
+        """Whether the end of a save under way frees blocks: those that nobody else has. Waiting for others frees nothing."""
+        pool = self.pool
+        return pool is not None and any(
+            pool.blocks[block].ref_cnt == 1 for blocks, _ in self._pinned.values() for block in blocks
+        )
+
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request=request)
+            state = RequestState(request=request, adapter=self._adapters.digest(request.lora_request))
             self._requests[request.request_id] = state
         return state
 
@@ -184,8 +212,9 @@ class SchedulerSide:
         if state.answer is not None and now - state.answer.at < ANSWER_KEPT_S:
             return state.answer
         if state.question is None:
-            hashes = self._hashes(state.request, 0, KEYS_PER_MATCH // self.ranks)
-            state.question = self._asker.ask(self._keys(hashes))
+            state.question = self._asker.ask(lambda: self._keys(self._hashes(state, 0, KEYS_PER_MATCH // self.ranks)))
+        if state.question is None:
+            return None
         sources = self._asker.look(state.question)
         if sources is None:
             return None
@@ -196,9 +225,11 @@ class SchedulerSide:
         state.answer = Answer(sources=sources, at=time.monotonic())
         return state.answer
 
-    def _hashes(self, request: Request, first: int, end: int) -> tuple[bytes, ...]:
+    def _hashes(self, state: RequestState, first: int, end: int) -> tuple[bytes, ...]:
         """What names blocks of a request, besides the namespace."""
-        return tuple(block_hash + self._generation for block_hash in request.block_hashes[first:end])
+        assert state.adapter is not None, "blocks of an adapter that cannot be told apart are not named"
+        behind = self._generation + state.adapter
+        return tuple(block_hash + behind for block_hash in state.request.block_hashes[first:end])
 
     def _keys(self, hashes: Sequence[bytes]) -> bytes:
         """Packed keys of blocks: those of all ranks of a block before the next block."""
@@ -210,7 +241,7 @@ class SchedulerSide:
     def _save(self, metadata: RepriseMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
         """Plans the save of a request's blocks that are full after this step."""
         state = self._requests.get(request_id)
-        if state is None or self.pool is None:
+        if state is None or state.adapter is None or self.pool is None:
             return
         request = state.request
         tokens = computed + output.num_scheduled_tokens[request_id]
@@ -218,19 +249,34 @@ class SchedulerSide:
             tokens = min(tokens, request.num_prompt_tokens)
         full = min(tokens // self.geometry.block_tokens, len(request.block_hashes))
         first = state.local_blocks if state.known is None else state.known
-        if full <= first or self._pinned_blocks + full - first > self.pool.num_gpu_blocks // PINNED_SHARE:
+        room = max(self.pool.num_gpu_blocks // PINNED_SHARE - self._pinned_blocks, 0)
+        state.left_out = max(full - first - room, 0)
+        full = min(full, first + room)
+        if full <= first:
             return
         assert output.kv_connector_block_state is not None
         block_ids = output.kv_connector_block_state.get_block_ids(request_id)
         if block_ids is None:
             return
         blocks = tuple(block_ids[0][first:full])
-        plan = SavePlan(self._pin(blocks), self._hashes(request, first, full), blocks)
-        metadata.saves.append(plan)
+        plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks)
+        unproven = self._unproven.get(request_id)
+        (metadata.saves if unproven is None else unproven.saves).append(plan)
         if self.events is not None:
-            parent = self._hashes(request, first - 1, first) if first else ()
+            parent = self._hashes(state, first - 1, first) if first else ()
             self.events.plan(plan.save_id, request, first, plan.hashes, parent)
         state.known = full
+
+    def _prove(self, unproven: Unproven, *, is_whole: bool) -> None:
+        """Lets others have what a request has loaded and computed in the same step, or drops its saves."""
+        if is_whole:
+            assert self.pool is not None
+            unproven.enter(self.pool, self.geometry.block_tokens)
+            self._proven_saves += unproven.saves
+            return
+        for plan in unproven.saves:
+            self._partial.add(plan.save_id)
+            self._unpin(plan.save_id, self.ranks)
 
     def _pin(self, blocks: tuple[int, ...]) -> int:
         assert self.pool is not None

@@ -40,7 +40,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from reprise import Finished, RepriseError, Session, Transfers
+from reprise import Finished, RepriseError, Transfers
+from reprise.told import Told
 from reprise.vllm import chunks
 from reprise.vllm.asking import Asker
 from reprise.vllm.lookups import Lookups
@@ -94,6 +95,7 @@ class RepriseTier(SecondaryTierManager):
 
     Raises:
         ValueError: a configuration that cannot work, and what to do.
+        Version, Forbidden, BadRequest: the agent is there and refuses this engine, and what to do.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -117,13 +119,8 @@ class RepriseTier(SecondaryTierManager):
         self._jobs: dict[int, Job] = {}
         self._results: list[JobResult] = []
         """Of jobs that have ended and were not told yet."""
-        self._session = Session(
-            options.socket,
-            self._chunks.namespace,
-            self._chunks.layout,
-            tenant=options.tenant,
-            name="vllm-tier",
-        )
+        self._told = Told("chunks were not loaded or stored whole")
+        self._session = options.session(self._chunks.namespace, self._chunks.layout, "vllm-tier")
         self._transfers: Transfers | None = Transfers(
             self._session,
             memory,
@@ -224,6 +221,7 @@ class RepriseTier(SecondaryTierManager):
         self._jobs[number] = Job(job.job_id, keys, time.monotonic())
 
     def _ended(self, done: Finished, job: Job) -> JobResult:
+        self._told.note(done.error)
         if done.kind == "load":
             return self._load_ended(done, job)
         seconds = time.monotonic() - job.since

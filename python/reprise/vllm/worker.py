@@ -1,21 +1,31 @@
 """A worker's side: hands loads and saves to native threads, and says what has ended.
 
 The threads of :class:`reprise.Transfers` copy between vLLM's memory and the agent's arena without the GIL; this side
-only submits and polls, a few microseconds a step.
+only submits and polls, a few microseconds a step. As options, it goes with vLLM layer by layer:
+
+```text
+start_loads ─▶ layer_begins: waits for this layer of all loads ─▶ attention ─▶ layer_ends: saves may read it ─▶ … ─▶ end_step
+```
+
+vLLM computes again what a layer-wise load could not bring, if it hears of it with the same step: the step ends after its loads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from reprise import KvMemory, Session, Transfers, block_keys
+from reprise.told import Told
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+
+ROUND_S = 5.0
+"""How often a wait that ends by itself looks again: loads end by their deadline, whatever becomes of the agent."""
 
 if TYPE_CHECKING:
     from reprise.vllm.geometry import Geometry
@@ -35,6 +45,15 @@ class WorkerSide:
     _saving: dict[int, tuple[SavePlan, float]] = field(default_factory=dict)
     _ended: RepriseWorkerMetadata = field(default_factory=RepriseWorkerMetadata)
     _failed_blocks: set[int] = field(default_factory=set)
+    _told: Told = field(default_factory=lambda: Told("blocks were not loaded or saved whole"))
+    _begun: RepriseMetadata | None = None
+    """Of the step whose loads were submitted last."""
+    _step_loads: list[int] = field(default_factory=list)
+    """Layer-wise loads of the step under way."""
+    _step_saves: list[int] | None = None
+    """Layer-wise saves of the step under way; None: not submitted yet."""
+    _filled: set[int] = field(default_factory=set)
+    """Layers that the step under way has filled."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes vLLM's memory.
@@ -63,28 +82,78 @@ class WorkerSide:
         )
 
     def start_loads(self, metadata: RepriseMetadata) -> None:
-        """Submits the loads of this step."""
+        """Submits the loads of this step, once."""
+        if self._begun is metadata:
+            return
+        self._begun = metadata
         for plan in metadata.loads:
             assert self._transfers is not None
             keys = block_keys(self.geometry.namespace, plan.hashes)
-            self._loading[self._transfers.load(keys, plan.blocks)] = (plan, time.monotonic())
+            if self.options.layerwise_loads:
+                load = self._transfers.load_by_layers(keys, plan.blocks)
+                self._step_loads.append(load)
+            else:
+                load = self._transfers.load(keys, plan.blocks)
+            self._loading[load] = (plan, time.monotonic())
 
-    def start_saves(self, metadata: RepriseMetadata) -> None:
-        """Submits the saves of this step, whose blocks the forward pass has filled."""
-        for plan in metadata.saves:
-            assert self._transfers is not None
-            keys = block_keys(self.geometry.namespace, plan.hashes)
-            self._saving[self._transfers.save(keys, plan.blocks)] = (plan, time.monotonic())
+    def layer_begins(self, layer_name: str, metadata: RepriseMetadata) -> None:
+        """A layer is about to be computed: waits until its blocks are there, or have failed."""
+        assert self._transfers is not None
+        if self.options.layerwise_loads:
+            # vLLM has submitted them before, where it knows of a load that belongs to the step.
+            self.start_loads(metadata)
+        if self.options.layerwise_saves and self._step_saves is None:
+            self._step_saves = self._submit_saves(metadata, self._transfers.save_by_layers)
+        if not self._step_loads:
+            return
+        layer = self._layer(layer_name)
+        if layer is None:
+            self._end_loads()
+            return
+        while not self._transfers.wait_layer(self._step_loads, layer, ROUND_S):
+            pass
+
+    def layer_ends(self, layer_name: str) -> None:
+        """A layer was computed: saves may read it."""
+        layer = self._layer(layer_name)
+        if not self._step_saves or layer is None:
+            return
+        assert self._transfers is not None
+        self._filled.add(layer)
+        # Layers need not be computed in the order of their numbers; they are told in it.
+        leading = next(index for index in range(len(self._filled) + 1) if index not in self._filled)
+        self._transfers.note_filled(self._step_saves, leading)
+
+    def end_step(self, metadata: RepriseMetadata, *, is_whole: bool) -> None:
+        """Ends a step: its loads have ended, its saves are submitted.
+
+        Args:
+            metadata: of the step.
+            is_whole: whether the forward pass has filled its blocks.
+        """
+        self._end_loads()
+        saves, self._step_saves = self._step_saves, None
+        self._filled.clear()
+        if not is_whole or self._transfers is None:
+            return
+        if saves is None:
+            self._submit_saves(metadata, self._transfers.save)
+        elif saves:
+            # All layers, also those whose end vLLM does not tell.
+            self._transfers.note_filled(saves, len(self.geometry.layer_names))
 
     def loaded(self) -> set[str]:
-        """Takes what has ended; returns the requests whose loads have, well or not."""
+        """Takes what has ended; returns the requests that have waited for their loads, which ended well or not."""
+        self._end_loads()
         requests: set[str] = set()
         if self._transfers is None or not (self._loading or self._saving):
             return requests
         for ended in self._transfers.finished():
+            self._told.note(ended.error)
             if ended.id in self._loading:
                 plan, since = self._loading.pop(ended.id)
-                requests.add(plan.request_id)
+                if not self.options.layerwise_loads:
+                    requests.add(plan.request_id)
                 self._load_ended(plan, ended.ok, time.monotonic() - since)
             elif ended.id in self._saving:
                 save, since = self._saving.pop(ended.id)
@@ -106,7 +175,7 @@ class WorkerSide:
 
     def take_said(self) -> RepriseWorkerMetadata | None:
         """What the scheduler's side is to know."""
-        if not self._ended.ended_saves and not self._ended.failed_loads:
+        if self._ended == RepriseWorkerMetadata():
             return None
         said, self._ended = self._ended, RepriseWorkerMetadata()
         return said
@@ -118,11 +187,34 @@ class WorkerSide:
             self._transfers = None
         self.session.close()
 
+    def _submit_saves(self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int]], int]) -> list[int]:
+        submitted = []
+        for plan in metadata.saves:
+            save = submit(block_keys(self.geometry.namespace, plan.hashes), plan.blocks)
+            self._saving[save] = (plan, time.monotonic())
+            submitted.append(save)
+        return submitted
+
+    def _layer(self, name: str) -> int | None:
+        """The number of a layer; None: it keeps no KV of its own."""
+        try:
+            return self.geometry.layer_names.index(name)
+        except ValueError:
+            return None
+
+    def _end_loads(self) -> None:
+        """Waits until the layer-wise loads of this step have ended."""
+        while self._step_loads and self._transfers is not None and not self._transfers.wait(self._step_loads, ROUND_S):
+            pass
+        self._step_loads = []
+
     def _load_ended(self, plan: LoadPlan, ok: list[bool], seconds: float) -> None:
         failed = [block for block, is_ok in zip(plan.blocks, ok, strict=True) if not is_ok]
         if failed:
             self._failed_blocks.update(failed)
             self._ended.failed_loads.add(plan.request_id)
+        else:
+            self._ended.whole_loads[plan.request_id] += 1
         loaded = len(plan.blocks) - len(failed)
         self.stats.sample("load_seconds", seconds)
         self.stats.add("loads", 1)

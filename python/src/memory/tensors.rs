@@ -12,13 +12,20 @@ use std::sync::{PoisonError, RwLock};
 use pyo3::exceptions::{PyAttributeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3_dlpack::PyTensor;
-use reprise_policy::Layout;
+use reprise_policy::{Dtype, Layout};
 
 /// `kDLCPU` of DLPack.
 const DEVICE_CPU: i32 = 1;
 
 /// `kDLCUDAHost` of DLPack: host memory that is pinned.
 const DEVICE_CUDA_HOST: i32 = 3;
+
+/// Kinds of elements that carry bytes of any meaning: `kDLInt` and `kDLUInt` of DLPack. NumPy has no bfloat16, engines
+/// keep fp8 as bytes.
+const KINDS_OF_CARRIERS: [u8; 2] = [0, 1];
+
+/// Kinds of 8-bit floats of DLPack, from `kDLFloat8_e3m4` to `kDLFloat8_e8m0fnu`.
+const KINDS_OF_FP8: std::ops::RangeInclusive<u8> = 7..=14;
 
 /// One layer's blocks.
 #[derive(Debug)]
@@ -64,6 +71,14 @@ impl LayerTensor {
             return Err(wrong(format!(
                 "elements of {} bits, but the layout's dtype has {element_bytes} bytes",
                 dtype.bits
+            )));
+        }
+        if !may_hold(dtype.code, layout.spec().dtype) {
+            return Err(wrong(format!(
+                "its elements are of another kind (DLPack code {}) than the layout's dtype {:?}: give the layout the \
+                 tensor's dtype, or a view as integers of this width",
+                dtype.code,
+                layout.spec().dtype
             )));
         }
         let run_bytes = layout.layer_bytes() as usize;
@@ -210,6 +225,18 @@ impl Shape {
         }
         None
     }
+}
+
+/// Whether elements of a kind of DLPack may be those of a dtype; their width is known to be right.
+fn may_hold(kind: u8, dtype: Dtype) -> bool {
+    let is_of_dtype = match dtype {
+        // `kDLBfloat` and `kDLFloat`.
+        Dtype::Bf16 => kind == 4,
+        Dtype::Fp16 | Dtype::Fp32 => kind == 2,
+        Dtype::Fp8 => KINDS_OF_FP8.contains(&kind),
+        Dtype::Int8 => false,
+    };
+    is_of_dtype || KINDS_OF_CARRIERS.contains(&kind)
 }
 
 /// Checks that a tensor lies in host memory, before anything is asked of it that a device would have to wait for.

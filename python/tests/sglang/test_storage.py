@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -337,3 +338,29 @@ def test_an_engine_that_cannot_be_kept_is_refused() -> None:
         storage_of(storage_config(), HostPool("page_unified"))
     with pytest.raises(ValueError, match="tp_lcm_size"):
         storage_of(storage_config(should_split_heads=True), HostPool())
+
+
+def test_what_has_become_of_a_transfer_is_kept_only_for_callers_that_wait_for_it(make: Make) -> None:
+    store = make(HostPool())._store(PoolName.KV)
+    ended = [SimpleNamespace(id=1), SimpleNamespace(id=2), SimpleNamespace(id=3)]
+
+    class Interrupted:
+        def wait(self, ids: list[int], timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+        def finished(self) -> list[Any]:
+            return []
+
+    class Ended(Interrupted):
+        def wait(self, ids: list[int], timeout: float) -> bool:
+            return True
+
+        def finished(self) -> list[Any]:
+            return ended
+
+    gone: Any = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        store._wait(gone, lambda: 1)
+    waits: Any = Ended()
+    assert store._wait(waits, lambda: 2) is ended[1]
+    assert store._awaited == {}

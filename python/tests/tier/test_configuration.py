@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.request import Request
 
 from reprise.vllm import chunks
-from reprise.vllm.offloading import RepriseOffloadingConnector
+from reprise.vllm.offloading import RepriseOffloadingConnector, identify
 from reprise.vllm.options import TierOptions
 from reprise.vllm.tier import RepriseTier
 
@@ -64,9 +64,11 @@ def vllm_config(weights: Path, socket: Path = NOWHERE, policy: str = "recompute"
     )
 
 
-def connector(config: VllmConfig) -> RepriseOffloadingConnector:
+def connector(config: VllmConfig, non_causal: bool = False) -> RepriseOffloadingConnector:
     """The connector as vLLM's scheduler makes it."""
-    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, non_causal=non_causal
+    )
     groups = [KVCacheGroupSpec([f"layer.{layer}" for layer in range(LAYERS)], spec)]
     cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
     made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
@@ -194,6 +196,28 @@ def test_hashes_that_differ_between_processes_are_refused_unless_seeded(monkeypa
 def test_a_policy_that_fails_requests_is_refused(weights: Path) -> None:
     with pytest.raises(ValueError, match="recompute"):
         connector(vllm_config(weights, policy="fail"))
+
+
+def test_an_engine_whose_prefixes_cannot_be_reused_is_refused(weights: Path) -> None:
+    config = vllm_config(weights)
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(ValueError, match="prefix caching is off"):
+        connector(config)
+    with pytest.raises(ValueError, match="non_causal"):
+        connector(vllm_config(weights), non_causal=True)
+
+
+def test_a_model_of_the_hub_has_the_same_chunks_wherever_its_snapshot_lies(weights: Path, tmp_path: Path) -> None:
+    tiers = []
+    for home in ("here", "there"):
+        folder = tmp_path / home / "models--org--name" / "snapshots" / ("0" * 40)
+        folder.parent.mkdir(parents=True)
+        folder.symlink_to(weights)
+        config = vllm_config(folder)
+        identify(config)
+        tiers.append(config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][0])
+    assert tiers[0] == tiers[1]
+    assert tiers[0]["model_id"] == "org/name"
 
 
 def test_the_connector_without_a_reprise_tier_is_refused(weights: Path) -> None:

@@ -114,7 +114,11 @@ def test_a_step_waits_once_for_its_budget_however_many_requests_ask(cluster: Clu
     freeze(cluster.agents[0])
     for request in requests:
         assert offloading.look(request, chain(3, PROMPT)) is None
-    offloading.step()
+    asked = 0
+    while asked < len(requests):
+        # Asking costs a step's budget as well.
+        offloading.step()
+        asked += offloading.counted().get("queries", 0)
     started = time.monotonic()
     for request in requests:
         assert offloading.look(request, chain(3, PROMPT)) is None
@@ -123,6 +127,43 @@ def test_a_step_waits_once_for_its_budget_however_many_requests_ask(cluster: Clu
     assert len(waited) == len(requests)
     assert sum(sorted(waited)[: len(requests) // 2]) < BUDGET_S
     thaw(cluster.agents[0])
+
+
+def test_a_step_costs_its_budget_however_many_prompts_are_to_be_asked_about(cluster: Cluster, engine: Make) -> None:
+    offloading = engine(cluster.agents[0].socket, **ANSWERED)
+    connected(offloading)
+    freeze(cluster.agents[0])
+    steps = []
+    for number in range(3):
+        for prompt in range(100):
+            request = offloading.begin()
+            for key in chain(1000 * number + prompt, 1024):
+                offloading.tier.lookup(key, request)
+        started = time.monotonic()
+        offloading.tier.on_schedule_end(None)
+        steps.append(time.monotonic() - started)
+    assert min(steps) < 10 * BUDGET_S, steps
+    thaw(cluster.agents[0])
+
+    def is_answered() -> bool:
+        """Whether the last prompt has had its turn."""
+        offloading.step()
+        return offloading.tier.lookup(chain(2099, 1)[0], request) is LookupResult.MISS
+
+    eventually(is_answered, LONG_S)
+
+
+def test_why_chunks_are_not_stored_is_logged_once(
+    tmp_path: Path, engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    offloading = engine(tmp_path / "nobody.sock")
+    eventually(lambda: offloading.tier._session.last_error is not None, LONG_S)
+    for seed in range(3):
+        stored(offloading, seed, chunks=2)
+    said = [record.getMessage() for record in caplog.records if "told once" in record.getMessage()]
+    assert len(said) == 1
+    assert "chunks were not loaded or stored whole" in said[0]
+    assert "no agent at" in said[0]
 
 
 def test_without_an_agent_everything_misses_at_once_and_jobs_end_failed(tmp_path: Path, engine: Make) -> None:

@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import readme
 from engine_model import VOCABULARY
 
 READY_WITHIN_S = 300.0
 ANSWER_WITHIN_S = 120.0
 STOPPED_WITHIN_S = 60.0
+FORGOTTEN_WITHIN_S = 20.0
 BLOCK_TOKENS = 32
 
 ENVIRONMENT = {
@@ -32,14 +34,11 @@ ENVIRONMENT = {
 
 
 def connector(socket: Path, **extra: Any) -> dict[str, Any]:
-    """The configuration that names the connector."""
-    return {
-        "kv_connector": "RepriseConnector",
-        "kv_connector_module_path": "reprise.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket), **extra},
-    }
+    """The configuration that names the connector: the one that python/README.md shows."""
+    config = readme.vllm_transfer_config()
+    assert config["kv_connector_extra_config"] == {"socket": readme.SOCKET}
+    config["kv_connector_extra_config"] = {"socket": str(socket), **extra}
+    return config
 
 
 class EngineFailed(Exception):
@@ -60,6 +59,7 @@ class Engine:
             "max_num_seqs": 16,
             "disable_log_stats": False,
             "seed": 1,
+            "prefix_caching_hash_algo": readme.vllm_hash_algorithm(),
             **settings,
         }
         if transfer is not None:
@@ -80,15 +80,21 @@ class Engine:
                 start_new_session=True,
             )
         os.close(write_end)
-        self.ready_after = self._ask(everything, READY_WITHIN_S)["ready"]
+        try:
+            self.ready_after = self._ask(everything, READY_WITHIN_S)["ready"]
+        except BaseException:
+            self.kill()
+            raise
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """Greedy tokens of prompts, with how many of each prompt came from a cache."""
         return self._ask({"do": "generate", "prompts": prompts, "max_tokens": max_tokens, **more})
 
     def forget(self) -> None:
-        """Empties the engine's own prefix cache."""
-        assert self._ask({"do": "reset"})["reset"], "requests still hold blocks"
+        """Empties the engine's own prefix cache, as soon as no save holds blocks."""
+        give_up = time.monotonic() + FORGOTTEN_WITHIN_S
+        while not self._ask({"do": "reset"})["reset"]:
+            assert time.monotonic() < give_up, "requests still hold blocks"
 
     def metrics(self) -> dict[str, float]:
         """The connector's metrics. A request makes the engine collect what has happened since the last."""

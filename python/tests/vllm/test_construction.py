@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import Cluster
 from engine import connector as transfer_config
 from engine_model import model
-from vllm.config import KVTransferConfig
+from huggingface_hub import ResolvedRevision
+from vllm.config import KVTransferConfig, ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from reprise import BadRequest
 from reprise.vllm import RepriseConnector, geometry
 from reprise.vllm.options import Options
 
@@ -44,6 +49,7 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         "dtype": torch.bfloat16,
         "cache_dtype": "auto",
         "revision": None,
+        "prefix_caching": True,
         "load_format": "auto",
         "architecture": {"rope_theta": 10000.0},
         "transfer": transfer_config(Path("/nonexistent/agent.sock")),
@@ -53,7 +59,11 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             tensor_parallel_size=flat["tensor_parallel_size"], pipeline_parallel_size=flat["pipeline_parallel_size"]
         ),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=flat["hash"], cache_dtype=flat["cache_dtype"]),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=flat["hash"],
+            cache_dtype=flat["cache_dtype"],
+            enable_prefix_caching=flat["prefix_caching"],
+        ),
         load_config=SimpleNamespace(load_format=flat["load_format"]),
         model_config=SimpleNamespace(
             model=str(weights),
@@ -113,6 +123,73 @@ def test_weights_are_told_apart_by_their_bytes_not_by_where_they_lie(weights: Pa
     assert digest(engine_config(weights)) == digest(engine_config(moved))
 
 
+COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+
+
+def snapshot(home: Path, commit: str = COMMIT) -> Path:
+    """Where the hub's cache has a model, which vLLM reads from there when it is offline."""
+    return home / "models--org--name" / "snapshots" / commit
+
+
+def test_a_model_of_the_hub_is_named_by_its_commit_on_every_node(tmp_path: Path) -> None:
+    name = Path("org/name")
+
+    def revision(asked: str | None, commit: str = COMMIT) -> ResolvedRevision:
+        return ResolvedRevision(commit, initial=asked, repo_id="org/name")
+
+    def of(model_path: Path, resolved: str | None) -> bytes:
+        return digest(engine_config(model_path, revision=resolved), model_id="")
+
+    digests = {
+        "by default": of(name, revision(None)),
+        "by branch": of(name, revision("main")),
+        "by commit": of(name, revision(COMMIT)),
+        "offline": of(snapshot(tmp_path / "here"), None),
+        "offline, by branch": of(snapshot(tmp_path / "there"), "main"),
+    }
+    assert len(set(digests.values())) == 1, digests
+    others = {
+        of(name, revision(None, commit="0" * 40)),
+        of(snapshot(tmp_path, commit="0" * 40), None),
+        of(Path("org/another"), revision(None)),
+    }
+    assert len(others) == 2, "another commit, however it is found, and another model"
+    assert digests["by default"] not in others
+
+
+def test_where_a_model_lies_is_not_in_its_key(weights: Path, tmp_path: Path) -> None:
+    digests = set()
+    for folder in (weights, model(tmp_path / "elsewhere", seed=1)):
+        config = engine_config(folder)
+        config.model_config = ModelConfig(model=str(folder), skip_tokenizer_init=True)
+        digests.add(digest(config))
+    assert len(digests) == 1
+
+
+def test_a_revision_that_nobody_resolves_is_asked_about_only_where_it_says_something() -> None:
+    def of(revision: str | None) -> bytes:
+        return digest(engine_config(Path("org/name"), revision=revision), weights_digest="w")
+
+    assert of(None) == of("main")
+    assert of(None) != of("v2")
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_an_engine_whose_prefixes_cannot_be_reused_is_refused(weights: Path, prefix_caching: bool) -> None:
+    cache = kv_cache(attention(non_causal=prefix_caching))
+    words = "non_causal" if prefix_caching else "prefix caching is off"
+    with pytest.raises(ValueError, match=words):
+        digest(engine_config(weights, prefix_caching=prefix_caching), cache)
+
+
+def test_the_seed_is_the_one_that_vllm_hashes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert geometry.hash_seed("sha256") == resolve_none_hash_seed(sha256)
+    for seed in ("7", "0", "random"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        assert geometry.hash_seed("sha256") == geometry.hash_seed("xxhash") == resolve_none_hash_seed(sha256) == seed
+
+
 @pytest.mark.parametrize(
     ("cache", "words"),
     [
@@ -126,6 +203,8 @@ def test_weights_are_told_apart_by_their_bytes_not_by_where_they_lie(weights: Pa
         (kv_cache(attention(sliding_window=128)), "see a window"),
         (kv_cache(attention(dtype=torch.int32)), "does not know the KV cache dtype"),
         (kv_cache(attention(page_size_padded=1 << 20)), "padded"),
+        (kv_cache(attention(head_size=40_000)), "cannot keep blocks of this engine .*head_dim 80000"),
+        (kv_cache(attention(block_size=65_536, num_kv_heads=1, head_size=1)), "Set another --block-size"),
     ],
 )
 def test_kv_that_cannot_be_kept_is_refused(weights: Path, cache: KVCacheConfig, words: str) -> None:
@@ -166,9 +245,41 @@ def test_an_unknown_option_is_refused(weights: Path) -> None:
         RepriseConnector(config, KVConnectorRole.SCHEDULER, kv_cache(attention()))
 
 
+def test_layer_wise_loads_are_refused_where_the_next_step_does_not_wait_for_them(weights: Path) -> None:
+    config = engine_config(weights, transfer=transfer_config(Path("/x"), layerwise_loads=True))
+    config.scheduler_config = SimpleNamespace(async_scheduling=True)
+    with pytest.raises(ValueError, match="--no-async-scheduling"):
+        RepriseConnector(config, KVConnectorRole.SCHEDULER, kv_cache(attention()))
+    config.scheduler_config.async_scheduling = False
+    RepriseConnector(config, KVConnectorRole.SCHEDULER, kv_cache(attention())).shutdown()
+
+
+@pytest.mark.parametrize("option", ["layerwise_loads", "layerwise_saves"])
+def test_graphs_are_cut_between_layers_where_copies_go_by_layers(option: str) -> None:
+    assert not RepriseConnector.requires_piecewise_for_cudagraph({"socket": "/x"})
+    assert RepriseConnector.requires_piecewise_for_cudagraph({"socket": "/x", option: True})
+
+
+def test_an_engine_that_the_agent_will_never_serve_is_refused_when_it_is_made(weights: Path, cluster: Cluster) -> None:
+    config = engine_config(weights, transfer=transfer_config(cluster.agents[0].socket))
+    # Blocks of 96 MiB; a region of the arena has 64.
+    large = kv_cache(attention(block_size=512, num_kv_heads=32, head_size=512))
+    with pytest.raises(BadRequest, match=r"arena\.region_bytes"):
+        RepriseConnector(config, KVConnectorRole.SCHEDULER, large)
+
+
+def test_a_socket_in_a_closed_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", closed)
+    with pytest.raises(ValueError, match="this user may not look at /run/reprise/agent"):
+        Options.read({})
+
+
 def test_without_an_agent_the_connector_comes_up_and_finds_nothing(weights: Path) -> None:
     made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
-    request = SimpleNamespace(request_id="r", block_hashes=[b"h" * 32] * 4, num_prompt_tokens=128)
+    request = SimpleNamespace(request_id="r", block_hashes=[b"h" * 32] * 4, num_prompt_tokens=128, lora_request=None)
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     assert not made.requires_kv_delivery
     made.shutdown()

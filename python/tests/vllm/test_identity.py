@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 
 from cluster import Cluster
@@ -46,18 +47,30 @@ def test_prompts_that_share_a_prefix_load_it_and_compute_the_rest(plain: Engine,
     assert all(cached >= PROMPT_BLOCKS * BLOCK_TOKENS for cached in warm["cached"]), warm["cached"]
 
 
-def test_an_engine_on_another_node_finds_it(plain: Engine, engine: Engine, other: Engine) -> None:
-    tokens = prompt(4)
-    expected = plain.generate([tokens])["tokens"]
-    see(engine, tokens)
+def from_peers(stats: dict[str, int]) -> int:
+    """Blocks that an agent has loaded from others."""
+    return stats["hit_blocks_peer_dram"] + stats["hit_blocks_peer_nvme"]
 
-    def found() -> bool:
-        other.forget()
-        told = other.generate([tokens])
-        assert told["tokens"] == expected
-        return told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
 
-    eventually(found)
+def test_an_engine_on_another_node_finds_it(plain: Engine, engine: Engine, other: Engine, cluster: Cluster) -> None:
+    seeds = itertools.count(400)
+    with observer(cluster.agents[0]) as first, observer(cluster.agents[1]) as second:
+
+        def found_at_once() -> bool:
+            # A new prompt each time: one that was missed is saved on the second node as well, and found there.
+            tokens = prompt(next(seeds))
+            see(engine, tokens)
+            drop_dram(first)
+            before = from_peers(second.stats())
+            told = other.generate([tokens])
+            assert told["tokens"] == plain.generate([tokens])["tokens"]
+            if told["cached"] != [PROMPT_BLOCKS * BLOCK_TOKENS]:
+                # The directory has not heard of it yet.
+                return False
+            assert from_peers(second.stats()) == before + PROMPT_BLOCKS
+            return True
+
+        eventually(found_at_once, within=60.0)
 
 
 def test_a_prompt_that_is_on_nvme_only_gives_the_same_tokens(plain: Engine, engine: Engine, cluster: Cluster) -> None:
@@ -96,6 +109,10 @@ def test_salts_do_not_share(plain: Engine, engine: Engine) -> None:
     again = engine.generate([tokens], salt="two")
     assert again["tokens"] == expected
     assert again["cached"] == [0]
+    engine.forget()
+    same = engine.generate([tokens], salt="one")
+    assert same["tokens"] == expected
+    assert same["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS], "its own salt finds it"
 
 
 def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_again(
@@ -105,20 +122,24 @@ def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_a
     expected = plain.generate([tokens])["tokens"]
     see(engine, tokens)
     agent = cluster.agents[0]
+    with observer(agent) as before:
+        drop_dram(before)
+        sessions = before.stats()["sessions"]
     agent.kill()
     engine.forget()
     without = engine.generate([tokens])
     assert without["tokens"] == expected
     assert without["reasons"] == ["length"]
     agent.start()
-
-    def found() -> bool:
+    with observer(agent) as after:
+        # Scheduler and worker of the engine, and this one.
+        eventually(lambda: after.stats()["sessions"] >= sessions)
+        from_nvme = after.stats()["hit_blocks_own_nvme"]
         engine.forget()
         told = engine.generate([tokens])
         assert told["tokens"] == expected
-        return told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
-
-    eventually(found)
+        assert told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS], "on the first try: it was not saved anew"
+        assert after.stats()["hit_blocks_own_nvme"] == from_nvme + PROMPT_BLOCKS
 
 
 def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: Engine, cluster: Cluster) -> None:
@@ -145,11 +166,12 @@ def test_damage_on_nvme_costs_time_only_and_is_counted(plain: Engine, engine: En
         drop_dram(agent)
         damage(cluster.agents[0].pool)
         engine.forget()
+        before = engine.metrics().get("vllm:reprise_failed_blocks", 0)
         told = engine.generate([tokens])
         assert told["tokens"] == expected
         assert told["reasons"] == ["length"]
         assert told["cached"][0] < PROMPT_BLOCKS * BLOCK_TOKENS
-        assert engine.metrics()["vllm:reprise_failed_blocks"] > 0
+        assert engine.metrics()["vllm:reprise_failed_blocks"] > before
 
 
 def test_damage_in_dram_costs_time_only_and_is_counted(plain: Engine, engine: Engine, cluster: Cluster) -> None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cluster import MIB, Cluster
+from faults import freeze, thaw
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
-from reprise import Layout, Namespace, Source, block_keys
+from reprise import Layout, Namespace, Session, Source, block_keys
 from reprise.vllm.events import KvEvents
 from reprise.vllm.geometry import Geometry
 from reprise.vllm.metadata import RepriseMetadata, RepriseWorkerMetadata
@@ -80,13 +89,12 @@ def geometry(ranks: int = 1) -> Geometry:
     return Geometry(layer_names=("a", "b"), block_tokens=TOKENS, rank=0, namespaces=tuple(namespaces))
 
 
-def side(session: FakeSession, ranks: int = 1, **options: Any) -> SchedulerSide:
-    from vllm.v1.core.block_pool import BlockPool
-
+def side(session: Any, ranks: int = 1, **options: Any) -> Any:
     made: Any = SchedulerSide(
         geometry=geometry(ranks),
-        options=Options.read(options),
-        session=session,  # type: ignore[arg-type]
+        # Where a test says nothing else, a step has time for everything, however slow the machine is.
+        options=Options.read({"match_budget_ms": 10_000.0, **options}),
+        session=session,
         may_load=True,
         may_save=True,
         ranks=ranks,
@@ -102,8 +110,13 @@ def request(blocks: int, name: str = "r") -> Any:
         request_id=name,
         block_hashes=hashes,
         num_prompt_tokens=len(tokens),
+        num_tokens=len(tokens),
         all_token_ids=tokens,
         lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        prompt_embeds=None,
+        session_id=None,
     )
 
 
@@ -193,6 +206,69 @@ def test_at_most_a_share_of_vllms_blocks_waits_for_saves() -> None:
     ids = {f"r{index}": list(range(1 + 8 * index, 9 + 8 * index)) for index in range(3)}
     metadata = scheduler.step(output({name: (0, 8 * TOKENS) for name in ids}, ids))
     assert len(metadata.saves) == 2, "a quarter of 64 blocks"
+
+
+def test_what_there_is_room_for_is_saved_and_the_rest_later_or_left_out() -> None:
+    scheduler = side(FakeSession())
+    asked = request(24)
+    scheduler.matched_tokens(asked, 0)
+    ids = {"r": list(range(1, 26))}
+    (save,) = scheduler.step(output({"r": (0, 24 * TOKENS)}, ids)).saves
+    assert save.blocks == tuple(range(1, 17)), "a quarter of 64 blocks"
+    assert scheduler.step(output({"r": (24 * TOKENS, 1)}, ids)).saves == []
+    scheduler.workers_said(ended(save.save_id))
+    (rest,) = scheduler.step(output({"r": (24 * TOKENS + 1, 1)}, ids)).saves
+    assert rest.blocks == tuple(range(17, 25))
+    assert rest.hashes == tuple(asked.block_hashes[16:])
+    late = request(20, "late")
+    scheduler.matched_tokens(late, 0)
+    scheduler.step(output({"late": (0, 20 * TOKENS)}, {"late": list(range(30, 51))}))
+    scheduler.step(output({}, {}, finished={"r", "late"}))
+    told = scheduler.stats.take()
+    assert told is not None
+    assert told.data["left_out_blocks"] == 20 - 8, "of the second request; 8 blocks of the first were waiting"
+
+
+def test_vllm_waits_for_saves_only_where_their_end_frees_blocks() -> None:
+    scheduler = side(FakeSession())
+    scheduler.matched_tokens(request(2), 0)
+    blocks = scheduler.pool.get_new_blocks(2)
+    ids = [block.block_id for block in blocks]
+    scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": ids}))
+    assert scheduler.saves_under_way()
+    assert not scheduler.saves_hold_blocks(), "the request has them as well"
+    scheduler.pool.free_blocks(blocks[:1])
+    assert scheduler.saves_hold_blocks()
+
+
+def test_a_step_costs_its_budget_however_many_requests_come_while_the_agent_hangs(tmp_path: Path) -> None:
+    budget_s = 0.005
+    cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
+    session = Session(cluster.agents[0].socket, geometry().namespace, geometry().layout, timeout=600.0)
+    try:
+        assert session.wait_connected(60.0)
+        freeze(cluster.agents[0])
+        scheduler = side(session, match_budget_ms=budget_s * 1e3, match_deadline_ms=600_000.0)
+        steps = []
+        for number in range(4):
+            new = [request(0, f"{number}.{index}") for index in range(100)]
+            for each in new:
+                each.block_hashes = [f"{each.request_id}:{block}".encode() for block in range(1024)]
+            scheduler.step(output({}, {}))
+            began = time.monotonic()
+            assert {scheduler.matched_tokens(each, 0) for each in new} == {(None, False)}
+            steps.append(time.monotonic() - began)
+        assert min(steps) < 10 * budget_s, steps
+        thaw(cluster.agents[0])
+        # The last comes to its turn in a later step, with an answer.
+        give_up = time.monotonic() + 60.0
+        while (told := scheduler.matched_tokens(new[-1], 0)) == (None, False):
+            assert time.monotonic() < give_up
+            scheduler.step(output({}, {}))
+        assert told == (0, False)
+    finally:
+        session.close()
+        cluster.stop()
 
 
 def test_an_answer_that_does_not_come_costs_the_budget_of_a_step_once_for_all_requests() -> None:
@@ -298,6 +374,40 @@ def test_a_save_that_was_kept_in_part_is_not_told_of() -> None:
     scheduler.workers_said(ended(save.save_id))
     assert not scheduler.saves_under_way()
     assert scheduler.events.take() == []
+
+
+def test_an_event_says_of_its_blocks_what_vllm_s_own_says() -> None:
+    hash_blocks = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_blocks)
+    asked: Any = Request(
+        request_id="r",
+        prompt_token_ids=list(range(3 * TOKENS + 3)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=LoRARequest("law", 1, "/nowhere"),
+        cache_salt="salt",
+        session_id="conversation",
+        block_hasher=get_request_block_hasher(TOKENS, hash_blocks),
+    )
+    pool = BlockPool(POOL_BLOCKS, enable_caching=True, hash_block_size=TOKENS, enable_kv_cache_events=True)
+    pool.cache_full_blocks(asked, pool.get_new_blocks(3), 0, 3, TOKENS, 0)
+    (theirs,) = pool.take_events()
+    events = KvEvents(geometry())
+    events.plan(1, asked, 0, asked.block_hashes, ())
+    events.ended(1, whole=True)
+    (ours,) = events.take()
+    assert ours.extra_keys == [("law", "salt"), ("law",), ("law",)]
+    told = (
+        "extra_keys",
+        "group_idx",
+        "session_id",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "lora_name",
+        "parent_block_hash",
+    )
+    assert [getattr(ours, name) for name in told] == [getattr(theirs, name) for name in told]
 
 
 @pytest.mark.parametrize(

@@ -94,5 +94,7 @@ impl World {
 fn first_record(name: usize, number: u32, identity: u32) -> NodeRecord {
     let details = NodeDetails { peer_address: format!("n{name}:1"), ..NodeDetails::default() };
     let node = NodeId(u16::try_from(number).expect("few nodes"));
-    NodeRecord { node, name: format!("n{name}"), epoch: Epoch((u64::from(identity) << 32) + 1), details }
+    let epoch = Epoch((u64::from(identity) << 32) + 1);
+    // Nobody is forgotten here, so nobody asks of which revision a record is.
+    NodeRecord { node, name: format!("n{name}"), epoch, details, revision: 0 }
 }

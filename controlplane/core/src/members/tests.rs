@@ -13,7 +13,17 @@ fn record(node: u16, epoch: u64) -> NodeRecord {
         name: format!("n{node}"),
         epoch: Epoch(epoch),
         details: NodeDetails { peer_address: "host:1".to_owned(), ..NodeDetails::default() },
+        revision: 0,
     }
+}
+
+/// The same, put by a revision of the store.
+fn record_of(node: u16, epoch: u64, revision: u64) -> NodeRecord {
+    NodeRecord { revision, ..record(node, epoch) }
+}
+
+fn numbers(records: Vec<NodeRecord>) -> Vec<u16> {
+    records.into_iter().map(|record| record.node.0).collect()
 }
 
 fn state(members: &Members, node: u16) -> MemberState {
@@ -65,7 +75,8 @@ fn an_older_registration_neither_beats_nor_registers() {
     assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Unknown);
     assert_eq!(members.beat(Tick(1), NodeId(2), Epoch(5)), Beat::Unknown);
     let refused = members.register(Tick(1), record(1, 5)).expect_err("not newer");
-    assert_eq!((refused.offered, refused.current), (Epoch(5), Epoch(5)));
+    let stale = NotRegistered::Stale { node: NodeId(1), offered: Epoch(5), current: Epoch(5) };
+    assert_eq!(refused, stale);
     members.register(Tick(1), record(1, 6)).expect("newer");
 }
 
@@ -106,6 +117,54 @@ fn what_the_store_says_of_a_living_node_moves_its_address_and_leaves_its_registr
     assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Known);
     assert!(members.learn(NodeRecord { details: NodeDetails::default(), ..record(1, 7) }));
     assert!(!members.live().contains(NodeId(1)), "it serves nobody any more");
+}
+
+#[test]
+fn a_node_whose_record_is_deleted_is_none_and_nothing_of_its_number_is_believed() {
+    let mut members = Members::new(SETTINGS);
+    members.register(Tick(0), record_of(1, 4, 10)).expect("newer");
+    members.register(Tick(0), record_of(2, 1, 11)).expect("newer");
+    assert_eq!(numbers(members.deleted("n1", 10)), [0; 0], "what a revision puts it does not delete");
+    assert_eq!(numbers(members.deleted("n1", 12)), [1]);
+    assert_eq!(members.beat(Tick(1), NodeId(1), Epoch(4)), Beat::Unknown);
+    assert!(!members.report(NodeId(1), Epoch(4), NodeReport::default()));
+    assert!(!members.is_registered(NodeId(1), Epoch(4)) && !members.live().contains(NodeId(1)));
+    assert_eq!(members.iter().map(|(record, _)| record.node.0).collect::<Vec<_>>(), [2]);
+    assert_eq!(members.expire(Tick(60)).len(), 2, "of the other, which dies and must register again");
+    assert_eq!(numbers(members.deleted("n1", 13)), [0; 0]);
+}
+
+#[test]
+fn a_registration_that_was_in_the_store_before_its_record_was_deleted_and_comes_late_is_refused() {
+    let mut members = Members::new(SETTINGS);
+    members.register(Tick(0), record_of(1, 4, 10)).expect("newer");
+    assert_eq!(numbers(members.deleted("n1", 12)), [1]);
+    members.followed(12);
+    let refused = members.register(Tick(1), record_of(1, 5, 11)).expect_err("deleted since");
+    assert_eq!(refused, NotRegistered::Forgotten(NodeId(1)));
+    assert!(!members.learn(record_of(1, 5, 11)) && members.get(NodeId(1)).is_none());
+    // The name comes back under another number, whatever is heard of its end after that.
+    let again = NodeRecord { name: "n1".to_owned(), ..record_of(7, 1, 14) };
+    members.register(Tick(2), again).expect("a new node");
+    assert_eq!(numbers(members.deleted("n1", 12)), [0; 0]);
+    assert_eq!(members.beat(Tick(3), NodeId(7), Epoch(1)), Beat::Known);
+    members.followed(14);
+    members.register(Tick(4), record_of(7, 2, 13)).expect("it is known, so its record is there");
+    assert_eq!(numbers(members.deleted("n7", 14)), [0; 0], "of the newest record that is known");
+}
+
+#[test]
+fn who_is_not_among_all_records_is_gone_unless_it_has_registered_since() {
+    let mut members = Members::new(SETTINGS);
+    members.restore(record_of(1, 1, 5));
+    members.restore(record_of(2, 1, 6));
+    members.followed(6);
+    assert!(members.learn(record_of(3, 1, 7)));
+    members.register(Tick(0), record_of(4, 1, 9)).expect("newer");
+    assert!(!members.learn(record_of(2, 2, 9)), "the same details");
+    let gone = members.only(|record| record.node == NodeId(1), 8);
+    assert_eq!(numbers(gone), [3], "the second and the fourth have records of the ninth revision");
+    assert_eq!(members.iter().map(|(record, _)| record.node.0).collect::<Vec<_>>(), [1, 2, 4]);
 }
 
 #[test]

@@ -13,19 +13,25 @@
 //!
 //! So the agent's own pace makes the batches, without a timer, and a request that follows a `drop` finds the slot
 //! given back: leases that were gathered go out before it.
+//!
+//! Who may not wait writes what the socket takes now and leaves the rest here. It goes with what is sent next, or with the
+//! next answer: where something is left, requests that the agent has not answered fill the socket, because a frame that
+//! is sent like this (131 KiB at the most, a match of 8,192 keys) fits into a socket that is empty (208 KiB by default).
 
 use std::io::{self, ErrorKind, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use reprise_buffers::{BufferError, try_send_with_fds};
 use reprise_proto::local::{self, FRAME_BYTES_MAX, KEYS_PER_CALL_MAX, Request, request};
 
 use crate::error::ClientError;
 use crate::wire::append_frame;
 
-/// Longest uninterrupted wait for room in the socket; also the longest that a `drop` may take.
+/// Longest uninterrupted wait for room in the socket, of who waits for it.
 pub(super) const WRITE_SLICE: Duration = Duration::from_millis(5);
 
 /// Bytes that may wait for the agent to read: two frames of the greatest length and a margin for small ones.
@@ -36,8 +42,8 @@ const QUEUE_BYTES_MAX: usize = 2 * FRAME_BYTES_MAX + (1 << 20);
 pub(super) enum Patience {
     /// Until everything is written or this instant has come; then it is an error.
     Until(Instant),
-    /// As far as the socket takes it now; the rest stays for the next flush. The reader thread flushes after
-    /// each answer, and a socket is only full when unanswered requests are in it.
+    /// As far as the socket takes it now, without any wait; the rest stays for the next flush. The reader thread flushes
+    /// after each answer.
     Once,
 }
 
@@ -47,6 +53,8 @@ pub(super) struct Outbox {
     next_request: AtomicU64,
     queue: Mutex<Queue>,
     writer: Mutex<Writer>,
+    /// Somebody had something to write while another thread wrote: that one looks again before it goes.
+    passed_on: AtomicBool,
 }
 
 /// What waits for the writer, in the order in which it was asked for.
@@ -76,7 +84,12 @@ enum Drained {
 
 impl Outbox {
     pub(super) fn new() -> Outbox {
-        Outbox { next_request: AtomicU64::new(1), queue: Mutex::default(), writer: Mutex::default() }
+        Outbox {
+            next_request: AtomicU64::new(1),
+            queue: Mutex::default(),
+            writer: Mutex::default(),
+            passed_on: AtomicBool::new(false),
+        }
     }
 
     /// A number for a request, unique in its session.
@@ -136,22 +149,39 @@ impl Outbox {
     /// What the socket says; `TimedOut` when patience ran out.
     pub(super) fn flush(&self, socket: &UnixStream, patience: Patience) -> io::Result<()> {
         loop {
-            let mut writer = match self.writer.try_lock() {
-                Ok(writer) => writer,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return Ok(()),
-            };
+            let Some(mut writer) = self.writer() else { return Ok(()) };
             let drained = self.drain(&mut writer, socket, patience)?;
             drop(writer);
-            // Somebody may have queued after the last look and found the lock taken.
-            if drained == Drained::SocketFull || !self.lock_queue().may_send() {
+            // Somebody may have queued, or found room in the socket, after the last look and met the lock.
+            let is_passed_on = self.passed_on.swap(false, Ordering::SeqCst);
+            let is_done = match drained {
+                Drained::Yes => !self.lock_queue().may_send(),
+                Drained::SocketFull => !is_passed_on,
+            };
+            if is_done {
                 return Ok(());
             }
         }
     }
 
+    /// The writer's lock; `None`: another thread has it, and knows that there is more.
+    fn writer(&self) -> Option<MutexGuard<'_, Writer>> {
+        self.try_writer().or_else(|| {
+            self.passed_on.store(true, Ordering::SeqCst);
+            // It may have gone before it was told.
+            self.try_writer()
+        })
+    }
+
+    fn try_writer(&self) -> Option<MutexGuard<'_, Writer>> {
+        match self.writer.try_lock() {
+            Ok(writer) => Some(writer),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     fn drain(&self, writer: &mut Writer, socket: &UnixStream, patience: Patience) -> io::Result<Drained> {
-        let mut socket = socket;
         loop {
             if writer.written == writer.bytes.len() {
                 writer.bytes.clear();
@@ -161,23 +191,40 @@ impl Outbox {
                     return Ok(Drained::Yes);
                 }
             }
-            match socket.write(&writer.bytes[writer.written..]) {
-                Ok(count) => writer.written += count,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => match patience {
-                    Patience::Once => return Ok(Drained::SocketFull),
-                    Patience::Until(deadline) if Instant::now() >= deadline => {
-                        return Err(ErrorKind::TimedOut.into());
-                    }
-                    Patience::Until(_) => {}
+            let rest = &writer.bytes[writer.written..];
+            match patience {
+                Patience::Once => match send_now(socket, rest)? {
+                    Some(count) => writer.written += count,
+                    None => return Ok(Drained::SocketFull),
                 },
-                Err(error) => return Err(error),
+                Patience::Until(deadline) => match send_within_slice(socket, rest)? {
+                    Some(count) => writer.written += count,
+                    None if Instant::now() >= deadline => return Err(ErrorKind::TimedOut.into()),
+                    None => {}
+                },
             }
         }
     }
 
     fn lock_queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Writes what the socket takes without waiting; `None`: nothing.
+fn send_now(socket: &UnixStream, bytes: &[u8]) -> io::Result<Option<usize>> {
+    try_send_with_fds(socket.as_fd(), bytes, &[]).map_err(|error| match error {
+        BufferError::System { source, .. } => source,
+        other => io::Error::other(other),
+    })
+}
+
+/// Writes what the socket takes within [`WRITE_SLICE`], which is its timeout; `None`: nothing.
+fn send_within_slice(mut socket: &UnixStream, bytes: &[u8]) -> io::Result<Option<usize>> {
+    match socket.write(bytes) {
+        Ok(count) => Ok(Some(count)),
+        Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -197,8 +244,13 @@ mod tests {
     use bytes::Bytes;
     use prost::Message;
 
+    use std::io::Read;
+
     use super::*;
     use crate::wire::FrameReader;
+
+    /// Nothing in these tests takes as long, unless it waits for what does not come.
+    const LONG: Duration = Duration::from_secs(60);
 
     const STATS: request::Body = request::Body::Stats(local::Stats {});
 
@@ -279,6 +331,63 @@ mod tests {
         outbox.give_back([3]);
         push_stats(&outbox);
         assert_eq!(take(&outbox), [(3, Some(vec![2, 3])), (2, None)]);
+    }
+
+    /// Two ends of a socket; writing to the first gives up after a time that no test takes.
+    fn sockets() -> (UnixStream, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        ours.set_write_timeout(Some(LONG)).expect("a timeout");
+        (ours, theirs)
+    }
+
+    /// Reads what the other end has until it has sent so many bytes.
+    fn read_exactly(mut socket: &UnixStream, bytes: usize) {
+        let mut taken = vec![0; bytes];
+        socket.read_exact(&mut taken).expect("they were sent");
+    }
+
+    #[test]
+    fn who_may_not_wait_does_not_wait_for_room_in_the_socket_and_the_rest_goes_later() {
+        let (ours, theirs) = sockets();
+        let outbox = Outbox::new();
+        let bytes = 8 << 20;
+        outbox.lock_queue().bytes = vec![7; bytes];
+        let started = Instant::now();
+        for _ in 0..100 {
+            outbox.flush(&ours, Patience::Once).expect("the socket is whole");
+        }
+        assert!(started.elapsed() < LONG / 2, "none of them waits for the other end");
+        let written = outbox.writer.lock().expect("nobody panics").written;
+        assert!(written < bytes, "the socket is full");
+        read_exactly(&theirs, written);
+        outbox.flush(&ours, Patience::Once).expect("the socket is whole");
+        let later = outbox.writer.lock().expect("nobody panics").written;
+        assert!(later > written, "there is room again");
+    }
+
+    #[test]
+    fn the_largest_match_fits_into_an_empty_socket() {
+        let (ours, _theirs) = sockets();
+        let outbox = Outbox::new();
+        let keys = Bytes::from(vec![1; 16 * KEYS_PER_CALL_MAX]);
+        let ask = request::Body::Match(local::Match { keys, local_only: false });
+        outbox.push(&Request { id: 1, body: Some(ask) }).expect("there is room");
+        outbox.flush(&ours, Patience::Once).expect("the socket is whole");
+        assert!(outbox.writer.lock().expect("nobody panics").bytes.is_empty(), "all was written");
+    }
+
+    #[test]
+    fn what_is_passed_on_to_a_writer_that_found_the_socket_full_is_written() {
+        let (ours, theirs) = sockets();
+        let outbox = Outbox::new();
+        outbox.lock_queue().bytes = vec![7; 1 << 20];
+        let writer = outbox.writer.try_lock().expect("nobody writes");
+        outbox.flush(&ours, Patience::Once).expect("it is left to the writer");
+        drop(writer);
+        assert!(outbox.passed_on.load(Ordering::SeqCst));
+        outbox.flush(&ours, Patience::Once).expect("the socket is whole");
+        assert!(!outbox.passed_on.load(Ordering::SeqCst), "it has looked again");
+        drop(theirs);
     }
 
     #[test]

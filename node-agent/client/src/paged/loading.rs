@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use reprise_policy::BlockKey;
 
-use super::{GoOn, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, cancelled, check, window_blocks};
+use super::{
+    Pace, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, Unpaced, cancelled, check, window_blocks,
+};
 use crate::client::Client;
 use crate::deadline;
 use crate::error::ClientError;
@@ -50,10 +52,12 @@ struct Loading<'a> {
     /// `None`: blocks only have to be in the arena.
     memory: Option<&'a dyn PagedMemory>,
     options: LoadOptions,
-    go_on: GoOn<'a>,
+    pace: &'a dyn Pace,
     until: Instant,
     /// Blocks that are to be asked for, in order.
     rest: VecDeque<usize>,
+    /// Blocks that were asked for and are yet to be copied.
+    asked: usize,
     loaded: LoadedBlocks,
 }
 
@@ -100,19 +104,19 @@ impl Client {
         memory: &dyn PagedMemory,
         options: &LoadOptions,
     ) -> Result<LoadedBlocks, ClientError> {
-        self.load_blocks_while(blocks, memory, options, &|| true)
+        self.load_blocks_paced(blocks, memory, options, &Unpaced)
     }
 
-    /// As [`Client::load_blocks`], as long as `go_on` says so.
-    pub(crate) fn load_blocks_while(
+    /// As [`Client::load_blocks`], in the order and as long as its pace says.
+    pub(crate) fn load_blocks_paced(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],
         memory: &dyn PagedMemory,
         options: &LoadOptions,
-        go_on: GoOn<'_>,
+        pace: &dyn Pace,
     ) -> Result<LoadedBlocks, ClientError> {
         check(self, blocks, memory)?;
-        let mut loading = Loading { go_on, ..Loading::new(self, blocks, Some(memory), *options) };
+        let mut loading = Loading { pace, ..Loading::new(self, blocks, Some(memory), *options) };
         let stopped_by = loading.run().err();
         Ok(LoadedBlocks { stopped_by, ..loading.loaded })
     }
@@ -142,9 +146,10 @@ impl<'a> Loading<'a> {
             blocks,
             memory,
             options,
-            go_on: &|| true,
+            pace: &Unpaced,
             until: deadline::after(options.deadline),
             rest: (0..blocks.len()).collect(),
+            asked: 0,
             loaded: LoadedBlocks::none_yet(blocks.len()),
         }
     }
@@ -167,7 +172,7 @@ impl<'a> Loading<'a> {
 
     /// Asks for the next blocks; `None` when all were asked for.
     fn start_window(&mut self) -> Result<Option<Window>, ClientError> {
-        let count = self.rest.len().min(window_blocks(self.client.layout()));
+        let count = self.rest.len().min(window_blocks(self.client.layout(), self.pace.order()));
         if count == 0 {
             return Ok(None);
         }
@@ -178,18 +183,26 @@ impl<'a> Loading<'a> {
             read_bytes: 0,
             scope: self.options.scope,
         };
-        Ok(Some(Window { pending: self.client.start_load(&request)?, blocks }))
+        let pending = self.client.start_load(&request)?;
+        self.asked += count;
+        Ok(Some(Window { blocks, pending }))
     }
 
     /// Takes what a window brings, layer by layer; what found no room is asked for again if anything else came.
     fn finish_window(&mut self, blocks: &[usize], load: &Load) -> Result<(), ClientError> {
         let mut statuses: Vec<BlockStatus> = load.blocks().iter().map(|block| block.status()).collect();
+        self.asked -= blocks.len();
+        // What found no room may be asked for again, and its layers come after these.
+        let is_last = self.asked == 0 && self.rest.is_empty() && !statuses.contains(&BlockStatus::NoSpace);
         for layer in 0..self.client.layout().layers() {
-            if !(self.go_on)() {
+            if !self.pace.may_go_on() {
                 return Err(cancelled());
             }
             load.wait_layer(layer, self.options.stall_timeout)?;
             self.copy_layer(layer, blocks, &mut statuses, load);
+            if is_last {
+                self.pace.note_copied(layer + 1);
+            }
         }
         // Copies that were checked are whole, whatever became of the slot since.
         if self.memory.is_none() || self.options.verify == Verify::Off {

@@ -4,12 +4,18 @@ use std::time::Duration;
 
 use reprise_policy::BlockKey;
 
-use super::{GoOn, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, cancelled, check, window_blocks};
+use super::{
+    Pace, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, Unpaced, cancelled, check, window_blocks,
+};
 use crate::client::Client;
 use crate::commit::{CommitStatus, Priority};
 use crate::durable::Ticket;
 use crate::error::ClientError;
 use crate::reservation::Reservation;
+
+/// How long a save by layers waits for the next one unless told otherwise: a step of a large model on a CPU takes
+/// seconds, a layer of it some hundred milliseconds.
+pub const LAYER_WAIT_DEFAULT: Duration = Duration::from_secs(10);
 
 /// How to save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +26,8 @@ pub struct SaveOptions {
     pub room_wait: Duration,
     /// How long an answer may take.
     pub stall_timeout: Duration,
+    /// How long a save by layers waits for the engine's next layer, with slots of the arena in its hands.
+    pub layer_wait: Duration,
 }
 
 /// What became of a block that was to be saved.
@@ -50,6 +58,7 @@ impl Default for SaveOptions {
             priority: Priority::default(),
             room_wait: STALL_TIMEOUT_DEFAULT,
             stall_timeout: STALL_TIMEOUT_DEFAULT,
+            layer_wait: LAYER_WAIT_DEFAULT,
         }
     }
 }
@@ -92,26 +101,26 @@ impl Client {
         memory: &dyn PagedMemory,
         options: &SaveOptions,
     ) -> Result<SavedBlocks, ClientError> {
-        self.save_blocks_while(blocks, memory, options, &|| true)
+        self.save_blocks_paced(blocks, memory, options, &Unpaced)
     }
 
-    /// As [`Client::save_blocks`], as long as `go_on` says so.
-    pub(crate) fn save_blocks_while(
+    /// As [`Client::save_blocks`], in the order and as long as its pace says.
+    pub(crate) fn save_blocks_paced(
         &self,
         blocks: &[(BlockKey, PhysicalBlock)],
         memory: &dyn PagedMemory,
         options: &SaveOptions,
-        go_on: GoOn<'_>,
+        pace: &dyn Pace,
     ) -> Result<SavedBlocks, ClientError> {
         check(self, blocks, memory)?;
         let mut saved = SavedBlocks { statuses: Vec::new(), tickets: Vec::new(), stopped_by: None };
         while saved.statuses.len() < blocks.len() && saved.stopped_by.is_none() {
-            if !go_on() {
+            if !pace.may_go_on() {
                 saved.stopped_by = Some(cancelled());
                 break;
             }
             let rest = &blocks[saved.statuses.len()..];
-            match self.save_window(rest, memory, options) {
+            match self.save_window(rest, memory, options, pace) {
                 Ok(None) => break,
                 Ok(Some((ticket, statuses))) => {
                     saved.tickets.push(ticket);
@@ -130,29 +139,35 @@ impl Client {
         blocks: &[(BlockKey, PhysicalBlock)],
         memory: &dyn PagedMemory,
         options: &SaveOptions,
+        pace: &dyn Pace,
     ) -> Result<Option<(Ticket, Vec<SaveStatus>)>, ClientError> {
-        let wanted = blocks.len().min(window_blocks(self.layout()));
+        let wanted = blocks.len().min(window_blocks(self.layout(), pace.order()));
         let wanted = u32::try_from(wanted).expect("a window has at most 8,192 blocks");
         let reserved = self.reserve_within(wanted, options.room_wait, options.stall_timeout)?;
         if reserved.is_empty() {
             return Ok(None);
         }
-        let mut items = Vec::with_capacity(reserved.len());
-        for (mut reservation, (key, block)) in reserved.into_iter().zip(blocks) {
-            fill(&mut reservation, memory, *block)?;
-            items.push((reservation, *key));
+        let mut slots: Vec<_> = reserved.into_iter().zip(blocks.iter().copied()).collect();
+        for layer in 0..memory.layout().layers() {
+            pace.wait_filled(layer)?;
+            for (reservation, (_, block)) in &mut slots {
+                fill_layer(reservation, memory, *block, layer)?;
+            }
         }
+        let items = slots.into_iter().map(|(reservation, (key, _))| (reservation, key)).collect();
         let outcome = self.commit_within(items, options.priority, options.stall_timeout)?;
         Ok(Some((outcome.ticket, outcome.statuses.into_iter().map(SaveStatus::from).collect())))
     }
 }
 
-fn fill(
+fn fill_layer(
     reservation: &mut Reservation,
     memory: &dyn PagedMemory,
     block: PhysicalBlock,
+    layer: u32,
 ) -> Result<(), ClientError> {
-    (0..memory.layout().objects()).try_for_each(|object| {
+    let parts = memory.layout().parts();
+    (layer * parts..(layer + 1) * parts).try_for_each(|object| {
         let mut filled = Ok(());
         memory.read_object(block, object, &mut |bytes| filled = reservation.fill_object(object, bytes));
         filled

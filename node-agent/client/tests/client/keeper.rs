@@ -5,8 +5,9 @@ use std::sync::mpsc;
 use std::time::Instant;
 
 use reprise_client::{ClientError, KeeperStatus, Scope, SessionKeeper};
+use reprise_proto::local::{self, response};
 
-use crate::fake_agent::{FakeAgent, LONG, Peer, Script, key, options};
+use crate::fake_agent::{FakeAgent, Grant, LONG, Peer, SHORT, Script, key, options};
 
 fn keeper(agent: &FakeAgent) -> SessionKeeper {
     SessionKeeper::new(agent.options()).expect("a thread")
@@ -36,8 +37,79 @@ fn without_an_agent_there_is_no_session_and_its_status_says_why() {
     let status = keeper.status();
     assert!(status.last_error.as_ref().is_some_and(|words| words.contains("no agent at")), "{status:?}");
     assert_eq!((status.is_connected, status.sessions), (false, 0));
+    assert_eq!(status.last_error_kind, Some("AgentAbsent"));
+    assert!(keeper.refusal(LONG).is_none(), "it may come later");
     assert!(keeper.current().is_none());
     assert!(keeper.absence().to_string().contains("no agent at"));
+}
+
+fn failure(kind: local::FailureKind, words: &str) -> response::Body {
+    response::Body::Failure(local::Failure { kind: kind as i32, message: words.to_owned() })
+}
+
+/// Refuses the greeting.
+fn refuse_greeting(kind: local::FailureKind, words: &'static str) -> Script {
+    Box::new(move |peer| {
+        let (id, _) = peer.expect("hello");
+        peer.reply(id, failure(kind, words));
+    })
+}
+
+/// Refuses the process before it has said anything.
+fn turn_away(kind: local::FailureKind, words: &'static str) -> Script {
+    Box::new(move |peer| peer.reply(0, failure(kind, words)))
+}
+
+/// Takes the session, and refuses a slot.
+fn refuse_slot(words: &'static str) -> Script {
+    Box::new(move |peer| {
+        peer.greet();
+        let (id, count) = peer.expect_reserve();
+        assert_eq!(count, 1);
+        peer.reply(id, failure(local::FailureKind::BadRequest, words));
+        assert!(peer.receive().is_none(), "the client closes");
+    })
+}
+
+#[test]
+fn what_an_agent_will_never_take_is_known_after_its_first_answer() {
+    use local::FailureKind::{BadRequest, Version};
+    for (script, kind, words) in [
+        (refuse_greeting(Version, "agent speaks 9"), "Version", "agent speaks 9"),
+        (refuse_greeting(BadRequest, "another tenant's"), "BadRequest", "another tenant's"),
+        (turn_away(BadRequest, "user 7 may not"), "BadRequest", "user 7 may not"),
+        (refuse_slot("raise arena.region_bytes"), "BadRequest", "region_bytes"),
+    ] {
+        let agent = FakeAgent::start_in_sequence(vec![script]);
+        let keeper = keeper(&agent);
+        let refusal = keeper.refusal(LONG).expect("it is refused");
+        assert_eq!(refusal.kind(), kind);
+        assert!(refusal.to_string().contains(words), "{refusal}");
+        drop(keeper);
+        agent.join();
+    }
+}
+
+#[test]
+fn an_agent_that_is_full_or_silent_or_takes_the_session_refuses_nothing() {
+    let full = FakeAgent::start_in_sequence(vec![turn_away(local::FailureKind::Busy, "256 sessions")]);
+    assert!(keeper(&full).refusal(LONG).is_none());
+    full.join();
+    let silent = FakeAgent::start(|peer| while peer.receive().is_some() {});
+    // Its thread ends with the greeting's patience, which nobody waits for.
+    assert!(keeper(&silent).refusal(SHORT).is_none());
+    let taking = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::First);
+        match peer.expect("abort") {
+            (_, local::request::Body::Abort(abort)) => assert_eq!(abort.leases, [1], "it is given back"),
+            (_, other) => panic!("expected abort, got {other:?}"),
+        }
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    assert!(keeper(&taking).refusal(LONG).is_none());
+    taking.join();
 }
 
 #[test]

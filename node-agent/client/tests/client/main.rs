@@ -2,6 +2,7 @@
 
 mod fake_agent;
 mod keeper;
+mod layers;
 mod load;
 mod matching;
 mod memory;

@@ -148,6 +148,38 @@ fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
 }
 
 #[test]
+fn a_load_s_time_counts_from_its_submission_and_one_without_any_left_is_not_begun() {
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        told_to_go_on.recv().expect("the test says when");
+        peer.reply_loaded_whole(id, Answer { load: 1, entry: 0, grant: Grant::First }, 1);
+        assert_eq!(peer.expect_release(), 1);
+        assert!(peer.receive().is_none(), "the second load is not asked for");
+    });
+    let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(2));
+    let mut options = transfer_options(LONG);
+    options.load.deadline = SHORT;
+    let transfers = Transfers::new(connected(&agent), memory, options).expect("threads");
+    let first = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    let submitted = Instant::now();
+    let second = transfers.submit_load(placed([(1, 1)])).expect("a right call");
+    while submitted.elapsed() <= SHORT {
+        std::thread::yield_now();
+    }
+    go_on.send(()).expect("the agent lives");
+    assert!(transfers.wait(&[first, second], LONG));
+    let finished = transfers.finished();
+    let late = finished.iter().find(|ended| ended.id == second).expect("it has ended");
+    assert_eq!(load_statuses(&late.outcome), [BlockStatus::Failed]);
+    let words = late.outcome.stopped_by().expect("undone").to_string();
+    assert!(words.contains("loads before this one"), "{words}");
+    drop(transfers);
+    agent.join();
+}
+
+#[test]
 fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone() {
     let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
     let (go_on, told_to_go_on) = mpsc::channel::<()>();

@@ -12,6 +12,7 @@ use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, 
 use reprise_policy::{BlockKey, Tier};
 
 use super::AgentCore;
+use super::describe::BlockOrigin;
 use super::index::{Dram, Stored};
 use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
 use super::shapes::{Shape, ShapeId};
@@ -470,7 +471,8 @@ impl AgentCore {
                 self.devices.free(device, block.page);
                 continue;
             };
-            let entry = self.insert_entry(block.key, shape, super::priority_of_class(block.priority));
+            let priority = super::priority_of_class(block.priority);
+            let entry = self.insert_entry(block.key, shape, priority, BlockOrigin::Recovered);
             self.keep_stored(entry, device, &block);
             debug_assert_eq!(self.index.entry(entry).dram(), Dram::Absent);
         }

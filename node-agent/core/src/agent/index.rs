@@ -2,7 +2,7 @@
 //!
 //! One entry of 28 bytes a block, in a vector; a hash table of 4-byte entry numbers over it (5 bytes a bucket at a
 //! load of at most 7/8). A block is here when it is in an arena slot (readable or being filled), on a device, or
-//! both; an entry that is in neither is removed by whoever makes it so.
+//! both; an entry that is in neither is removed by whoever makes it so. Why it is here is kept for people: nothing goes by it.
 //!
 //! Look-ups of long chains are made in two passes over short runs of keys: the first touches only the hash table,
 //! the second only entries, so that the cache misses of a run overlap.
@@ -14,6 +14,7 @@ use hashbrown::HashTable;
 use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
+use super::describe::BlockOrigin;
 use super::frames::FrameIndex;
 use super::shapes::ShapeId;
 use crate::effect::{DeviceId, Source};
@@ -46,7 +47,7 @@ pub(super) struct Entry {
     state: EntryState,
 }
 
-/// Priority and presence in DRAM, in one byte.
+/// Priority, presence in DRAM and origin, in one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct EntryState(u8);
 
@@ -74,6 +75,15 @@ impl EntryState {
     const PRIORITY: u8 = 0b0011;
     const RESIDENT: u8 = 0b0100;
     const VACANT: u8 = 0b1000;
+    const ORIGIN: u8 = 0b0011_0000;
+
+    fn new(priority: Priority, origin: BlockOrigin) -> EntryState {
+        EntryState(priority as u8 | EntryState::of_origin(origin))
+    }
+
+    fn of_origin(origin: BlockOrigin) -> u8 {
+        (origin as u8) << EntryState::ORIGIN.trailing_zeros()
+    }
 
     fn has(self, bit: u8) -> bool {
         self.0 & bit != 0
@@ -98,6 +108,19 @@ impl Entry {
     pub(super) fn raise_priority(&mut self, priority: Priority) {
         let class = self.class().max(priority as u8);
         self.state.0 = (self.state.0 & !EntryState::PRIORITY) | class;
+    }
+
+    /// Why the block is here.
+    pub(super) fn origin(&self) -> BlockOrigin {
+        let is = |origin: &BlockOrigin| self.state.0 & EntryState::ORIGIN == EntryState::of_origin(*origin);
+        BlockOrigin::ALL.into_iter().find(is).expect("two bits have four values")
+    }
+
+    /// Something else is why the block is here from now on; what an engine has saved stays that.
+    pub(super) fn set_origin(&mut self, origin: BlockOrigin) {
+        if self.origin() != BlockOrigin::Saved {
+            self.state.0 = (self.state.0 & !EntryState::ORIGIN) | EntryState::of_origin(origin);
+        }
     }
 
     pub(super) fn dram(&self) -> Dram {
@@ -169,7 +192,13 @@ impl Index {
     }
 
     /// Adds a block that is nowhere yet. The key must not be in the index.
-    pub(super) fn insert(&mut self, key: BlockKey, shape: ShapeId, priority: Priority) -> EntryIndex {
+    pub(super) fn insert(
+        &mut self,
+        key: BlockKey,
+        shape: ShapeId,
+        priority: Priority,
+        origin: BlockOrigin,
+    ) -> EntryIndex {
         debug_assert!(self.find(&key).is_none(), "{key} is in the index already");
         let entry = Entry {
             key,
@@ -177,7 +206,7 @@ impl Index {
             frame: FrameIndex::NONE,
             shape,
             device: NOT_STORED,
-            state: EntryState(priority as u8),
+            state: EntryState::new(priority, origin),
         };
         let index = match self.free.pop() {
             Some(index) => {
@@ -296,6 +325,8 @@ impl Index {
 mod tests {
     use super::*;
 
+    const SAVED: BlockOrigin = BlockOrigin::Saved;
+
     fn key(number: u64) -> BlockKey {
         let mut bytes = [0; 16];
         bytes[8..].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
@@ -310,12 +341,12 @@ mod tests {
     fn a_block_is_found_until_it_is_removed() {
         let mut index = Index::new();
         let entries: Vec<_> =
-            (0..1000).map(|number| index.insert(key(number), ShapeId(0), Priority::Normal)).collect();
+            (0..1000).map(|number| index.insert(key(number), ShapeId(0), Priority::Normal, SAVED)).collect();
         assert!(entries.iter().enumerate().all(|(n, entry)| index.find(&key(n as u64)) == Some(*entry)));
         index.remove(entries[500]);
         assert_eq!(index.find(&key(500)), None);
         assert_eq!(index.len(), 999);
-        assert_eq!(index.insert(key(5000), ShapeId(0), Priority::Low), entries[500]);
+        assert_eq!(index.insert(key(5000), ShapeId(0), Priority::Low, SAVED), entries[500]);
         assert_eq!(index.iter().count(), 1000);
     }
 
@@ -324,7 +355,7 @@ mod tests {
         let mut index = Index::new();
         let keys: Vec<BlockKey> = (0..200).map(key).collect();
         for key in &keys {
-            let entry = index.insert(*key, ShapeId(3), Priority::Normal);
+            let entry = index.insert(*key, ShapeId(3), Priority::Normal, SAVED);
             index.set_stored(entry, Some(stored(1)));
         }
         let first = index.find(&keys[0]).expect("inserted");
@@ -350,7 +381,7 @@ mod tests {
     fn many_keys_are_found_as_one_by_one() {
         let mut index = Index::new();
         for number in (0..2000).filter(|number| number % 3 != 0) {
-            index.insert(key(number), ShapeId(0), Priority::Normal);
+            index.insert(key(number), ShapeId(0), Priority::Normal, SAVED);
         }
         let keys: Vec<BlockKey> = (0..2000).map(key).collect();
         let one_by_one: Vec<_> = keys.iter().map(|key| index.find(key)).collect();
@@ -362,12 +393,12 @@ mod tests {
         let mut index = Index::new();
         let mut twins = [key(1), key(1)];
         twins[1].0[0] ^= 1;
-        let first = index.insert(twins[0], ShapeId(0), Priority::Normal);
+        let first = index.insert(twins[0], ShapeId(0), Priority::Normal, SAVED);
         index.set_stored(first, Some(stored(1)));
         let mut sources = Vec::new();
         index.leading_run(&twins, ShapeId(0), &mut sources);
         assert_eq!(sources.len(), 1);
-        let second = index.insert(twins[1], ShapeId(0), Priority::Normal);
+        let second = index.insert(twins[1], ShapeId(0), Priority::Normal, SAVED);
         index.set_stored(second, Some(stored(2)));
         sources.clear();
         index.leading_run(&twins, ShapeId(0), &mut sources);
@@ -378,10 +409,30 @@ mod tests {
     #[test]
     fn priority_is_only_raised() {
         let mut index = Index::new();
-        let entry = index.insert(key(1), ShapeId(0), Priority::Normal);
+        let entry = index.insert(key(1), ShapeId(0), Priority::Normal, SAVED);
         index.entry_mut(entry).raise_priority(Priority::Low);
         assert_eq!(index.entry(entry).class(), Priority::Normal as u8);
         index.entry_mut(entry).raise_priority(Priority::High);
         assert_eq!(index.entry(entry).class(), Priority::High as u8);
+    }
+
+    #[test]
+    fn what_is_kept_in_one_byte_does_not_touch_each_other() {
+        for origin in BlockOrigin::ALL {
+            let mut index = Index::new();
+            let entry = index.insert(key(1), ShapeId(0), Priority::Low, origin);
+            let entry = index.entry_mut(entry);
+            entry.raise_priority(Priority::High);
+            entry.set_dram(Dram::Resident(FrameIndex(7)));
+            assert_eq!(
+                (entry.origin(), entry.class(), entry.dram()),
+                (origin, Priority::High as u8, Dram::Resident(FrameIndex(7)))
+            );
+            entry.set_dram(Dram::Absent);
+            assert_eq!((entry.origin(), entry.class()), (origin, Priority::High as u8));
+            entry.set_origin(SAVED);
+            entry.set_origin(BlockOrigin::Placed);
+            assert_eq!((entry.origin(), entry.class()), (SAVED, Priority::High as u8));
+        }
     }
 }

@@ -11,6 +11,7 @@ use reprise_policy::routing::{self, Candidate, LoadHint};
 use reprise_policy::{BlockKey, Layout, NodeId};
 
 use super::AgentCore;
+use super::describe::BlockOrigin;
 use super::fills::{Origin, Waiter};
 use super::frames::FrameIndex;
 use super::index::Dram;
@@ -276,7 +277,8 @@ impl AgentCore {
     ) -> Result<PeerBlock, LossReason> {
         let load = self.loads.get(id).ok_or(LossReason::Miss)?;
         let (key, shape) = (load.keys[block as usize], load.shape);
-        let (frame, peer_block) = self.begin_peer_fill((key, shape), node, Some(others))?;
+        let (frame, peer_block) =
+            self.begin_peer_fill((key, shape), node, Some(others), BlockOrigin::Loaded)?;
         self.attach(frame, id, block);
         Ok(peer_block)
     }
@@ -287,6 +289,7 @@ impl AgentCore {
         (key, shape): (BlockKey, ShapeId),
         node: NodeId,
         others: Option<Vec<Replica>>,
+        why: BlockOrigin,
     ) -> Result<(FrameIndex, PeerBlock), LossReason> {
         if self.index.find(&key).is_some() {
             // Under another tenant or layout: as if it were not there, and there cannot be two.
@@ -294,7 +297,7 @@ impl AgentCore {
         }
         let begun = self.begin_fill(shape, key, Origin::Peer(node), others);
         let (frame, fill) = begun.ok_or(LossReason::NoSpace)?;
-        let entry = self.insert_entry(key, shape, Priority::Normal);
+        let entry = self.insert_entry(key, shape, Priority::Normal, why);
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
         let slot = self.frame_slot(frame);

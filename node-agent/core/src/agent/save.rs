@@ -13,6 +13,7 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId, Tier};
 
 use super::AgentCore;
+use super::describe::BlockOrigin;
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
 use super::limits::{COMMIT_ITEMS_MAX, RESERVE_SLOTS_MAX, TICKETS_PER_SESSION_MAX};
@@ -254,6 +255,7 @@ impl AgentCore {
     fn commit_duplicate(&mut self, entry: EntryIndex, ticket: SlabId, priority: Priority) {
         self.counters.duplicate_items += 1;
         self.raise_priority(entry, priority);
+        self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
         let state = self.index.entry(entry);
         let key = state.key();
         if state.stored().is_some() {
@@ -285,9 +287,10 @@ impl AgentCore {
                     self.frames.get_mut(filling).set_entry(None);
                 }
                 self.raise_priority(entry, priority);
+                self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
                 entry
             }
-            None => self.insert_entry(key, shape, priority),
+            None => self.insert_entry(key, shape, priority, BlockOrigin::Saved),
         };
         self.reserved_bytes -= slot_bytes;
         self.counters.committed_blocks += 1;

@@ -21,6 +21,7 @@ use std::time::Duration;
 use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use super::AgentCore;
+use super::describe::BlockOrigin;
 use super::fills::{Fill, Keep, Origin};
 use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
@@ -270,6 +271,8 @@ impl AgentCore {
     pub(super) fn save_taken(&mut self, frame: FrameIndex, worth: Worth) {
         let lane = self.lane_of(frame, Cause::Taken);
         if self.frames.get(frame).state == FrameState::Clean && self.may_be_saved(lane) {
+            let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
+            self.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
             self.taking.in_flight_bytes += lane.slot_bytes;
             self.queue_save((lane, worth), frame, TicketList::default());
         } else if worth == Worth::Unasked {
@@ -359,7 +362,7 @@ impl AgentCore {
         if !self.has_room_still(pull.shape) {
             return PullStart::Dropped;
         }
-        match self.begin_peer_fill((pull.key, pull.shape), pull.from, None) {
+        match self.begin_peer_fill((pull.key, pull.shape), pull.from, None, BlockOrigin::Placed) {
             Ok((frame, block)) => {
                 if let FrameState::Filling(fill) = self.frames.get(frame).state {
                     self.keep_fill(fill);

@@ -7,6 +7,7 @@
 //!
 //! Replay one seed of the random tests: `REPRISE_SEED=<seed> cargo test -p reprise-agent-core --test agent`.
 
+mod described;
 mod disk;
 mod engine;
 mod jobs;
@@ -19,6 +20,7 @@ mod scenarios_devices;
 mod scenarios_giving;
 mod scenarios_load;
 mod scenarios_moving;
+mod scenarios_origin;
 mod scenarios_peers;
 mod scenarios_save;
 mod scenarios_scale;

@@ -7,6 +7,7 @@ use reprise_agent_core::agent::{Settings, TenantQuotas};
 use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
 use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, SlotSet, TenantId, Tier};
 
+use crate::described;
 use crate::engine::Asked;
 use crate::rng::{Rng, for_seeds, seed_wanted};
 use crate::world::{Faults, SMALL_KEYS_FROM, Setup, World, key, large_layout, layout_of, small_layout};
@@ -320,6 +321,7 @@ pub(crate) fn settle(world: &mut World) {
     }
     assert_eq!(world.core.next_deadline(), None, "nothing is left to wait for");
     check_space(world);
+    described::check(world, world.announced.iter().map(|(key, _)| *key));
 }
 
 /// The bytes in use are those of the blocks that were announced, on every tier, and of slots that lost devices kept.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Effect, LoadId, PeerOfferId, RegionId, Reply, Report, ServeId,
+    ArenaSlot, Change, DeviceId, Effect, LoadId, PeerOfferId, RegionId, ReplicaChange, Reply, Report, ServeId,
 };
 use reprise_agent_core::event::{
     CommitItem, Event, LoadRequest, PeerOffer, PeerRequest, Priority, Request, RequestId, Scope,
@@ -17,6 +17,7 @@ use reprise_policy::{
     BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, NodeId, Parts, SessionId, TenantId, Tick, Tier,
 };
 
+use crate::described;
 use crate::disk::{Disk, Written};
 use crate::engine::{Asked, Engine};
 use crate::jobs::Job;
@@ -70,6 +71,10 @@ pub(crate) struct World {
     pub(crate) announced: BTreeSet<(BlockKey, Tier)>,
     /// Everything that was ever committed under a key, anywhere.
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
+    /// What engines of this node have tried to commit since it started.
+    pub(crate) committed: BTreeSet<BlockKey>,
+    /// What was on the devices when it started.
+    pub(crate) recovered: BTreeSet<BlockKey>,
     pub(crate) reports: Vec<Report>,
     /// Answers to offers of peers: which keys are taken, and when to offer the others again.
     pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
@@ -151,6 +156,8 @@ impl World {
     fn open(setup: Setup, disks: Vec<Disk>, pools: Vec<(DevicePool, Vec<StoredBlock>)>) -> World {
         let regions: Vec<_> =
             (0..setup.regions).map(|region| (RegionId(region), setup.region_bytes)).collect();
+        let stored = pools.iter().flat_map(|(_, stored)| stored);
+        let recovered = stored.map(|block| block.key).collect();
         let (core, effects) = AgentCore::new(setup.settings.clone(), pools, &regions);
         let mut world = World {
             core,
@@ -165,6 +172,8 @@ impl World {
             faults: setup.faults,
             announced: BTreeSet::new(),
             truth: BTreeMap::new(),
+            committed: BTreeSet::new(),
+            recovered,
             reports: Vec::new(),
             offer_answers: BTreeMap::new(),
             lost_devices: BTreeSet::new(),
@@ -208,7 +217,9 @@ impl World {
         self.core.apply(self.now, event, &mut effects);
         self.core.audit().unwrap_or_else(|broken| panic!("{broken}"));
         self.assert_moved_are_elsewhere(self.core.counters().moved_blocks - moved_before, &effects);
+        let changed: Vec<BlockKey> = announced(&effects).map(|change| change.key).collect();
         effects.into_iter().for_each(|effect| self.execute(effect));
+        described::check(self, changed);
     }
 
     /// Lets time pass; the core gets its ticks.
@@ -247,6 +258,9 @@ impl World {
 
     pub(crate) fn request(&mut self, session: SessionId, asked: Asked, body: Request) -> RequestId {
         let request = self.engines.get_mut(&session).expect("an open session").ask(asked);
+        if let Request::Commit { items, .. } = &body {
+            self.committed.extend(items.iter().filter_map(|item| item.key));
+        }
         let received = self.now;
         self.apply(Event::Request { session, request, body, received });
         request
@@ -343,12 +357,7 @@ impl World {
 
     /// What moved away is durable on a peer.
     fn assert_moved_are_elsewhere(&self, moved: u64, effects: &[Effect]) {
-        let changes = effects.iter().filter_map(|effect| match effect {
-            Effect::Announce { changes } => Some(changes),
-            _ => None,
-        });
-        let dropped = changes
-            .flatten()
+        let dropped = announced(effects)
             .filter(|change| (change.tier, change.change) == (Tier::Nvme, Change::Removed))
             .filter(|change| self.peers.is_durable(&change.key, None));
         assert!(dropped.count() as u64 >= moved, "a moved block was dropped that is nowhere else");
@@ -467,4 +476,13 @@ impl World {
     fn forget_ended_serves(&mut self) {
         self.serves.retain(|_, serve| !serve.is_over());
     }
+}
+
+/// Changes that effects tell the directory.
+fn announced(effects: &[Effect]) -> impl Iterator<Item = &ReplicaChange> {
+    let changes = effects.iter().filter_map(|effect| match effect {
+        Effect::Announce { changes } => Some(changes),
+        _ => None,
+    });
+    changes.flatten()
 }

@@ -11,10 +11,11 @@ use reprise_proto::controlplane::directory_server::{Directory, DirectoryServer};
 use reprise_proto::controlplane::membership_server::{Membership, MembershipServer};
 use reprise_proto::controlplane::placement_server::PlacementServer;
 use reprise_proto::controlplane::{
-    DescribeReply, DescribeRequest, HeartbeatReply, HeartbeatRequest, ListMembersRequest, ListNodesReply,
-    ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList, NodeChange, NodeInfo, PlaceReply,
-    PlaceRequest, RegisterReply, RegisterRequest, ReportReply, ReportRequest, SlotsReply, SlotsRequest,
-    UpdateReply, UpdateRequest, WatchMembersRequest, WatchNodesRequest,
+    DescribeReply, DescribeRequest, ForgetNodeReply, ForgetNodeRequest, HeartbeatReply, HeartbeatRequest,
+    ListMembersRequest, ListNodesReply, ListNodesRequest, LookupReply, LookupRequest, MemberInfo, MemberList,
+    NodeChange, NodeInfo, PlaceReply, PlaceRequest, RegisterReply, RegisterRequest, ReportReply,
+    ReportRequest, SlotsReply, SlotsRequest, UpdateReply, UpdateRequest, WatchMembersRequest,
+    WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::broadcast;
@@ -320,6 +321,10 @@ impl Membership for Shared {
         let changes = tokio_stream::StreamExt::map(news, move |_| Ok(shared.members()));
         let now = tokio_stream::once(Ok(self.members()));
         Ok(Response::new(Box::pin(tokio_stream::StreamExt::chain(now, changes))))
+    }
+
+    async fn forget_node(&self, _: Request<ForgetNodeRequest>) -> Result<Response<ForgetNodeReply>, Status> {
+        Err(Status::unimplemented("agents do not ask for it"))
     }
 }
 

@@ -1,0 +1,308 @@
+//! Transfers beside a computation that goes layer by layer.
+
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use reprise_client::{
+    BlockStatus, ClientError, Finished, LoadOptions, Outcome, PagedMemory, SaveOptions, SaveStatus,
+    SessionKeeper, TransferId, TransferOptions, Transfers,
+};
+use reprise_proto::local::{self, CommitStatus, request};
+
+use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes, layout};
+use crate::memory::{Memory, placed};
+
+const FIRST: Answer = Answer { load: 1, entry: 0, grant: Grant::First };
+
+fn patient() -> TransferOptions {
+    TransferOptions {
+        save: SaveOptions {
+            room_wait: LONG,
+            stall_timeout: LONG,
+            layer_wait: LONG,
+            ..SaveOptions::default()
+        },
+        load: LoadOptions { deadline: LONG, stall_timeout: LONG, ..LoadOptions::default() },
+        queued_max: 8,
+    }
+}
+
+fn transfers(
+    agent: &FakeAgent,
+    memory: &Arc<Memory>,
+    options: TransferOptions,
+) -> (Transfers, Arc<SessionKeeper>) {
+    let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
+    assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
+    let memory: Arc<dyn PagedMemory> = Arc::<Memory>::clone(memory);
+    (Transfers::new(Arc::clone(&keeper), memory, options).expect("threads"), keeper)
+}
+
+/// Waits for the end of one transfer, the only one that is to be told.
+fn end_of(transfers: &Transfers, id: TransferId) -> Finished {
+    assert!(transfers.wait(&[id], LONG));
+    let mut finished = transfers.finished();
+    assert_eq!(finished.iter().map(|ended| ended.id).collect::<Vec<_>>(), [id]);
+    finished.remove(0)
+}
+
+fn load_statuses(finished: &Finished) -> &[BlockStatus] {
+    match &finished.outcome {
+        Outcome::Loaded(loaded) => &loaded.statuses,
+        Outcome::Saved(_) => panic!("expected a load, got {finished:?}"),
+    }
+}
+
+fn save_statuses(finished: &Finished) -> &[SaveStatus] {
+    match &finished.outcome {
+        Outcome::Saved(saved) => &saved.statuses,
+        Outcome::Loaded(_) => panic!("expected a save, got {finished:?}"),
+    }
+}
+
+fn layer_of(bytes: &[u8], layer: usize) -> &[u8] {
+    let layer_bytes = layout().layer_bytes() as usize;
+    &bytes[layer * layer_bytes..][..layer_bytes]
+}
+
+/// Writes one layer of a block, as an engine that computes it.
+fn fill_layer(memory: &Memory, number: u8, layer: usize) {
+    let at = layer * layout().layer_bytes() as usize;
+    let bytes = block_bytes(number);
+    let layer = layer_of(&bytes, layer);
+    memory.block(number.into())[at..][..layer.len()].copy_from_slice(layer);
+}
+
+/// Waits until the first slot of the arena holds a layer of block 0.
+fn wait_until_copied(peer: &Peer, layer: usize) {
+    let slot = peer.arena.span(0, 0, layout().block_bytes()).expect("the first slot");
+    let mut found = vec![0; layout().block_bytes() as usize];
+    while layer_of(&found, layer) != layer_of(&block_bytes(0), layer) {
+        std::thread::yield_now();
+        slot.copy_out(&mut found);
+    }
+}
+
+#[test]
+fn a_layer_of_a_load_is_there_when_all_its_blocks_have_it_before_the_next_one_comes() {
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        peer.progress.begin(0, 1);
+        peer.progress.set_layers(0, 1);
+        let blocks = vec![peer.place_block(0), peer.place_block(1)];
+        peer.reply_loaded(id, FIRST, blocks);
+        told_to_go_on.recv().expect("the test says when");
+        peer.progress.set_layers(0, 2);
+        peer.progress.done(0);
+        assert_eq!(peer.expect_release(), 1);
+    });
+    let memory = Arc::new(Memory::new(2));
+    let (transfers, _keeper) = transfers(&agent, &memory, patient());
+    let load = transfers.submit_load_by_layers(placed([(0, 0), (1, 1)])).expect("a right call");
+    assert!(transfers.wait_layer(&[load], 0, LONG));
+    for number in 0..2 {
+        let wanted = block_bytes(number);
+        assert_eq!(layer_of(&memory.block(number.into()), 0), layer_of(&wanted, 0));
+    }
+    assert!(!transfers.wait_layer(&[load], 1, Duration::ZERO));
+    transfers.note_filled(load, 2);
+    assert!(!transfers.wait_layer(&[load], 1, Duration::ZERO), "that is said of saves");
+    assert!(!transfers.wait(&[load], Duration::ZERO));
+    go_on.send(()).expect("the agent lives");
+    assert!(transfers.wait_layer(&[load], 1, LONG));
+    assert_eq!(load_statuses(&end_of(&transfers, load)), [BlockStatus::Ok; 2]);
+    assert!(transfers.wait_layer(&[load], 7, Duration::ZERO), "what has ended has no layer to wait for");
+    drop(transfers);
+    agent.join();
+}
+
+#[test]
+fn a_layer_is_not_there_as_long_as_blocks_are_to_be_asked_for_again() {
+    let (released, told_that_the_first_part_is_copied) = mpsc::channel::<()>();
+    let (go_on, told_to_go_on) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        peer.progress.begin(0, 1);
+        peer.progress.set_layers(0, 2);
+        peer.progress.done(0);
+        let status = local::BlockStatus::BlockNoSpace as i32;
+        let without_room = local::LoadedBlock { status, ..local::LoadedBlock::default() };
+        let blocks = vec![peer.place_block(0), without_room];
+        peer.reply_loaded(id, FIRST, blocks);
+        assert_eq!(peer.expect_release(), 1);
+        let (id, keys) = peer.expect_load();
+        assert_eq!(keys.len(), 1);
+        released.send(()).expect("the test waits");
+        told_to_go_on.recv().expect("the test says when");
+        peer.progress.begin(0, 2);
+        peer.progress.set_layers(0, 2);
+        peer.progress.done(0);
+        let block = peer.place_block(1);
+        peer.reply_loaded(id, Answer { load: 2, entry: 0, grant: Grant::Known }, vec![block]);
+        assert_eq!(peer.expect_release(), 2);
+    });
+    let memory = Arc::new(Memory::new(2));
+    let (transfers, _keeper) = transfers(&agent, &memory, patient());
+    let load = transfers.submit_load_by_layers(placed([(0, 0), (1, 1)])).expect("a right call");
+    told_that_the_first_part_is_copied.recv().expect("the agent says so");
+    assert!(!transfers.wait_layer(&[load], 0, Duration::ZERO));
+    go_on.send(()).expect("the agent lives");
+    assert!(transfers.wait_layer(&[load], 1, LONG));
+    assert_eq!(load_statuses(&end_of(&transfers, load)), [BlockStatus::Ok; 2]);
+    drop(transfers);
+    agent.join();
+}
+
+#[test]
+fn a_computation_waits_no_longer_for_an_agent_that_dies_or_hangs_between_two_layers() {
+    for agent_dies in [true, false] {
+        let agent = FakeAgent::start(move |peer| {
+            peer.greet();
+            let (id, _) = peer.expect_load();
+            peer.progress.begin(0, 1);
+            peer.progress.set_layers(0, 1);
+            let block = peer.place_block(0);
+            peer.reply_loaded(id, FIRST, vec![block]);
+            while !agent_dies && peer.receive().is_some() {}
+        });
+        let memory = Arc::new(Memory::new(1));
+        let stall_timeout = if agent_dies { LONG } else { SHORT };
+        let load = LoadOptions { stall_timeout, ..patient().load };
+        let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { load, ..patient() });
+        let load = transfers.submit_load_by_layers(placed([(0, 0)])).expect("a right call");
+        assert!(transfers.wait_layer(&[load], 1, LONG / 2));
+        assert_eq!(load_statuses(&end_of(&transfers, load)), [BlockStatus::Failed]);
+        assert!(agent_dies || keeper.status().is_suspected);
+        drop((transfers, keeper));
+        agent.join();
+    }
+}
+
+#[test]
+fn a_load_by_layers_whose_time_has_passed_in_the_queue_is_not_begun() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        assert!(peer.receive().is_none(), "nothing is asked");
+    });
+    let memory = Arc::new(Memory::new(1));
+    let load = LoadOptions { deadline: Duration::from_nanos(1), ..patient().load };
+    let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { load, ..patient() });
+    let load = transfers.submit_load_by_layers(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait_layer(&[load], 0, LONG));
+    let ended = end_of(&transfers, load);
+    assert!(matches!(ended.outcome.stopped_by(), Some(ClientError::Busy(_))), "{ended:?}");
+    assert!(!keeper.status().is_suspected);
+    drop((transfers, keeper));
+    agent.join();
+}
+
+#[test]
+fn a_save_by_layers_copies_each_layer_when_it_is_filled_and_commits_after_the_last() {
+    let (copied, told_that_it_is_copied) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, count) = peer.expect_reserve();
+        assert_eq!(count, 1);
+        peer.reply_reserved(id, 1, Grant::First);
+        wait_until_copied(peer, 0);
+        copied.send(()).expect("the test waits");
+        let (id, _) = peer.expect_commit();
+        wait_until_copied(peer, 1);
+        peer.reply_committed(id, 1, &[CommitStatus::Committed]);
+    });
+    let memory = Arc::new(Memory::new(1));
+    let (transfers, _keeper) = transfers(&agent, &memory, patient());
+    let save = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+    fill_layer(&memory, 0, 0);
+    transfers.note_filled(save, 1);
+    told_that_it_is_copied.recv().expect("the agent says so");
+    assert!(!transfers.wait(&[save], Duration::ZERO));
+    fill_layer(&memory, 0, 1);
+    transfers.note_filled(save, 2);
+    assert_eq!(save_statuses(&end_of(&transfers, save)), [SaveStatus::Committed]);
+    transfers.note_filled(save, 2);
+    drop(transfers);
+    agent.join();
+}
+
+#[test]
+fn a_save_whose_layers_never_come_ends_unsaved_gives_its_slot_back_and_lets_the_next_one_through() {
+    let agent = FakeAgent::start(|peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::First);
+        let (_, given_back) = peer.expect("the slot back");
+        assert!(matches!(given_back, request::Body::Abort(_)), "{given_back:?}");
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::Known);
+        let (id, _) = peer.expect_commit();
+        peer.reply_committed(id, 1, &[CommitStatus::Committed]);
+    });
+    let memory = Arc::new(Memory::filled(1));
+    let save = SaveOptions { layer_wait: SHORT, ..patient().save };
+    let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
+    let never = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+    transfers.note_filled(never, 1);
+    let whole = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait(&[never, whole], LONG));
+    let finished = transfers.finished();
+    assert_eq!(save_statuses(&finished[0]), [SaveStatus::Unsaved]);
+    let words = finished[0].outcome.stopped_by().expect("undone").to_string();
+    assert!(words.contains("layer 1 of a save was not filled"), "{words}");
+    assert_eq!(save_statuses(&finished[1]), [SaveStatus::Committed]);
+    assert!(!keeper.status().is_suspected, "the agent has done nothing wrong");
+    drop((transfers, keeper));
+    agent.join();
+}
+
+#[test]
+fn a_save_that_waits_for_a_layer_holds_nobody_up_who_cancels() {
+    let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_reserve();
+        peer.reply_reserved(id, 1, Grant::First);
+        reserved.send(()).expect("the test waits");
+        while peer.receive().is_some() {}
+    });
+    let memory = Arc::new(Memory::filled(1));
+    let save = SaveOptions { layer_wait: LONG * 60, ..patient().save };
+    let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
+    let save = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+    told_that_it_is_at_work.recv().expect("the agent says so");
+    transfers.cancel();
+    let ended = end_of(&transfers, save);
+    assert_eq!(save_statuses(&ended), [SaveStatus::Unsaved]);
+    drop(transfers);
+    assert_eq!(Arc::strong_count(&memory), 1, "nobody touches the memory any more");
+    drop(keeper);
+    agent.join();
+}
+
+#[test]
+fn an_agent_that_dies_or_hangs_while_layers_are_computed_costs_the_save_only() {
+    for agent_dies in [true, false] {
+        let (reserved, told_that_it_is_at_work) = mpsc::channel::<()>();
+        let agent = FakeAgent::start(move |peer| {
+            peer.greet();
+            let (id, _) = peer.expect_reserve();
+            peer.reply_reserved(id, 1, Grant::First);
+            reserved.send(()).expect("the test waits");
+            while !agent_dies && peer.receive().is_some() {}
+        });
+        let memory = Arc::new(Memory::filled(1));
+        let stall_timeout = if agent_dies { LONG } else { SHORT };
+        let save = SaveOptions { stall_timeout, ..patient().save };
+        let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
+        let save = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+        told_that_it_is_at_work.recv().expect("the agent says so");
+        transfers.note_filled(save, 1);
+        transfers.note_filled(save, 2);
+        assert_eq!(save_statuses(&end_of(&transfers, save)), [SaveStatus::Unsaved]);
+        drop((transfers, keeper));
+        agent.join();
+    }
+}

@@ -1,0 +1,75 @@
+//! `/blocks/<key>`: what this node has of one block, and why, in one JSON object.
+
+use reprise_agent_core::agent::{BlockDescription, BlockOrigin, DramCopy};
+use reprise_agent_core::effect::DeviceId;
+use reprise_agent_core::event::Priority;
+use reprise_policy::BlockKey;
+use serde::Serialize;
+
+use super::AdminContext;
+
+/// The page.
+#[derive(Serialize)]
+pub(super) struct Block {
+    node: String,
+    key: String,
+    /// Why it is here: `saved`, `loaded`, `placed` or `recovered`.
+    origin: &'static str,
+    /// Its copy in DRAM: `filling`, `unsaved` or `clean`; `null` when there is none.
+    dram: Option<&'static str>,
+    /// Its copy on a device; `null` when there is none.
+    nvme: Option<Stored>,
+    priority: &'static str,
+    /// Leases on the copy in DRAM.
+    leases: u32,
+}
+
+#[derive(Serialize)]
+struct Stored {
+    device: u8,
+    path: String,
+}
+
+impl Block {
+    pub(super) fn new(context: &AdminContext, key: BlockKey, description: &BlockDescription) -> Block {
+        let BlockDescription { origin, dram, nvme, priority, leases } = *description;
+        let stored = |DeviceId(device)| {
+            let path = context.devices.get(usize::from(device)).map(|info| info.path.display().to_string());
+            Stored { device, path: path.unwrap_or_default() }
+        };
+        Block {
+            node: context.settings.node.name.clone(),
+            key: key.to_string(),
+            origin: origin_name(origin),
+            dram: dram.map(copy_name),
+            nvme: nvme.map(stored),
+            priority: priority_name(priority),
+            leases,
+        }
+    }
+}
+
+fn origin_name(origin: BlockOrigin) -> &'static str {
+    match origin {
+        BlockOrigin::Saved => "saved",
+        BlockOrigin::Loaded => "loaded",
+        BlockOrigin::Placed => "placed",
+        BlockOrigin::Recovered => "recovered",
+    }
+}
+
+fn copy_name(copy: DramCopy) -> &'static str {
+    match copy {
+        DramCopy::Filling => "filling",
+        DramCopy::Unsaved => "unsaved",
+        DramCopy::Clean => "clean",
+    }
+}
+
+fn priority_name(priority: Priority) -> &'static str {
+    match priority {
+        Priority::Low => "low",
+        Priority::Normal => "normal",
+        Priority::High => "high",
+    }
+}

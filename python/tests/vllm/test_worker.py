@@ -1,0 +1,39 @@
+"""The worker's side says why blocks did not come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_scheduler import geometry
+
+from reprise import Session
+from reprise.vllm.metadata import LoadPlan, RepriseMetadata
+from reprise.vllm.options import Options
+from reprise.vllm.worker import WorkerSide
+
+LONG_S = 60.0
+
+
+def test_why_loads_fail_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = geometry()
+    session = Session(tmp_path / "nobody.sock", shape.namespace, shape.layout)
+    give_up = time.monotonic() + LONG_S
+    while session.last_error is None:
+        assert time.monotonic() < give_up
+    worker = WorkerSide(geometry=shape, options=Options(), session=session)
+    caplog.clear()
+    worker.register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
+    waiting = {"a", "b", "c"}
+    for request in sorted(waiting):
+        worker.start_loads(RepriseMetadata(loads=[LoadPlan(request_id=request, hashes=(b"h",), blocks=(1,))]))
+    while waiting:
+        assert time.monotonic() < give_up
+        waiting -= worker.loaded()
+    worker.close()
+    said = [record.getMessage() for record in caplog.records if "told once" in record.getMessage()]
+    assert len(said) == 1
+    assert "blocks were not loaded or saved whole: the session with the agent has ended" in said[0]
+    assert "no agent at" in said[0]
