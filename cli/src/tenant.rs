@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use reprise_policy::{ByteSize, TenantName};
+use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
     Bytes, ListTenantsReply, ListTenantsRequest, RemoveTenantRequest, SetTenantRequest, Tenant, TenantState,
 };
 use serde::Serialize;
-use tonic::Code;
 use tonic::transport::Channel;
 
 use crate::cluster::ClusterFile;
@@ -188,7 +188,7 @@ async fn at_any<T>(
             Err(error) => Err(error),
             Ok(client) => match tokio::time::timeout(ANSWERED_WITHIN, call(client)).await {
                 Ok(Ok(reply)) => return Ok(reply.into_inner()),
-                Ok(Err(status)) if status.code() != Code::Unavailable => bail!("{}", status.message()),
+                Ok(Err(status)) if !is_absence(&status) => bail!("{}", status.message()),
                 Ok(Err(status)) => Err(anyhow::anyhow!("{}", status.message())),
                 Err(_) => Err(anyhow::anyhow!("the member at {address} did not answer in time")),
             },

@@ -35,6 +35,7 @@ pub mod directory;
 mod document;
 pub mod events;
 pub mod followed;
+pub mod fronts;
 pub mod identity;
 pub mod ledgers;
 pub mod membership;

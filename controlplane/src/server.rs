@@ -18,7 +18,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::Router;
 
 use crate::admin::{self, Admin};
 use crate::background::Background;
@@ -28,6 +28,7 @@ use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
 use crate::followed;
+use crate::fronts::{self, FrontError};
 use crate::identity::Identity;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
@@ -69,7 +70,7 @@ pub struct ControlPlane {
     cluster: Arc<Cluster>,
     admin_state: Arc<Admin>,
     stop: watch::Sender<bool>,
-    grpc_task: JoinHandle<Result<(), tonic::transport::Error>>,
+    grpc_task: JoinHandle<Result<(), FrontError>>,
     admin_task: JoinHandle<std::io::Result<()>>,
     shards: Arc<Shards>,
     background: Background,
@@ -125,26 +126,24 @@ impl ControlPlane {
         let directory = Arc::new(DirectoryService::new(cluster.clone(), shards.clone(), turns));
         let noticing = notice_other_store(store.clone(), identity.clone(), store_lost.clone());
         background.until_done("identity of the store", noticing);
+        let placement = PlacementService::new(PlacementParts {
+            cluster: cluster.clone(),
+            shards: shards.clone(),
+            tenants: tenants.clone(),
+            directory: directory.clone(),
+            store: store.clone(),
+            identity: identity.clone(),
+        });
+        let membership =
+            MembershipService::new(cluster.clone(), registry, shards.clone(), &config.membership, store_lost);
         let services = Services {
-            membership: MembershipService::new(
-                cluster.clone(),
-                registry,
-                shards.clone(),
-                &config.membership,
-                store_lost,
-            ),
-            placement: PlacementService::new(PlacementParts {
-                cluster: cluster.clone(),
-                shards: shards.clone(),
-                tenants: tenants.clone(),
-                directory: directory.clone(),
-                store: store.clone(),
-                identity: identity.clone(),
-            }),
-            directory,
-            events: EventsService::new(cluster.clone()),
+            membership: MembershipServer::new(membership),
+            placement: PlacementServer::new(placement),
+            directory: DirectoryServer::from_arc(directory),
+            events: EventsServer::new(EventsService::new(cluster.clone())),
         };
-        let grpc_task = tokio::spawn(serve_grpc(grpc_listener, services, stop.subscribe()));
+        let routers = (0..workers).map(|_| router(&services)).collect();
+        let grpc_task = tokio::spawn(fronts::serve(grpc_listener, routers, stop.subscribe()));
         let routes = admin::router(admin_state.clone());
         let stopped = wait(stop.subscribe());
         let admin_task =
@@ -228,33 +227,25 @@ impl ControlPlane {
     }
 }
 
+/// The gRPC services; every front serves the same ones.
 struct Services {
-    membership: MembershipService,
-    placement: PlacementService,
-    directory: Arc<DirectoryService>,
-    events: EventsService,
+    membership: MembershipServer<MembershipService>,
+    placement: PlacementServer<PlacementService>,
+    directory: DirectoryServer<DirectoryService>,
+    events: EventsServer<EventsService>,
 }
 
-async fn serve_grpc(
-    listener: TcpListener,
-    services: Services,
-    stop: watch::Receiver<bool>,
-) -> Result<(), tonic::transport::Error> {
-    let membership = MembershipServer::new(services.membership).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    let directory =
-        DirectoryServer::from_arc(services.directory).max_decoding_message_size(MESSAGE_BYTES_MAX);
+fn router(services: &Services) -> Router {
     Server::builder()
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_concurrent_streams(STREAMS_MAX)
         .http2_keepalive_interval(Some(KEEP_ALIVE_EVERY))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
-        .add_service(membership)
-        .add_service(directory)
-        .add_service(PlacementServer::new(services.placement).max_decoding_message_size(MESSAGE_BYTES_MAX))
-        .add_service(EventsServer::new(services.events).max_decoding_message_size(MESSAGE_BYTES_MAX))
-        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), wait(stop))
-        .await
+        .add_service(services.membership.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .add_service(services.directory.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .add_service(services.placement.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .add_service(services.events.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
 }
 
 async fn wait(mut stop: watch::Receiver<bool>) {

@@ -1,8 +1,8 @@
 //! Turns at the directory: how many calls are worked on at once, and how many may be held at all.
 //!
-//! A part of a call (see [`crate::directory`]) keeps a worker thread busy for up to 0.4 ms. One worker fewer than there are
-//! is ever busy so: the last one is for heartbeats, which must not wait behind 1,000 agents that announce everything at
-//! once. Calls beyond that wait in the order in which they came, with their message in memory, so their number is
+//! A part of a call (see [`crate::directory`]) keeps its thread ([`crate::fronts`]) busy for up to 0.4 ms. One processor fewer than
+//! there are is ever busy so: the last one is for heartbeats and for what goes on in the background, which must not wait
+//! behind 1,000 agents that announce everything at once. Calls beyond that wait in the order in which they came, with their message in memory, so their number is
 //! bounded; whoever comes then is told to come again.
 
 use tokio::sync::{Semaphore, SemaphorePermit};

@@ -191,6 +191,18 @@ async fn message(answer: Response<RecvStream>) -> Result<Bytes, Status> {
     unframed(bytes.freeze())
 }
 
+/// Whether a call has failed because there was no connection, or none any more; the other side may have done what it was asked for. Words of the other
+/// side are a `Status` out of the answer's headers; what was made here has a source. tonic's channel calls a connection that breaks
+/// during a call `UNKNOWN`, or `INTERNAL` by the frame that it was at.
+pub fn is_absence(status: &Status) -> bool {
+    let made_here = std::error::Error::source(status).is_some();
+    match status.code() {
+        Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled => true,
+        Code::Unknown | Code::Internal => made_here,
+        _ => false,
+    }
+}
+
 fn succeeded(headers: &HeaderMap) -> Result<(), Status> {
     match Status::from_header_map(headers) {
         Some(status) if status.code() != Code::Ok => Err(status),
@@ -232,6 +244,34 @@ mod tests {
         assert_eq!(unframed(framed(&LookupReply::default())).expect("empty, and whole").len(), 0);
         for wrong in [bytes.slice(..4), bytes.slice(..bytes.len() - 1), [&[1], &bytes[1..]].concat().into()] {
             assert_eq!(unframed(wrong).expect_err("refused").code(), Code::Internal);
+        }
+    }
+
+    /// What tonic's channel says when the other side closes after the first bytes of a call.
+    async fn broken_call() -> Status {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        let closing = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.expect("a connection");
+            stream.readable().await.expect("it says something");
+        });
+        let channel = tonic::transport::Endpoint::from_shared(format!("http://{address}"));
+        let channel = channel.expect("an address").connect_lazy();
+        let mut client = crate::controlplane::membership_client::MembershipClient::new(channel);
+        let status =
+            client.list_nodes(crate::controlplane::ListNodesRequest {}).await.expect_err("it is closed");
+        closing.await.expect("it closed");
+        status
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_breaks_is_absence_and_what_the_other_side_says_is_not() {
+        let broken = broken_call().await;
+        assert!(is_absence(&broken), "{broken:?}");
+        assert!(is_absence(&Status::unavailable("no connection")));
+        for said in [Status::internal("a bug"), Status::unknown("who knows"), Status::invalid_argument("no")]
+        {
+            assert!(!is_absence(&said), "{said:?}");
         }
     }
 

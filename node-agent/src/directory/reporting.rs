@@ -14,6 +14,7 @@ use reprise_agent_core::orders::{Bytes, Orders, Owner, ReportNumber, Said};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{DrainProgress, NodeId, TenantName};
+use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder, TenantReport};
 use tokio::time::{MissedTickBehavior, interval};
@@ -82,8 +83,7 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
 
 /// Once per kind of failure. That a member is away is said by others.
 fn complain(link: &Link, failed: &mut Option<Code>, status: &Status) {
-    let is_away = matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled);
-    if failed.replace(status.code()) != Some(status.code()) && !is_away {
+    if failed.replace(status.code()) != Some(status.code()) && !is_absence(status) {
         let (code, reason) = (status.code(), status.message());
         tracing::warn!(member = %link.name, ?code, reason, "a report was not taken; it is repeated");
     }
