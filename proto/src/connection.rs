@@ -9,6 +9,8 @@
 //!   call ──► headers and message into h2's buffer ──► connection's task: one write ──► socket
 //! ```
 //!
+//! The caller's thread does not sleep for the first 100 µs of a wait: on a machine with its member, or near it, the answer comes in that time.
+//!
 //! It is made by the first call, and again by the first call after it was lost; a call whose connection breaks fails as
 //! `UNAVAILABLE`. A peer that is gone without a word is noticed by pings. Runs on a tokio runtime; clones share the
 //! connection, which ends with the last of them.
@@ -18,7 +20,7 @@
 use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use h2::client::{Connection as Http2, SendRequest};
 use h2::{Ping, PingPong, RecvStream};
@@ -26,6 +28,7 @@ use prost::Message;
 use prost::bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::net::TcpStream;
 use tokio::sync::Mutex;
+use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tonic::codegen::http::uri::{Authority, InvalidUri};
 use tonic::codegen::http::{HeaderMap, Method, Request, Response, StatusCode, Uri, header};
@@ -41,6 +44,9 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(2);
 /// Pings, and the time for their answer: a half-open connection is noticed within both.
 const PING_EVERY: Duration = Duration::from_secs(2);
 const PING_ANSWER: Duration = Duration::from_secs(2);
+/// A caller looks for its answer busily for so long before it sleeps: the answer to a few keys is there sooner, and to be woken costs more than the
+/// look-up itself. 100 µs a call are a hundredth of a core at a hundred look-ups a second.
+const BUSY_FOR: Duration = Duration::from_micros(100);
 /// HTTP/2 windows: the answer to 8,192 keys (up to 545 KiB) arrives without a wait for our acknowledgement.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
@@ -81,7 +87,7 @@ impl Connection {
         let (answer, mut stream) = sender.send_request(head, false).map_err(unavailable)?;
         // Without a wait for the window: what it does not admit yet stays in the buffer, one message at the most.
         stream.send_data(framed(request), true).map_err(unavailable)?;
-        let message = message(answer.await.map_err(unavailable)?).await?;
+        let message = message(busily(answer).await.map_err(unavailable)?).await?;
         A::decode(message).map_err(|error| Status::internal(format!("the answer cannot be read: {error}")))
     }
 
@@ -157,6 +163,20 @@ async fn run(connection: Http2<TcpStream, Bytes>, mut pings: PingPong) {
         _ = &mut connection => {}
         () = silent => {}
     }
+}
+
+/// Waits for an answer; at first the thread goes round its tasks and its sockets without a sleep.
+async fn busily<F: Future>(answer: F) -> F::Output {
+    let mut answer = pin!(answer);
+    let asleep_from = Instant::now() + BUSY_FOR;
+    while Instant::now() < asleep_from {
+        tokio::select! {
+            biased;
+            output = &mut answer => return output,
+            () = yield_now() => {}
+        }
+    }
+    answer.await
 }
 
 /// A message with its prefix.

@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use serde::Deserialize;
 
 use crate::cluster::{Cluster, Launch, cache_directory, stop};
@@ -64,8 +64,8 @@ impl Mooncake {
     pub(super) fn start(cluster: &mut Cluster, audience: Audience) -> anyhow::Result<Mooncake> {
         let python = environment().join("bin/python");
         let package = match package(&python) {
-            Some(package) => package,
-            None => install(&python, audience)?,
+            Ok(package) => package,
+            Err(_) => install(&python, audience)?,
         };
         let folder = cluster.path().to_owned();
         let log = folder.join("mooncake.log");
@@ -139,11 +139,14 @@ fn environment() -> PathBuf {
 }
 
 /// Where the package lies, when it can be used.
-fn package(python: &Path) -> Option<PathBuf> {
+fn package(python: &Path) -> anyhow::Result<PathBuf> {
     let program = "import mooncake.store, os; print(os.path.dirname(mooncake.__file__))";
-    let output = Command::new(python).args(["-c", program]).output().ok()?;
-    let folder = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
-    (output.status.success() && folder.join("mooncake_master").is_file()).then_some(folder)
+    let output = Command::new(python).args(["-c", program]).output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{}", said.lines().last().unwrap_or_default());
+    let folder = PathBuf::from(String::from_utf8(output.stdout)?.trim());
+    ensure!(folder.join("mooncake_master").is_file(), "{} has no master", folder.display());
+    Ok(folder)
 }
 
 fn install(python: &Path, audience: Audience) -> anyhow::Result<PathBuf> {
@@ -156,7 +159,7 @@ fn install(python: &Path, audience: Audience) -> anyhow::Result<PathBuf> {
     succeeded(installed, "pip must reach a package index, or the wheel must be in its cache")?;
     package(python).with_context(|| {
         format!(
-            "{WHEEL} {VERSION} is installed in {} and cannot be used on this machine",
+            "{WHEEL} {VERSION} is installed in {} and cannot be used on this machine (it needs libibverbs, Debian's libibverbs1)",
             environment.display()
         )
     })
