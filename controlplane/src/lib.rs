@@ -14,8 +14,9 @@
 //!            HTTP: /metrics /healthz /readyz /nodes /directory
 //! ```
 //!
-//! A heartbeat takes only the members' lock. Updates and lookups take the directory's lock in parts of at most
-//! [`directory::PART_KEYS`] keys (about 0.2 ms) and let other tasks run in between.
+//! Each gRPC connection has one thread that does everything for it ([`fronts`]). A heartbeat takes only the members' lock.
+//! Updates and lookups take the directory's lock in parts of at most [`directory::PART_KEYS`] keys (about 0.2 ms) and let
+//! other tasks run in between.
 //!
 //! This is a library only so that the binary and its tests share it; no other crate depends on it.
 //!

@@ -9,7 +9,8 @@
 //!   call ──► headers and message into h2's buffer ──► connection's task: one write ──► socket
 //! ```
 //!
-//! The caller's thread does not sleep for the first 100 µs of a wait: on a machine with its member, or near it, the answer comes in that time.
+//! The caller's thread does not sleep for the first 100 µs of a wait: on a machine with its member, or near it, the answer
+//! comes in that time.
 //!
 //! It is made by the first call, and again by the first call after it was lost; a call whose connection breaks fails as
 //! `UNAVAILABLE`. A peer that is gone without a word is noticed by pings. Runs on a tokio runtime; clones share the
@@ -44,8 +45,8 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(2);
 /// Pings, and the time for their answer: a half-open connection is noticed within both.
 const PING_EVERY: Duration = Duration::from_secs(2);
 const PING_ANSWER: Duration = Duration::from_secs(2);
-/// A caller looks for its answer busily for so long before it sleeps: the answer to a few keys is there sooner, and to be woken costs more than the
-/// look-up itself. 100 µs a call are a hundredth of a core at a hundred look-ups a second.
+/// A caller looks for its answer busily for so long before it sleeps: the answer to a few keys is there sooner, and to be
+/// woken costs more than the look-up itself. 100 µs a call are a hundredth of a core at a hundred look-ups a second.
 const BUSY_FOR: Duration = Duration::from_micros(100);
 /// HTTP/2 windows: the answer to 8,192 keys (up to 545 KiB) arrives without a wait for our acknowledgement.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
@@ -211,9 +212,9 @@ async fn message(answer: Response<RecvStream>) -> Result<Bytes, Status> {
     unframed(bytes.freeze())
 }
 
-/// Whether a call has failed because there was no connection, or none any more; the other side may have done what it was asked for. Words of the other
-/// side are a `Status` out of the answer's headers; what was made here has a source. tonic's channel calls a connection that breaks
-/// during a call `UNKNOWN`, or `INTERNAL` by the frame that it was at.
+/// Whether a call has failed because there was no connection, or none any more; the other side may have done what it was
+/// asked for. Words of the other side are a `Status` out of the answer's headers; what was made here has a source. tonic's
+/// channel calls a connection that breaks during a call `UNKNOWN`, or `INTERNAL` by the frame that it was at.
 pub fn is_absence(status: &Status) -> bool {
     let made_here = std::error::Error::source(status).is_some();
     match status.code() {
