@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cluster import Cluster
@@ -10,13 +11,20 @@ from faults import drop_dram, observer
 from serving import PROMPT_BLOCKS, prompt, see
 
 
+def a_core_for_each_rank() -> dict[str, str]:
+    """By itself vLLM gives a rank a NUMA node, and refuses two ranks where there is one node."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+
+
 def test_an_engine_of_two_ranks_loads_what_it_has_computed_and_nothing_of_one_with_one_rank(
     engine: Engine, home: Path, weights: Path, cluster: Cluster
 ) -> None:
     tokens = prompt(300)
     see(engine, tokens)
     small = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
-    pair = Engine(weights, home / "pair.log", connector(cluster.agents[0].socket), tensor_parallel_size=2, **small)
+    transfer = connector(cluster.agents[0].socket)
+    pair = Engine(weights, home / "pair.log", transfer, a_core_for_each_rank(), tensor_parallel_size=2, **small)
     try:
         cold = see(pair, tokens)
         assert cold["cached"] == [0], "one rank of one has other blocks than one of two"
