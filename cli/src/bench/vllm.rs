@@ -163,7 +163,7 @@ pub(super) fn run(
                 // Not measured is not the end: the others still say something.
                 Some(peer) => peers::measure(system, peer, &world, &mut samples).unwrap_or_else(|error| {
                     let error = format!("{error:#}");
-                    tracing::warn!(system = system.name(), error, "a peer was not measured");
+                    tracing::warn!(system = system.name(), %error, "a peer was not measured");
                     samples.failed(system, error);
                 }),
             }

@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn what_was_found_is_counted_in_tokens_that_need_not_be_computed() {
-        let answer = |cached| Answer { ttft_ms: 1.0, tokens: Vec::new(), cached };
+        let answer = |cached| Answer { ttft_ms: 1.0, ttlt_ms: 2.0, tokens: Vec::new(), cached };
         assert!((found(&[answer(4096), answer(0)], 4096) - 0.5).abs() < 1e-9);
         assert!((found(&[answer(4097)], 4096) - 1.0).abs() < 1e-9);
     }
