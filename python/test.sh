@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel and runs the package's tests against it and the debug binaries beside the other tests: test.sh
-# [pytest arguments]. Skips, and says so, where there is no Python for it.
+# [pytest arguments]. Without arguments it also installs the package as people do (test-install.sh). Skips, and says so, where
+# there is no Python for it.
 set -euo pipefail
 cd "$(dirname "$0")"
 if ! wheel=$(./wheel.sh); then
@@ -19,3 +20,6 @@ trap 'rm -rf "$package"' EXIT
 cd "$package"
 PYTHONPATH=$package "$venv/bin/python" -P -m pytest -p no:cacheprovider -c "$OLDPWD/pyproject.toml" --rootdir "$OLDPWD" \
     --ignore "$OLDPWD/tests/vllm" --ignore "$OLDPWD/tests/tier" --ignore "$OLDPWD/tests/sglang" "${@:-$OLDPWD/tests}"
+if [ $# -eq 0 ]; then
+    "$OLDPWD/test-install.sh"
+fi

@@ -4,7 +4,9 @@ Runs in an environment that has vLLM. First line on standard input: the model's 
 command a line. Each is answered by one line on what was standard output; all else that is printed goes to standard
 error. Ends with its input.
 
-A time to first token is that from the submission of a request, alone in the engine, to the step that gave its first token.
+A time to first token is that from the submission of a request, alone in the engine, to the step that gave its first token; one to the
+last token goes on to the step that gave that. Prompts that go back to back are submitted each in the moment in which the one before has
+its last token: what is still done for that one is in the times of this one.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ class Engine:
             answers.append(self.answer(prompt(seed, tokens)))
         return {"answers": answers}
 
+    def back_to_back(self, seeds: list[int], tokens: int) -> dict[str, Any]:
+        """Prompts one after the other without a pause, with whatever is in the engine's cache."""
+        prompts = [prompt(seed, tokens) for seed in seeds]
+        return {"answers": [self.answer(each) for each in prompts]}
+
     def settle(self, seeds: list[int], tokens: int, cached: int, within: float) -> dict[str, Any]:
         """Waits until prompts are found in a cache: asks for each until so many of its tokens are."""
         give_up = time.monotonic() + within
@@ -73,15 +80,21 @@ class Engine:
         self.requests += 1
         started = time.perf_counter()
         engine.add_request(f"bench-{self.requests}", {"prompt_token_ids": tokens}, self.params)
-        first, output = None, None
+        first, last, output = None, 0.0, None
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if first is None and output.outputs[0].token_ids:
                     first = time.perf_counter() - started
+                last = time.perf_counter() - started
         if first is None or output is None:
             raise RuntimeError("the engine has answered without a token")
         said = list(output.outputs[0].token_ids)
-        return {"ttft_ms": first * 1e3, "tokens": said, "cached": output.num_cached_tokens or 0}
+        return {
+            "ttft_ms": first * 1e3,
+            "ttlt_ms": last * 1e3,
+            "tokens": said,
+            "cached": output.num_cached_tokens or 0,
+        }
 
     def forget(self) -> None:
         """Empties the engine's own cache."""
@@ -123,6 +136,7 @@ def main() -> None:
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "measure": engine.measure,
         "own_cache": engine.own_cache,
+        "back_to_back": engine.back_to_back,
         "settle": engine.settle,
     }
     try:

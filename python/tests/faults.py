@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +16,9 @@ from cluster import Agent
 from reprise import Client, Layout, Namespace
 
 PAGE = 4096
+
+CRAWL_STOPPED_S, CRAWL_RUNS_S = 0.006, 0.002
+"""How an agent crawls: slow enough that what takes milliseconds can be seen under way, fast enough to answer questions in time."""
 
 
 def eventually(holds: Callable[[], bool], within: float = 20.0) -> None:
@@ -84,3 +89,53 @@ def flip(bytes_of: BinaryIO, pages: range) -> None:
         if byte and byte != b"\0":
             bytes_of.seek(page + PAGE // 2)
             bytes_of.write(bytes([byte[0] ^ 1]))
+
+
+@contextlib.contextmanager
+def agent_that_goes(agent: Agent, number: signal.Signals, served_blocks: int) -> Iterator[None]:
+    """Sends a signal to an agent when it has served so many blocks; afterwards it is there again."""
+    with observer(agent) as seen:
+
+        def served() -> int:
+            stats = seen.stats()
+            return stats["hit_blocks_own_dram"] + stats["hit_blocks_own_nvme"]
+
+        wanted = served() + served_blocks
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while served() < wanted and not is_over.wait(0.001):
+                pass
+            agent.signal(number)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watching.join()
+            if number == signal.SIGKILL:
+                agent.restart()
+            else:
+                thaw(agent)
+
+
+@contextlib.contextmanager
+def crawling(agent: Agent) -> Iterator[None]:
+    """Lets an agent run a small part of the time, while it lives."""
+    is_over = threading.Event()
+
+    def crawl() -> None:
+        while not is_over.wait(CRAWL_RUNS_S):
+            agent.signal(signal.SIGSTOP)
+            is_over.wait(CRAWL_STOPPED_S)
+            agent.signal(signal.SIGCONT)
+
+    crawls = threading.Thread(target=crawl)
+    crawls.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        crawls.join()

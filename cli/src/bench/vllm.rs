@@ -1,11 +1,15 @@
 //! vLLM with Reprise, beside vLLM alone and vLLM with other caches: the time to the first token of a prompt whose KV lies in
-//! different places, what a prompt costs that is nowhere, memory, and whether the answers are the same.
+//! different places, what a prompt costs that is nowhere, by itself and right behind another one that is still being saved, what the
+//! scheduler waits for, memory, and whether the answers are the same. What another cache has no time for is said with the reason
+//! ([`absent`]).
 //!
 //! In each repetition every system has fresh engines and a fresh store, gets the same prompts, and has its turn at another place
 //! in the order ([`turns`]). A repetition's time is the median of its prompts; ratios are taken in each repetition ([`samples`]).
 //! Engines compute on all cores (vLLM's CPU backend), one prompt at a time.
 
+mod absent;
 mod companion;
+mod disk;
 mod engine;
 mod environment;
 mod ours;
@@ -43,6 +47,9 @@ const TAIL_TOKENS: u64 = 2;
 
 /// Room for prompts in a store besides those that are measured: the warm-up, and what is read beside what is written.
 const PROMPTS_EXTRA: u64 = 4;
+
+/// Times that prompts go back to back: once with each engine first.
+const TRAINS: u64 = 2;
 
 /// The least room that agents and peers are given.
 const STORE_BYTES_MIN: u64 = 256 << 20;
@@ -155,11 +162,15 @@ pub(super) fn run(
                 None => ours::measure(&world, &mut samples)?,
                 // Not measured is not the end: the others still say something.
                 Some(peer) => peers::measure(system, peer, &world, &mut samples).unwrap_or_else(|error| {
-                    tracing::warn!(system = system.name(), error = %format!("{error:#}"), "a peer was not measured");
+                    let error = format!("{error:#}");
+                    tracing::warn!(system = system.name(), %error, "a peer was not measured");
+                    samples.failed(system, error);
                 }),
             }
         }
     }
+    let peers: Vec<System> = args.peers.0.iter().flat_map(|peer| peer.systems()).copied().collect();
+    absent::print(settings.audience, &samples.absences(&peers));
     Ok(samples.figures())
 }
 
@@ -272,9 +283,22 @@ impl Sizes {
         self.cached_tokens / BLOCK_TOKENS
     }
 
+    /// Prompts of a train: one in front, and as many in all trains as are measured one by one.
+    fn train_prompts(self) -> u64 {
+        self.prompts / TRAINS + 1
+    }
+
+    /// Prompts that go back to back and nowhere else.
+    fn trains(self) -> Vec<Vec<u64>> {
+        let first = WARM_UP + 1 + self.prompts;
+        let train = |number| (first + number * self.train_prompts()..).take(self.train_prompts() as usize);
+        (0..TRAINS).map(|number| train(number).collect()).collect()
+    }
+
     /// Room of a store in memory: everything fits, and nothing is evicted.
     fn store_bytes(self) -> u64 {
-        (self.prompt_bytes() * (self.prompts + PROMPTS_EXTRA)).max(STORE_BYTES_MIN)
+        let prompts = self.prompts + TRAINS * self.train_prompts() + PROMPTS_EXTRA;
+        (self.prompt_bytes() * prompts).max(STORE_BYTES_MIN)
     }
 }
 
@@ -282,6 +306,11 @@ impl World {
     /// Prompts that are measured.
     fn seeds(&self) -> Vec<u64> {
         (WARM_UP + 1..=WARM_UP + self.sizes.prompts).collect()
+    }
+
+    /// Where other caches keep files.
+    fn peer_files(&self) -> PathBuf {
+        self.folder.join("peer-files")
     }
 
     /// What an engine of a name runs in.
@@ -412,8 +441,20 @@ mod tests {
     fn a_prompt_of_the_figures_has_128_mib_of_kv_and_all_of_them_fit() {
         assert_eq!(FULL.block_bytes(), 4 << 20);
         assert_eq!(FULL.prompt_bytes(), 128 << 20);
-        assert!(FULL.store_bytes() >= (FULL.prompts + 1) * FULL.prompt_bytes());
+        let prompts = FULL.prompts + 1 + FULL.trains().concat().len() as u64;
+        assert!(FULL.store_bytes() >= prompts * FULL.prompt_bytes());
         assert_eq!(QUICK.prompt_bytes(), 1 << 20);
+    }
+
+    #[test]
+    fn prompts_of_trains_are_new_and_enough_in_all_repetitions_to_judge_their_overhead() {
+        let mut seeds = FULL.trains().concat();
+        let pairs: usize = FULL.trains().iter().map(|train| train.len() - 1).sum();
+        assert!(pairs * REPETITIONS >= 20);
+        assert!(QUICK.trains().iter().all(|train| train.len() > 1));
+        assert!(seeds.iter().all(|seed| *seed > WARM_UP + FULL.prompts));
+        seeds.dedup();
+        assert_eq!(seeds.len(), FULL.trains().concat().len());
     }
 
     #[test]

@@ -6,7 +6,6 @@ the same blocks; with ``interface_v1`` pages are copied straight between SGLang'
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from reprise.sglang import pools
+from reprise.sglang import generation, pools
 from reprise.sglang.options import StorageOptions
 from reprise.sglang.store import Store
 
@@ -170,8 +169,9 @@ class RepriseStorage(HiCacheStorage):
         return self._each_pool(transfers, Store.save)
 
     def clear(self) -> bool:
-        """Nothing that was saved before is found by this engine any more; what other engines need stays."""
-        self._generation = uuid.uuid4().bytes
+        """Nothing that was saved before is found by this engine any more; what other engines need stays, and what is being
+        written is written. SGLang calls it on every rank; where they share pages, one decides."""
+        self._generation = generation.following_clear(self._config)
         return True
 
     def close(self) -> None:

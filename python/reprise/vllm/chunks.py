@@ -89,6 +89,11 @@ def read(config: OffloadingConfig, is_single_copy: bool, options: TierOptions) -
             "OffloadingConnector, or set model_digest to something that differs wherever weights, revision, dtype, quantization "
             "or --hf-overrides do"
         )
+    if not options.hash_algorithm:
+        raise ValueError(
+            "secondary_tiers: RepriseTier does not know how this engine hashes blocks, which vLLM does not tell a tier: beside "
+            "model_digest, set hash_algorithm to what --prefix-caching-hash-algo is (vLLM's default is sha256)"
+        )
     group = _full_attention_group(config)
     copies = 1 if is_single_copy else config.parallel.world_size
     tokens = group.tokens_per_block * config.cache.blocks_per_chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +133,9 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         """Where the tokens come from that are loaded."""
         tokens = self._scheduling().geometry.block_tokens
         sources: dict[CacheHitSource, int] = {}
-        for source in self._scheduling().hit_sources(request)[: num_external_tokens // tokens]:
+        for source, blocks in Counter(self._scheduling().hit_sources(request)[: num_external_tokens // tokens]).items():
             kind = HIT_SOURCES[Source(source)]
-            sources[kind] = sources.get(kind, 0) + tokens
+            sources[kind] = sources.get(kind, 0) + blocks * tokens
         return sources
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -175,8 +176,9 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling().saves_hold_blocks()
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on for saves to be noticed as ended."""
-        return self._scheduling().saves_under_way()
+        """Whether the engine has to go on for loads and saves to be noticed as ended. vLLM goes on by itself for requests that wait
+        for loads, and not for those that were aborted meanwhile, whose blocks it keeps until then."""
+        return self._scheduling().is_under_way()
 
     # Worker's side
 

@@ -48,6 +48,8 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
     """Requests of which a worker could not load every block."""
     whole_loads: Counter[str] = field(default_factory=Counter)
     """How many workers have loaded every block of a request."""
+    ended_loads: Counter[str] = field(default_factory=Counter)
+    """How many workers have ended a request's load, well or not: its blocks are not written any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What two workers say together."""
@@ -57,4 +59,5 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
             partial_saves=self.partial_saves | other.partial_saves,
             failed_loads=self.failed_loads | other.failed_loads,
             whole_loads=self.whole_loads + other.whole_loads,
+            ended_loads=self.ended_loads + other.ended_loads,
         )

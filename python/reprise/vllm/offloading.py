@@ -38,8 +38,8 @@ def identify(config: VllmConfig) -> None:
     """Puts into the tiers' configuration what names the model.
 
     Raises:
-        ValueError: no Reprise tier in the configuration, prefixes that cannot be reused, or weights that cannot be told apart
-            from others.
+        ValueError: no Reprise tier in the configuration, prefixes that cannot be reused, weights that cannot be told apart
+            from others, or another hash algorithm than the engine's.
     """
     extra: dict[str, Any] = config.kv_transfer_config.kv_connector_extra_config
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -53,8 +53,13 @@ def identify(config: VllmConfig) -> None:
             'RepriseOffloadingConnector needs "spec_name": "TieringOffloadingSpec" and, in "secondary_tiers", {"type": '
             '"RepriseTier", "module_path": "reprise.vllm.tier", "socket": …} in kv_connector_extra_config'
         )
+    algorithm = config.cache_config.prefix_caching_hash_algo
     for tier in tiers:
-        tier.setdefault("hash_algorithm", config.cache_config.prefix_caching_hash_algo)
+        if tier.setdefault("hash_algorithm", algorithm) != algorithm:
+            raise ValueError(
+                f"secondary_tiers: hash_algorithm is {tier['hash_algorithm']!r}, and this engine hashes with {algorithm!r} "
+                "(--prefix-caching-hash-algo): leave hash_algorithm out, RepriseOffloadingConnector fills it in"
+            )
         tier.setdefault("model_id", geometry.model_name(config))
         if "model_digest" not in tier:
             tier["model_digest"] = geometry.model_digest(config, tier.get("weights_digest", ""))

@@ -55,8 +55,9 @@ class TierOptions(MatchOptions):
     """What names the weights and all else about the model that changes its KV. Filled in by
     :class:`reprise.vllm.offloading.RepriseOffloadingConnector`."""
 
-    hash_algorithm: str = "sha256"
-    """vLLM's ``--prefix-caching-hash-algo``. Filled in like ``model_digest``."""
+    hash_algorithm: str = ""
+    """vLLM's ``--prefix-caching-hash-algo``, which it does not tell a tier. Filled in like ``model_digest``; beside one that is set by
+    hand it is set by hand as well."""
 
     save_stall_ms: float = 500.0
     """After which a save that makes no progress is given up; vLLM's chunk is free again then."""

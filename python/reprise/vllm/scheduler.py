@@ -83,6 +83,8 @@ class SchedulerSide:
     """Behind every block hash: empty, until the weights have changed under way."""
     _requests: dict[str, RequestState] = field(default_factory=dict)
     _loads: list[LoadPlan] = field(default_factory=list)
+    _loading: dict[str, int] = field(default_factory=dict)
+    """Requests whose loads are under way, with how many ranks have not ended them."""
     _unproven: dict[str, Unproven] = field(default_factory=dict)
     """Requests that compute with what is being loaded."""
     _proven_saves: list[SavePlan] = field(default_factory=list)
@@ -137,6 +139,7 @@ class SchedulerSide:
             blocks=tuple(block_ids[first : first + count]),
         )
         self._loads.append(plan)
+        self._loading[request.request_id] = self._loading.get(request.request_id, 0) + self.ranks
         if self.options.layerwise_loads:
             assert self.pool is not None
             self._unproven[request.request_id] = Unproven.withdraw(self.pool, request, block_ids, first)
@@ -184,13 +187,17 @@ class SchedulerSide:
                 state.known = None
         for request_id in list(self._unproven):
             self._prove(self._unproven.pop(request_id), is_whole=said.whole_loads[request_id] == self.ranks)
+        for request_id, ended in said.ended_loads.items():
+            self._loading[request_id] -= ended
+            if self._loading[request_id] == 0:
+                del self._loading[request_id]
         self._partial |= said.partial_saves
         for save_id, ended in said.ended_saves.items():
             self._unpin(save_id, ended)
 
-    def saves_under_way(self) -> bool:
-        """Whether blocks are kept from reuse until their save has ended."""
-        return bool(self._pinned)
+    def is_under_way(self) -> bool:
+        """Whether blocks are kept from reuse until their load or save has ended, also where their request is gone."""
+        return bool(self._pinned or self._loading)
 
     def saves_hold_blocks(self) -> bool:
         """Whether the end of a save under way frees blocks: those that nobody else has. Waiting for others frees nothing."""

@@ -209,6 +209,7 @@ class WorkerSide:
         self._step_loads = []
 
     def _load_ended(self, plan: LoadPlan, ok: list[bool], seconds: float) -> None:
+        self._ended.ended_loads[plan.request_id] += 1
         failed = [block for block, is_ok in zip(plan.blocks, ok, strict=True) if not is_ok]
         if failed:
             self._failed_blocks.update(failed)

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-from reprise.sglang import RepriseStorage
+from reprise.sglang import RepriseStorage, generation
 
 LONG_S = 60.0
 """Nothing takes as long, unless it hangs."""
@@ -259,6 +259,65 @@ def test_clearing_makes_the_engine_s_pages_its_own(make: Make) -> None:
     assert storage.clear()
     assert storage.batch_exists(hashes(1, 2)) == 0
     assert make(pool).batch_exists(hashes(1, 2)) == 2
+
+
+@pytest.fixture
+def ranks_have_met() -> Iterator[None]:
+    """As SGLang's ranks have, over a store."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+LATENT = {"is_mla_model": True, "tp_size": 2}
+
+
+def test_ranks_that_share_pages_still_share_them_after_each_has_cleared(make: Make, ranks_have_met: None) -> None:
+    written, read = HostPool(is_latent=True), HostPool(is_latent=True)
+    written.fill(1)
+    writer, reader = make(written, tp_rank=0, **LATENT), make(read, tp_rank=1, **LATENT)
+    for turn in range(2):
+        assert all(writer.batch_set_v1(hashes(turn, 2), written.indices([0, 1])))
+        assert reader.batch_exists(hashes(turn, 2)) == 2
+        # Whoever comes first.
+        reads = threading.Thread(target=reader.clear)
+        reads.start()
+        assert writer.clear()
+        reads.join()
+        assert (writer.batch_exists(hashes(turn, 2)), reader.batch_exists(hashes(turn, 2))) == (0, 0)
+        assert all(writer.batch_set_v1(hashes(turn, 2), written.indices([2, 3])))
+        assert all(reader.batch_get_v1(hashes(turn, 2), read.indices([5, 6])))
+        assert same(written, [2, 3], read, [5, 6])
+    assert make(read, tp_rank=1, **LATENT).batch_exists(hashes(0, 2)) == 2, "of another engine"
+
+
+def test_what_is_being_written_while_ranks_clear_is_written(cluster: Cluster, make: Make, ranks_have_met: None) -> None:
+    pool = HostPool(is_latent=True)
+    writer, reader = make(pool, tp_rank=0, **LATENT), make(pool, tp_rank=1, **LATENT)
+    saved: list[bool] = []
+    freeze(cluster.agents[0])
+    writes = threading.Thread(target=lambda: saved.extend(writer.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2]))))
+    writes.start()
+    eventually(lambda: bool(writer._store(PoolName.KV)._awaited))
+    assert writer.clear()
+    assert reader.clear()
+    thaw(cluster.agents[0])
+    writes.join()
+    assert saved == [True] * 3
+    assert make(pool, tp_rank=1, **LATENT).batch_exists(hashes(1, 3)) == 3
+    assert (writer.batch_exists(hashes(1, 3)), reader.batch_exists(hashes(1, 3))) == (0, 0)
+
+
+def test_a_rank_that_does_not_hear_of_the_writers_clear_finds_nothing(
+    make: Make, ranks_have_met: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "FOLLOW_WITHIN_S", 0.05)
+    pool = HostPool(is_latent=True)
+    # Of a model that no other test's ranks have counted clears of.
+    writer, reader = (make(pool, tp_rank=rank, model_name="silent", **LATENT) for rank in range(2))
+    assert all(writer.batch_set_v1(hashes(1, 2), pool.indices([0, 1])))
+    assert reader.clear()
+    assert (writer.batch_exists(hashes(1, 2)), reader.batch_exists(hashes(1, 2))) == (2, 0)
 
 
 def test_without_an_agent_nothing_waits() -> None:

@@ -164,11 +164,25 @@ def test_vllm_s_scheduler_side_finds_a_prompt_that_another_engine_has_stored(
         ({"match_budget_ms": 0}, "above 0"),
         ({"load_stall_ms": "fast"}, "a number of milliseconds"),
         ({"model_digest": ""}, "RepriseOffloadingConnector"),
+        ({"hash_algorithm": ""}, "set hash_algorithm to what --prefix-caching-hash-algo is"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Offloading(offloading_config([{**tier_config(NOWHERE), **changes}]))
+
+
+def test_a_digest_that_is_set_by_hand_says_nothing_of_hashes() -> None:
+    config = tier_config(NOWHERE)
+    del config["hash_algorithm"]
+    with pytest.raises(ValueError, match="does not know how this engine hashes blocks"):
+        Offloading(offloading_config([config]))
+
+
+def test_hashes_that_are_not_the_engines_are_refused(weights: Path) -> None:
+    with pytest.raises(ValueError, match="'sha256', and this engine hashes with 'sha256_cbor'"):
+        connector(vllm_config(weights, hash_algorithm="sha256"))
+    identify(vllm_config(weights, hash_algorithm="sha256_cbor"))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +259,7 @@ def test_nothing_that_changes_kv_is_shared(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_chunk_is_cut_into_as_many_pieces_as_the_model_has_layers() -> None:
-    options = TierOptions.read({"model_digest": "w"})
+    options = TierOptions.read({"model_digest": "w", "hash_algorithm": "sha256"})
     even = chunks.read(offloading_config([]), False, options).layout
     assert (even.layers, even.parts, even.tokens_per_block) == (LAYERS, 1, TOKENS)
     assert even.block_bytes == 2 * LAYERS * 8192

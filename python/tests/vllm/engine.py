@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,14 @@ class EngineFailed(Exception):
 class Engine:
     """One engine."""
 
-    def __init__(self, model: Path, log: Path, transfer: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        transfer: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         everything = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -76,7 +84,7 @@ class Engine:
                 stderr=output,
                 text=True,
                 pass_fds=[write_end],
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 start_new_session=True,
             )
         os.close(write_end)

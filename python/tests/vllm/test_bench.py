@@ -52,7 +52,7 @@ def test_an_engine_under_measurement_answers_line_by_line_and_forgets_between_pr
     assert stopped == {"stopped": True}
 
 
-def test_the_schedulers_call_is_timed_against_an_agent_that_has_every_block(tmp_path: Path) -> None:
+def test_every_call_of_a_schedulers_step_is_timed_against_an_agent(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
     try:
         ended = subprocess.run(
@@ -64,4 +64,11 @@ def test_the_schedulers_call_is_timed_against_an_agent_that_has_every_block(tmp_
     finally:
         cluster.stop()
     said = json.loads(ended.stdout.splitlines()[-1])
-    assert 0 < said["p50_ms"] <= said["p99_ms"]
+    both = {"get_num_new_matched_tokens", "build_connector_meta", "update_connector_output", "step"}
+    only_loads = {"update_state_after_alloc", "get_external_cache_hit_sources"}
+    assert set(said) == {f"load.{name}" for name in both | only_loads} | {f"save.{name}" for name in both}
+    for name, times in said.items():
+        assert 0 < times["p50_ms"] <= times["p99_ms"], name
+    for kind in ("load", "save"):
+        matched, step = said[f"{kind}.get_num_new_matched_tokens"], said[f"{kind}.step"]
+        assert step["p99_ms"] > matched["p50_ms"], "a step is the sum of its calls"

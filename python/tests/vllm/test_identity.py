@@ -7,7 +7,7 @@ import signal
 
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
-from faults import damage, damage_memory, drop_dram, eventually, observer
+from faults import agent_that_goes, crawling, damage, damage_memory, drop_dram, eventually, observer
 from serving import PROMPT_BLOCKS, prompt, see
 
 BUSY_MACHINE_S = 1.0
@@ -140,6 +140,38 @@ def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_a
         assert told["tokens"] == expected
         assert told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS], "on the first try: it was not saved anew"
         assert after.stats()["hit_blocks_own_nvme"] == from_nvme + PROMPT_BLOCKS
+
+
+def test_an_agent_that_is_killed_in_the_middle_of_a_load_costs_time_only(
+    plain: Engine, engine: Engine, cluster: Cluster
+) -> None:
+    agent = cluster.agents[0]
+    prompts = [prompt(70 + index, blocks=6) for index in range(6)]
+    expected = plain.generate(prompts)["tokens"]
+    recompute = plain.generate(prompts)["seconds"]
+
+    def all_found() -> bool:
+        engine.forget()
+        told = engine.generate(prompts)
+        assert told["tokens"] == expected
+        return bool(told["cached"] == [6 * BLOCK_TOKENS] * len(prompts))
+
+    def loads_fail_under_way() -> bool:
+        eventually(all_found, within=60.0)
+        with observer(agent) as seen:
+            drop_dram(seen)
+        before = engine.metrics().get("vllm:reprise_failed_blocks", 0)
+        engine.forget()
+        with agent_that_goes(agent, signal.SIGKILL, served_blocks=1), crawling(agent):
+            told = engine.generate(prompts)
+        assert told["tokens"] == expected
+        assert told["reasons"] == ["length"] * len(prompts)
+        assert told["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
+        # Otherwise it was killed before or after them.
+        return engine.metrics().get("vllm:reprise_failed_blocks", 0) > before
+
+    eventually(loads_fail_under_way, within=120.0)
+    eventually(all_found, within=60.0)
 
 
 def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: Engine, cluster: Cluster) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Agent, Cluster
 from engine import BLOCK_TOKENS, Engine, connector
-from faults import damage, damage_memory, drop_dram, eventually, freeze, observer, thaw
+from faults import agent_that_goes, damage, damage_memory, drop_dram, eventually, freeze, observer, thaw
 from serving import PROMPT_BLOCKS, prompt, see
 
 WHOLE = PROMPT_BLOCKS * BLOCK_TOKENS
@@ -165,33 +163,3 @@ def test_damage_is_computed_again_in_every_request_of_the_batch_and_never_saved_
         return bool(again["cached"][0] > WHOLE - BLOCK_TOKENS)
 
     eventually(found)
-
-
-@contextlib.contextmanager
-def agent_that_goes(agent: Agent, number: signal.Signals, served_blocks: int) -> Iterator[None]:
-    """Sends a signal to an agent when it has served so many blocks; afterwards it is there again."""
-    with observer(agent) as seen:
-
-        def served() -> int:
-            stats = seen.stats()
-            return stats["hit_blocks_own_dram"] + stats["hit_blocks_own_nvme"]
-
-        wanted = served() + served_blocks
-        is_over = threading.Event()
-
-        def watch() -> None:
-            while served() < wanted and not is_over.wait(0.001):
-                pass
-            agent.signal(number)
-
-        watching = threading.Thread(target=watch)
-        watching.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            watching.join()
-            if number == signal.SIGKILL:
-                agent.restart()
-            else:
-                thaw(agent)

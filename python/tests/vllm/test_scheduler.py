@@ -191,12 +191,12 @@ def test_blocks_keep_a_reference_until_every_rank_has_ended_their_save() -> None
     scheduler.matched_tokens(request(2), 0)
     (save,) = scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": [1, 2]})).saves
     assert [references(scheduler, block) for block in (1, 2)] == [1, 1]
-    assert scheduler.saves_under_way()
+    assert scheduler.is_under_way()
     scheduler.workers_said(ended(save.save_id))
     assert references(scheduler, 1) == 1
     scheduler.workers_said(ended(save.save_id))
     assert references(scheduler, 1) == 0
-    assert not scheduler.saves_under_way()
+    assert not scheduler.is_under_way()
 
 
 def test_at_most_a_share_of_vllms_blocks_waits_for_saves() -> None:
@@ -235,7 +235,7 @@ def test_vllm_waits_for_saves_only_where_their_end_frees_blocks() -> None:
     blocks = scheduler.pool.get_new_blocks(2)
     ids = [block.block_id for block in blocks]
     scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": ids}))
-    assert scheduler.saves_under_way()
+    assert scheduler.is_under_way()
     assert not scheduler.saves_hold_blocks(), "the request has them as well"
     scheduler.pool.free_blocks(blocks[:1])
     assert scheduler.saves_hold_blocks()
@@ -372,7 +372,7 @@ def test_a_save_that_was_kept_in_part_is_not_told_of() -> None:
     said = RepriseWorkerMetadata(ended_saves=Counter({save.save_id: 1}), partial_saves={save.save_id})
     scheduler.workers_said(SimpleNamespace(kv_connector_worker_meta=said))
     scheduler.workers_said(ended(save.save_id))
-    assert not scheduler.saves_under_way()
+    assert not scheduler.is_under_way()
     assert scheduler.events.take() == []
 
 

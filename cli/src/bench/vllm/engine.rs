@@ -65,6 +65,8 @@ const VARIABLES: [(&str, &str); 6] = [
 pub(super) struct Answer {
     /// From its submission to its first token.
     pub(super) ttft_ms: f64,
+    /// From its submission to its last token.
+    pub(super) ttlt_ms: f64,
     pub(super) tokens: Vec<u32>,
     /// Tokens of the prompt that were not computed.
     pub(super) cached: u64,
@@ -124,6 +126,11 @@ impl Engine {
     /// Answers to prompts that the engine itself has just computed.
     pub(super) fn own_cache(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Vec<Answer>> {
         self.answers(&json!({ "do": "own_cache", "seeds": seeds, "tokens": tokens }))
+    }
+
+    /// Answers to prompts without a pause between them.
+    pub(super) fn back_to_back(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Vec<Answer>> {
+        self.answers(&json!({ "do": "back_to_back", "seeds": seeds, "tokens": tokens }))
     }
 
     /// Waits until prompts are found outside the engine, as far as they ever are.

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use reprise_client::Client;
 use reprise_policy::ByteSize;
-use serde::Deserialize;
 use serde_json::json;
 
 use super::super::fixture;
@@ -18,7 +17,7 @@ use super::super::store::payload_read_rate;
 use super::super::{one_page, resident};
 use super::engine::{Answer, Engine};
 use super::peers::warm_up;
-use super::samples::{Leg, Memory, Samples, System};
+use super::samples::{Leg, Memory, Percentiles, Samples, System};
 use super::{WARM_UP, World};
 use crate::cluster::{AgentSizes, Cluster};
 
@@ -32,22 +31,15 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Between two looks at an agent's counters.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
 
-/// Blocks that the scheduler's call asks for, and calls.
+/// Blocks of the requests of the scheduler's steps, and steps, half of each kind.
 const SCHEDULER_BLOCKS: u64 = 1024;
-const SCHEDULER_CALLS: u64 = 1000;
+const SCHEDULER_STEPS: u64 = 1000;
 
 /// Looks at agents from beside the engines.
 struct Nodes<'a> {
     world: &'a World,
     cluster: Cluster,
     clients: Vec<Client>,
-}
-
-/// What the script of the scheduler's call says.
-#[derive(Deserialize)]
-struct SchedulerCall {
-    p50_ms: f64,
-    p99_ms: f64,
 }
 
 /// Measures Reprise and the recompute with fresh engines and agents.
@@ -57,7 +49,13 @@ pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()
     let cluster = Cluster::start(&world.folder.join("cluster"), 2, sizes)?;
     let mut nodes = Nodes { world, clients: Vec::new(), cluster };
     nodes.connect()?;
-    let mut engine = misses(&nodes, samples)?;
+    let mut plain = Engine::start(&world.surroundings("recompute"), &world.first_line(None))?;
+    plain.measure(&[WARM_UP, WARM_UP], world.sizes.tokens())?;
+    let mut engine = nodes.engine(FIRST)?;
+    misses(&nodes, (&mut plain, &mut engine), samples)?;
+    back_to_back(&nodes, (&mut plain, &mut engine), samples)?;
+    own_cache(world, &mut plain, samples)?;
+    drop(plain);
     hits_in_dram(&nodes, &mut engine, samples)?;
     hits_of_a_peer(&nodes, samples)?;
     hits_on_nvme(&nodes, &mut engine, samples)?;
@@ -66,19 +64,17 @@ pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()
     drop(engine);
     hits_after_restart(&mut nodes, samples)?;
     samples.device_ms.push(nodes.device_ms()?);
-    let call = nodes.scheduler_call()?;
-    samples.scheduler_p50_ms.push(call.p50_ms);
-    samples.scheduler_p99_ms.push(call.p99_ms);
+    for (call, times) in nodes.scheduler_calls()? {
+        samples.scheduler.entry(call).or_default().push(times);
+    }
     Ok(())
 }
 
-/// Each prompt with and without the connector, in alternating order. Returns the engine with it.
-fn misses(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<Engine> {
+/// Each prompt without and with the connector, in alternating order.
+fn misses(nodes: &Nodes<'_>, pair: (&mut Engine, &mut Engine), samples: &mut Samples) -> anyhow::Result<()> {
+    let (plain, engine) = pair;
     let world = nodes.world;
     let (seeds, tokens) = (world.seeds(), world.sizes.tokens());
-    let mut plain = Engine::start(&world.surroundings("recompute"), &world.first_line(None))?;
-    plain.measure(&[WARM_UP, WARM_UP], tokens)?;
-    let mut engine = nodes.engine(FIRST)?;
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for (index, seed) in seeds.iter().enumerate() {
         if index % 2 == 0 {
@@ -96,10 +92,43 @@ fn misses(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<Engine> {
     }
     samples.answered((System::Recompute, Leg::Cold), &seeds, &without, 0.0);
     samples.answered((System::Reprise, Leg::Cold), &seeds, &with, 0.0);
-    let own = plain.own_cache(&seeds, tokens)?;
+    Ok(())
+}
+
+/// Trains of prompts without a pause, without and with the connector, the other first in each: what is still done for the save of a
+/// prompt, here and on its way to the device, is part of the next prompt's time.
+fn back_to_back(
+    nodes: &Nodes<'_>,
+    pair: (&mut Engine, &mut Engine),
+    samples: &mut Samples,
+) -> anyhow::Result<()> {
+    let (plain, engine) = pair;
+    let sizes = &nodes.world.sizes;
+    let tokens = sizes.tokens();
+    for (index, train) in sizes.trains().iter().enumerate() {
+        let mut without = Vec::new();
+        if index % 2 == 0 {
+            without = plain.back_to_back(train, tokens)?;
+        }
+        let with = engine.back_to_back(train, tokens)?;
+        engine.settle(train, tokens, sizes.cached_tokens)?;
+        nodes.until(FIRST, |counters| counters["unsaved_blocks"] == 0)?;
+        if index % 2 == 1 {
+            without = plain.back_to_back(train, tokens)?;
+        }
+        // In front of the first there is nothing to save.
+        samples.back_to_back(&train[1..], &without[1..], &with[1..]);
+    }
+    Ok(())
+}
+
+/// What vLLM's own cache takes, and the memory of an engine that has no other.
+fn own_cache(world: &World, plain: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
+    let seeds = world.seeds();
+    let own = plain.own_cache(&seeds, world.sizes.tokens())?;
     samples.answered((System::Recompute, Leg::OwnCache), &seeds, &own, 1.0);
     samples.remembered(System::Recompute, Memory { engine: plain.peak_bytes()?, store: 0 });
-    Ok(engine)
+    Ok(())
 }
 
 fn hits_in_dram(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
@@ -213,21 +242,21 @@ impl Nodes<'_> {
         Ok(self.world.sizes.prompt_bytes() as f64 / rate * 1e3)
     }
 
-    /// Percentiles of the scheduler's call.
-    fn scheduler_call(&self) -> anyhow::Result<SchedulerCall> {
+    /// Percentiles of the scheduler's calls, by their names.
+    fn scheduler_calls(&self) -> anyhow::Result<BTreeMap<String, Percentiles>> {
         let environments = &self.world.environments;
         let output = Command::new(&environments.vllm)
             .arg("-P")
             .arg(environments.scheduler_script())
             .arg(&self.cluster.file().agents[FIRST].socket)
-            .args([SCHEDULER_BLOCKS.to_string(), SCHEDULER_CALLS.to_string()])
+            .args([SCHEDULER_BLOCKS.to_string(), SCHEDULER_STEPS.to_string()])
             .env("PYTHONPATH", &environments.package)
             .output()
-            .context("cannot run the scheduler's call")?;
+            .context("cannot run the scheduler's calls")?;
         let words = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "the scheduler's call has failed: {words}");
+        ensure!(output.status.success(), "the scheduler's calls have failed: {words}");
         let said = String::from_utf8_lossy(&output.stdout);
         let line = said.lines().last().unwrap_or_default();
-        serde_json::from_str(line).with_context(|| format!("the scheduler's call has said {said}"))
+        serde_json::from_str(line).with_context(|| format!("the scheduler's calls have said {said}"))
     }
 }

@@ -2,12 +2,13 @@
 //! those of our own measurement. What needs a network has one of its own, a namespace with nothing outside.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::companion::{Companion, Script};
+use super::disk;
 use super::engine::{Answer, Engine, Surroundings};
 use super::samples::{Leg, Memory, Samples, System};
 use super::{Peer, WARM_UP, World};
@@ -16,6 +17,7 @@ use super::{Peer, WARM_UP, World};
 const ADDRESS: &str = "10.77.0.1";
 const MASTER_PORT: u16 = 50051;
 const LMCACHE_PORT: u16 = 5555;
+pub(super) const LMCACHE_HTTP_PORT: u16 = 5556;
 
 /// Memory through which Mooncake's client copies: two prompts.
 const MOONCAKE_BUFFER_BYTES: u64 = 256 << 20;
@@ -41,11 +43,19 @@ if [ $OWNER_BYTES -gt 0 ]; then
 fi
 ";
 
-const LMCACHE: &str = r"
+const LMCACHE: &str = r#"
 ${PYTHON%/*}/lmcache server --host 127.0.0.1 --port $LMCACHE_PORT --l1-size-gb $GIB --l1-init-size-gb $GIB --eviction-policy LRU \
-    --shm-name reprise-bench-$$ --supported-transfer-mode engine_driven &
+    --shm-name reprise-bench-$$ --supported-transfer-mode engine_driven --http-port $LMCACHE_HTTP_PORT \
+    ${LMCACHE_FILES:+--l2-adapter "$LMCACHE_FILES"} &
 listens 127.0.0.1 $LMCACHE_PORT
-";
+"#;
+
+/// Where a peer keeps KV, of those that can do either; the example keeps files in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Keeps {
+    Memory,
+    Files,
+}
 
 /// A peer's engine and what is beside it, as they are started.
 struct Setting {
@@ -56,6 +66,14 @@ struct Setting {
     transfer: Value,
 }
 
+/// A peer's engine and what is beside it, which ends after it.
+pub(super) struct Running {
+    pub(super) engine: Engine,
+    pub(super) companion: Option<Companion>,
+    /// Of the peer's environment.
+    pub(super) python: PathBuf,
+}
+
 /// Measures a peer with a fresh engine and a fresh store.
 pub(super) fn measure(
     system: System,
@@ -63,10 +81,41 @@ pub(super) fn measure(
     world: &World,
     samples: &mut Samples,
 ) -> anyhow::Result<()> {
-    let python = world.environments.python_of(peer).to_owned();
-    let files = world.folder.join("example-files");
+    let files = world.peer_files();
     remove_folder(&files)?;
-    let setting = setting(system, &python, world, &files)?;
+    fs::create_dir_all(&files).with_context(|| format!("cannot create {}", files.display()))?;
+    let start = |keeps| start(system, world.environments.python_of(peer), world, keeps);
+    let mut running = start(Keeps::Memory)?;
+    let (seeds, tokens, cached) = (world.seeds(), world.sizes.tokens(), world.sizes.cached_tokens);
+    let mut cold = Vec::new();
+    for seed in &seeds {
+        cold.extend(running.engine.measure(&[*seed], tokens)?);
+        running.engine.settle(&[*seed], tokens, cached)?;
+    }
+    samples.answered((system, Leg::Cold), &seeds, &cold, 0.0);
+    let hits = running.engine.measure(&seeds, tokens)?;
+    samples.answered((system, Leg::Hit), &seeds, &hits, found(&hits, cached));
+    let store = running.companion.as_ref().map_or(Ok(0), Companion::peak_bytes)?;
+    samples.remembered(system, Memory { engine: running.engine.peak_bytes()?, store });
+    if system == System::Lmcache {
+        // Beside its memory, so that the figures from memory are those of memory alone.
+        drop(running);
+        running = start(Keeps::Files)?;
+        disk::fill(&mut running, world)?;
+    }
+    if system.lacks(Leg::Nvme).is_none() {
+        disk::nvme(system, &mut running, world, samples)?;
+    }
+    drop(running);
+    if system.lacks(Leg::Restart).is_none() {
+        disk::restart(system, &mut start(Keeps::Files)?, world, samples)?;
+    }
+    remove_folder(&files)
+}
+
+/// Starts and warms up.
+fn start(system: System, python: &Path, world: &World, keeps: Keeps) -> anyhow::Result<Running> {
+    let setting = setting(system, python, world, keeps)?;
     let companion = setting
         .script
         .as_ref()
@@ -82,34 +131,14 @@ pub(super) fn measure(
         })
         .transpose()?;
     let surroundings = Surroundings {
-        python,
+        python: python.to_owned(),
         variables: setting.engine_variables.clone(),
         network_of: companion.as_ref().map(Companion::pid),
         ..world.surroundings(system.name())
     };
-    let first = world.first_line(Some(&setting.transfer));
-    let mut engine = Engine::start(&surroundings, &first)?;
-    let (seeds, tokens, cached) = (world.seeds(), world.sizes.tokens(), world.sizes.cached_tokens);
+    let mut engine = Engine::start(&surroundings, &world.first_line(Some(&setting.transfer)))?;
     warm_up(&mut engine, world)?;
-    let mut cold = Vec::new();
-    for seed in &seeds {
-        cold.extend(engine.measure(&[*seed], tokens)?);
-        engine.settle(&[*seed], tokens, cached)?;
-    }
-    samples.answered((system, Leg::Cold), &seeds, &cold, 0.0);
-    let hits = engine.measure(&seeds, tokens)?;
-    samples.answered((system, Leg::Hit), &seeds, &hits, found(&hits, cached));
-    let store = companion.as_ref().map_or(Ok(0), Companion::peak_bytes)?;
-    samples.remembered(system, Memory { engine: engine.peak_bytes()?, store });
-    drop(engine);
-    // The others keep KV in memory only: a restart is a cold start.
-    if system == System::Example {
-        let mut engine = Engine::start(&surroundings, &first)?;
-        warm_up(&mut engine, world)?;
-        let again = engine.measure(&seeds, tokens)?;
-        samples.answered((system, Leg::Restart), &seeds, &again, found(&again, cached));
-    }
-    remove_folder(&files)
+    Ok(Running { engine, companion, python: python.to_owned() })
 }
 
 /// Everything is used once before it counts.
@@ -122,18 +151,21 @@ pub(super) fn warm_up(engine: &mut Engine, world: &World) -> anyhow::Result<()> 
 }
 
 /// The share of the tokens that were not computed, of those that need not be.
-fn found(answers: &[Answer], cached: u64) -> f64 {
+pub(super) fn found(answers: &[Answer], cached: u64) -> f64 {
     let tokens: u64 = answers.iter().map(|answer| answer.cached.min(cached)).sum();
     tokens as f64 / (cached * answers.len() as u64) as f64
 }
 
-fn setting(system: System, python: &Path, world: &World, files: &Path) -> anyhow::Result<Setting> {
+fn setting(system: System, python: &Path, world: &World, keeps: Keeps) -> anyhow::Result<Setting> {
     let bytes = world.sizes.store_bytes();
+    let files = world.peer_files();
     let variables = vec![
         ("PYTHON", python.to_string_lossy().into_owned()),
         ("ADDRESS", ADDRESS.to_owned()),
         ("MASTER_PORT", MASTER_PORT.to_string()),
         ("LMCACHE_PORT", LMCACHE_PORT.to_string()),
+        ("LMCACHE_HTTP_PORT", LMCACHE_HTTP_PORT.to_string()),
+        ("LMCACHE_FILES", if keeps == Keeps::Files { lmcache_files(&files) } else { String::new() }),
         ("OWNER_BYTES", if system == System::MooncakeTcp { bytes } else { 0 }.to_string()),
         ("GIB", bytes.div_ceil(1 << 30).to_string()),
     ];
@@ -181,6 +213,11 @@ fn setting(system: System, python: &Path, world: &World, files: &Path) -> anyhow
     })
 }
 
+/// LMCache's adapter for files past the page cache, by its own name and settings.
+fn lmcache_files(folder: &Path) -> String {
+    json!({ "type": "fs_native", "base_path": folder, "use_odirect": true }).to_string()
+}
+
 fn remove_folder(folder: &Path) -> anyhow::Result<()> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -196,7 +233,7 @@ mod tests {
 
     #[test]
     fn what_was_found_is_counted_in_tokens_that_need_not_be_computed() {
-        let answer = |cached| Answer { ttft_ms: 1.0, tokens: Vec::new(), cached };
+        let answer = |cached| Answer { ttft_ms: 1.0, ttlt_ms: 2.0, tokens: Vec::new(), cached };
         assert!((found(&[answer(4096), answer(0)], 4096) - 0.5).abs() < 1e-9);
         assert!((found(&[answer(4097)], 4096) - 1.0).abs() < 1e-9);
     }

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::Deserialize;
+
 use super::super::report::{Figure, Paired, Target, median};
+use super::absent::Absence;
 use super::engine::Answer;
 
 /// Pairs from which on the overhead of misses is judged.
@@ -23,7 +26,7 @@ const NVME_RATIO_MAX: f64 = 2.0;
 /// Of what the device takes for the bytes.
 const DEVICE_RATIO_MAX: f64 = 1.2;
 
-/// What the scheduler's process may wait for a request of 1,024 blocks.
+/// What the scheduler's process may wait in a step that has a request of 1,024 blocks.
 const SCHEDULER_P99_MS_MAX: f64 = 1.0;
 
 /// What engines keep their KV in besides their own memory.
@@ -79,15 +82,26 @@ pub(super) struct Samples {
     found: BTreeMap<(System, Leg), Vec<f64>>,
     /// Time of a miss with the connector over that without it, pair by pair.
     misses: Vec<f64>,
+    /// The same of prompts right behind others, to the first and to the last token.
+    back_to_back_first: Vec<f64>,
+    back_to_back_last: Vec<f64>,
     memory: BTreeMap<System, Vec<Memory>>,
     /// What engines without a connector say, which may be one thing computed and another from their own cache: floating point.
     expected: BTreeMap<u64, BTreeSet<Vec<u32>>>,
     said: Vec<(System, u64, Vec<u32>)>,
+    /// Why systems were not measured, or not to their end, in the words of the last repetition in which it was so.
+    failures: BTreeMap<System, String>,
     /// What the device takes for the bytes of a prompt, in milliseconds.
     pub(super) device_ms: Vec<f64>,
-    /// Percentiles of the scheduler's call, in milliseconds.
-    pub(super) scheduler_p50_ms: Vec<f64>,
-    pub(super) scheduler_p99_ms: Vec<f64>,
+    /// Of what vLLM's scheduler waits for, by its calls and the sum of a step's: percentiles of each repetition.
+    pub(super) scheduler: BTreeMap<String, Vec<Percentiles>>,
+}
+
+/// The middle and the slowest hundredth of a call's times, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+pub(super) struct Percentiles {
+    pub(super) p50_ms: f64,
+    pub(super) p99_ms: f64,
 }
 
 impl System {
@@ -104,7 +118,7 @@ impl System {
     }
 
     /// For people.
-    fn words(self) -> &'static str {
+    pub(super) fn words(self) -> &'static str {
         match self {
             System::Recompute => "recompute",
             System::Reprise => "Reprise",
@@ -117,7 +131,10 @@ impl System {
 }
 
 impl Leg {
-    fn name(self) -> &'static str {
+    /// Those in which a prompt's KV comes from outside the engine.
+    pub(super) const EXTERNAL: [Leg; 4] = [Leg::Hit, Leg::Nvme, Leg::Peer, Leg::Restart];
+
+    pub(super) fn name(self) -> &'static str {
         match self {
             Leg::Cold => "cold",
             Leg::OwnCache => "own_cache",
@@ -155,30 +172,57 @@ impl Samples {
         self.misses.push(with_ms / without_ms);
     }
 
+    /// Notes prompts that neither had, each right behind another one, of which something may still be saved.
+    pub(super) fn back_to_back(&mut self, seeds: &[u64], without: &[Answer], with: &[Answer]) {
+        for ((seed, without), with) in seeds.iter().zip(without).zip(with) {
+            self.back_to_back_first.push(with.ttft_ms / without.ttft_ms);
+            self.back_to_back_last.push(with.ttlt_ms / without.ttlt_ms);
+            self.expected.entry(*seed).or_default().insert(without.tokens.clone());
+            self.said.push((System::Reprise, *seed, with.tokens.clone()));
+        }
+    }
+
     /// Notes memory at the end of an engine.
     pub(super) fn remembered(&mut self, system: System, memory: Memory) {
         self.memory.entry(system).or_default().push(memory);
+    }
+
+    /// Notes that a system was not measured to its end.
+    pub(super) fn failed(&mut self, system: System, error: String) {
+        self.failures.insert(system, error);
+    }
+
+    /// What there is no time for, of these systems, and why.
+    pub(super) fn absences(&self, systems: &[System]) -> Vec<Absence> {
+        let legs = systems.iter().flat_map(|system| Leg::EXTERNAL.map(|leg| (*system, leg)));
+        legs.filter(|of| !self.times.contains_key(of))
+            .map(|(system, leg)| {
+                let why = system.lacks(leg).map(str::to_owned);
+                let why = why.or_else(|| self.failures.get(&system).cloned()).unwrap_or_default();
+                Absence::new(system, leg, why)
+            })
+            .collect()
     }
 
     /// What all of it says.
     pub(super) fn figures(&self) -> Vec<Figure> {
         let mut figures: Vec<Figure> =
             self.times.keys().filter_map(|(system, leg)| self.time(*system, *leg)).collect();
-        figures.extend(self.found.iter().filter(|((_, leg), _)| is_external(*leg)).map(
+        figures.extend(self.found.iter().filter(|((_, leg), _)| Leg::EXTERNAL.contains(leg)).map(
             |((system, leg), found)| {
                 let name = format!("vllm.{}.{}.found", system.name(), leg.name());
                 let target = if *system == System::Reprise { Target::AtLeast(1.0) } else { Target::None };
                 Figure::absolute(name, median(found.clone()), "share of blocks", target)
             },
         ));
-        figures.extend(self.miss_overhead());
-        let calls = [
-            ("p50", &self.scheduler_p50_ms, Target::None),
-            ("p99", &self.scheduler_p99_ms, Target::AtMost(SCHEDULER_P99_MS_MAX)),
+        let overheads = [
+            ("miss_overhead", &self.misses),
+            ("back_to_back_ttft_overhead", &self.back_to_back_first),
+            ("back_to_back_overhead", &self.back_to_back_last),
         ];
-        for (percentile, times, target) in calls.into_iter().filter(|(_, times, _)| !times.is_empty()) {
-            let name = format!("vllm.reprise.scheduler_call_1024_blocks.{percentile}");
-            figures.push(Figure::absolute(name, median(times.clone()), "ms", target));
+        figures.extend(overheads.into_iter().filter_map(|(name, ratios)| overhead(name, ratios)));
+        for (call, of_rounds) in &self.scheduler {
+            figures.extend(scheduler_figures(call, of_rounds));
         }
         for (system, memory) in &self.memory {
             figures.extend(memory_figures(*system, memory));
@@ -246,26 +290,6 @@ impl Samples {
         Some(median(self.times.get(&of)?.values().copied().collect()))
     }
 
-    /// What the connector costs a prompt that it does not have.
-    fn miss_overhead(&self) -> Option<Figure> {
-        if self.misses.is_empty() {
-            return None;
-        }
-        let overhead = median(self.misses.clone()) - 1.0;
-        let (low, high) = confidence(self.misses.clone());
-        let name = "vllm.reprise.miss_overhead";
-        let mut figure = Figure::absolute(name, overhead * 100.0, "%", Target::None);
-        figure.target = Some(format!(
-            "<= 1 %, or within noise over at least {PAIRS_MIN} pairs; of {} pairs 95 % of {:.1} to {:.1} %",
-            self.misses.len(),
-            (low - 1.0) * 100.0,
-            (high - 1.0) * 100.0
-        ));
-        let enough = self.misses.len() >= PAIRS_MIN;
-        figure.met = enough.then_some(overhead <= MISS_OVERHEAD_MAX || low <= 1.0);
-        Some(figure)
-    }
-
     /// The share of answers that are those of an engine without a connector.
     fn same_answers(&self, system: System) -> Figure {
         let said: Vec<_> = self.said.iter().filter(|(of, _, _)| *of == system).collect();
@@ -278,9 +302,36 @@ impl Samples {
     }
 }
 
-/// Whether what was found matters.
-fn is_external(leg: Leg) -> bool {
-    !matches!(leg, Leg::Cold | Leg::OwnCache)
+/// What the connector costs prompts that it does not have: time with it over time without it, pair by pair.
+fn overhead(name: &str, ratios: &[f64]) -> Option<Figure> {
+    if ratios.is_empty() {
+        return None;
+    }
+    let overhead = median(ratios.to_vec()) - 1.0;
+    let (low, high) = confidence(ratios.to_vec());
+    let name = format!("vllm.reprise.{name}");
+    let mut figure = Figure::absolute(name, overhead * 100.0, "%", Target::None);
+    figure.target = Some(format!(
+        "<= 1 %, or within noise over at least {PAIRS_MIN} pairs; of {} pairs 95 % of {:.1} to {:.1} %",
+        ratios.len(),
+        (low - 1.0) * 100.0,
+        (high - 1.0) * 100.0
+    ));
+    let enough = ratios.len() >= PAIRS_MIN;
+    figure.met = enough.then_some(overhead <= MISS_OVERHEAD_MAX || low <= 1.0);
+    Some(figure)
+}
+
+/// One of the scheduler's calls, or the sum of a step's.
+fn scheduler_figures(call: &str, of_rounds: &[Percentiles]) -> [Figure; 2] {
+    let figure = |percentile: &str, value: fn(&Percentiles) -> f64, target| {
+        let name = format!("vllm.reprise.scheduler_1024_blocks.{call}.{percentile}");
+        Figure::absolute(name, median(of_rounds.iter().map(value).collect()), "ms", target)
+    };
+    [
+        figure("p50", |times| times.p50_ms, Target::None),
+        figure("p99", |times| times.p99_ms, Target::AtMost(SCHEDULER_P99_MS_MAX)),
+    ]
 }
 
 fn memory_figures(system: System, memory: &[Memory]) -> [Figure; 2] {
@@ -310,7 +361,7 @@ mod tests {
     use super::*;
 
     fn answer(ttft_ms: f64, tokens: &[u32]) -> Answer {
-        Answer { ttft_ms, tokens: tokens.to_vec(), cached: 0 }
+        Answer { ttft_ms, ttlt_ms: 2.0 * ttft_ms, tokens: tokens.to_vec(), cached: 0 }
     }
 
     fn times(samples: &mut Samples, of: (System, Leg), times: &[f64]) {
@@ -421,14 +472,44 @@ mod tests {
     }
 
     #[test]
-    fn the_schedulers_call_is_judged_by_its_slowest_hundredth() {
-        let samples = Samples {
-            scheduler_p50_ms: vec![0.2],
-            scheduler_p99_ms: vec![0.9, 1.2, 1.1],
-            ..Samples::default()
+    fn prompts_back_to_back_are_judged_by_their_first_and_by_their_last_token() {
+        let mut samples = Samples::default();
+        for seed in 0..20 {
+            let without = [answer(100.0, &[7])];
+            let with = [Answer { ttft_ms: 103.0, ttlt_ms: 201.0, ..answer(0.0, &[7]) }];
+            samples.back_to_back(&[seed], &without, &with);
+        }
+        let first = figure(&samples, "vllm.reprise.back_to_back_ttft_overhead");
+        let last = figure(&samples, "vllm.reprise.back_to_back_overhead");
+        assert_eq!((first.met, last.met), (Some(false), Some(true)));
+        assert!((first.value - 3.0).abs() < 1e-9 && (last.value - 0.5).abs() < 1e-9);
+        assert_eq!(figure(&samples, "vllm.reprise.same_answers").value, 1.0);
+    }
+
+    #[test]
+    fn the_schedulers_calls_are_judged_by_their_slowest_hundredth() {
+        let rounds = [0.9, 1.2, 1.1].map(|p99_ms| Percentiles { p50_ms: 0.2, p99_ms });
+        let scheduler = [("load.step".to_owned(), rounds.to_vec())].into();
+        let samples = Samples { scheduler, ..Samples::default() };
+        let p50 = figure(&samples, "vllm.reprise.scheduler_1024_blocks.load.step.p50");
+        let p99 = figure(&samples, "vllm.reprise.scheduler_1024_blocks.load.step.p99");
+        assert_eq!((p50.value, p50.met), (0.2, None));
+        assert_eq!((p99.value, p99.met), (1.1, Some(false)));
+    }
+
+    #[test]
+    fn what_a_peer_has_no_time_for_is_told_with_the_reason() {
+        let mut samples = Samples::default();
+        times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0]);
+        samples.failed(System::Lmcache, "no such port".to_owned());
+        let absences = samples.absences(&[System::MooncakeTcp, System::Lmcache]);
+        let why = |name: &str| {
+            absences.iter().find(|absence| absence.name == name).map(|absence| absence.why.as_str())
         };
-        assert_eq!(figure(&samples, "vllm.reprise.scheduler_call_1024_blocks.p50").met, None);
-        assert_eq!(figure(&samples, "vllm.reprise.scheduler_call_1024_blocks.p99").met, Some(false));
+        assert_eq!(why("vllm.mooncake_tcp.dram"), None);
+        assert_eq!(why("vllm.mooncake_tcp.restart"), System::MooncakeTcp.lacks(Leg::Restart));
+        assert_eq!(why("vllm.lmcache.nvme"), Some("no such port"));
+        assert_eq!(why("vllm.lmcache.peer"), System::Lmcache.lacks(Leg::Peer));
     }
 
     #[test]

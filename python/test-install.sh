@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Installs the package as people do, `pip install ./python` in a fresh environment, and uses it there. pip builds with an interpreter and
+# tools of its own, which Cargo would take turns with those of wheel.sh: it has a target folder of its own, and the environment is always
+# at the same place. So only the first build takes minutes. Skips, and says so, where there is no Python for it.
+set -euo pipefail
+cd "$(dirname "$0")"
+venv=$(./venv.sh) || {
+    [ $? -eq 3 ] || exit 1
+    printf '\n%s\n\n' "######## SKIPPED: pip install ./python (the reason is above) ########" >&2
+    exit 0
+}
+cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
+CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}/install
+export CARGO_TARGET_DIR
+mkdir -p "$CARGO_TARGET_DIR"
+fresh=$CARGO_TARGET_DIR/venv
+# Two at a time would build into each other's environment.
+exec 9> "$CARGO_TARGET_DIR/lock"
+flock 9
+rm -rf "$fresh"
+"$venv/bin/python" -m venv "$fresh"
+"$fresh/bin/pip" -q install --disable-pip-version-check "$PWD"
+# From elsewhere: this folder holds a `reprise` without its native half.
+cd "$fresh"
+"$fresh/bin/python" -P - << 'PYTHON'
+import importlib.metadata
+import pathlib
+import sys
+
+import reprise
+
+assert pathlib.Path(reprise.__file__).is_relative_to(sys.prefix), f"this is another package: {reprise.__file__}"
+assert (pathlib.Path(reprise.__file__).parent / "py.typed").exists(), "the package has no types"
+layout = reprise.Layout(layers=2, parts=1, kv_heads=1, head_dim=8, dtype="fp32", tokens_per_block=16)
+namespace = reprise.Namespace(
+    model="m", revision="1", layout=layout, hash_algorithm="none", hash_seed="", engine_format="none"
+)
+assert len(reprise.block_keys(namespace, [b"a", b"b"])) == 32
+try:
+    reprise.Client("/nonexistent/agent.sock", namespace, layout)
+except reprise.AgentAbsent as absent:
+    print(f"pip install ./python: reprise {importlib.metadata.version('reprise')} works ({absent})")
+else:
+    sys.exit("there is no agent, and the client has not said so")
+PYTHON

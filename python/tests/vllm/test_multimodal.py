@@ -1,0 +1,63 @@
+"""What a prompt shows beside its tokens is in vLLM's block hashes, and with them in our keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_scheduler import TOKENS, geometry
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from reprise import block_keys
+
+BLOCKS = 4
+IMAGE_AT = TOKENS + 3
+"""In the second block, and into the third."""
+
+
+def keys(algorithm: str, *identifiers: str, offset: int = IMAGE_AT) -> list[bytes]:
+    """Keys of the blocks of one prompt, which shows images of these identifiers, the same tokens in place of each."""
+    hash_blocks = get_hash_fn_by_name(algorithm)
+    init_none_hash(hash_blocks)
+    shown = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=identifier,
+            mm_position=PlaceholderRange(offset=offset + number, length=TOKENS),
+        )
+        for number, identifier in enumerate(identifiers)
+    ]
+    request: Any = Request(
+        request_id="r",
+        prompt_token_ids=[5] * (BLOCKS * TOKENS + 1),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        mm_features=shown,
+        block_hasher=get_request_block_hasher(TOKENS, hash_blocks),
+    )
+    packed = block_keys(geometry().namespace, request.block_hashes)
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_prompts_share_blocks_up_to_the_first_image_that_differs(algorithm: str) -> None:
+    of_cat, of_dog, of_none = keys(algorithm, "cat"), keys(algorithm, "dog"), keys(algorithm)
+    assert of_cat == keys(algorithm, "cat")
+    assert len(of_cat) == BLOCKS
+    for other in (of_dog, of_none):
+        assert other[0] == of_cat[0], "in front of the image"
+        # In it, and behind it, where every prefix has it.
+        assert not set(other[1:]) & set(of_cat[1:])
+    assert not set(of_dog[1:]) & set(of_none[1:])
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_the_same_image_at_another_place_is_another_prefix(algorithm: str) -> None:
+    here, there = keys(algorithm, "cat"), keys(algorithm, "cat", offset=IMAGE_AT + 1)
+    assert here[0] == there[0]
+    assert not set(here[1:]) & set(there[1:])
