@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from reprise import PendingMatch, Session
 from reprise.vllm.metrics import Counted
+from reprise.vllm.ranks import RankSessions, RanksMatch
 
 if TYPE_CHECKING:
     from reprise.vllm.options import MatchOptions
@@ -31,7 +32,7 @@ KEYS_PER_MATCH = 8192
 class Question:
     """A match under way; ``pending`` is None where there was nobody to ask."""
 
-    pending: PendingMatch | None
+    pending: PendingMatch | RanksMatch | None
     asked_at: float
 
 
@@ -39,7 +40,7 @@ class Question:
 class Asker:
     """Asks, with one budget of time for each step over all requests."""
 
-    session: Session
+    session: Session | RankSessions
     options: MatchOptions
     counted: Counted
     _budget_left: float = field(init=False)

@@ -17,12 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from reprise import Source
+from reprise import Session, Source
 from reprise.vllm import geometry
 from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import RepriseMetadata
 from reprise.vllm.metrics import PromMetrics, Stats
 from reprise.vllm.options import Options
+from reprise.vllm.ranks import RankSessions
 from reprise.vllm.scheduler import SchedulerSide
 from reprise.vllm.worker import WorkerSide
 
@@ -62,6 +63,18 @@ def _check_layerwise(config: VllmConfig, options: Options) -> None:
         )
 
 
+def _session_of_all_ranks(blocks: geometry.Geometry, options: Options) -> Session | RankSessions:
+    sessions: list[Session] = []
+    try:
+        for rank, namespace in enumerate(blocks.namespaces):
+            sessions.append(options.session(namespace, namespace.layout, f"vllm-scheduler-{rank}"))
+    except BaseException:
+        for session in sessions:
+            session.close()
+        raise
+    return sessions[0] if len(sessions) == 1 else RankSessions(tuple(sessions))
+
+
 class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in Reprise and loads them from there.
 
@@ -86,7 +99,6 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
             rank = get_tensor_model_parallel_rank()
         blocks = geometry.read(vllm_config, kv_cache_config, options, rank)
-        session = options.session(blocks.namespace, blocks.layout, f"vllm-{role.name.lower()}-{rank}")
         self._is_layerwise = options.layerwise_loads or options.layerwise_saves
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -94,13 +106,14 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 geometry=blocks,
                 options=options,
-                session=session,
+                session=_session_of_all_ranks(blocks, options),
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 events=KvEvents(blocks) if _events_are_wanted(vllm_config) else None,
             )
         else:
+            session = options.session(blocks.namespace, blocks.layout, f"vllm-worker-{rank}")
             self._worker = WorkerSide(geometry=blocks, options=options, session=session)
 
     @property

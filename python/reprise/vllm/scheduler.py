@@ -18,6 +18,7 @@ from reprise.vllm.asking import KEYS_PER_MATCH, Asker, Question
 from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+from reprise.vllm.ranks import RankSessions
 from reprise.vllm.unproven import Unproven
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class SchedulerSide:
 
     geometry: Geometry
     options: Options
-    session: Session
+    session: Session | RankSessions
+    """With the agent; of several ranks, one of each."""
     may_load: bool
     may_save: bool
     ranks: int
@@ -225,7 +227,7 @@ class SchedulerSide:
         sources = self._asker.look(state.question)
         if sources is None:
             return None
-        return self._answered(state, sources[:: self.ranks][: len(sources) // self.ranks])
+        return self._answered(state, sources)
 
     def _answered(self, state: RequestState, sources: Sequence[int]) -> Answer:
         state.question = None
@@ -239,11 +241,8 @@ class SchedulerSide:
         return tuple(block_hash + behind for block_hash in state.request.block_hashes[first:end])
 
     def _keys(self, hashes: Sequence[bytes]) -> bytes:
-        """Packed keys of blocks: those of all ranks of a block before the next block."""
-        if self.ranks == 1:
-            return block_keys(self.geometry.namespace, hashes)
-        of_ranks = [block_keys(namespace, hashes) for namespace in self.geometry.namespaces]
-        return b"".join(keys[16 * block : 16 * (block + 1)] for block in range(len(hashes)) for keys in of_ranks)
+        """Packed keys of blocks, those of one rank before those of the next."""
+        return b"".join(block_keys(namespace, hashes) for namespace in self.geometry.namespaces)
 
     def _save(self, metadata: RepriseMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
         """Plans the save of a request's blocks that are full after this step."""

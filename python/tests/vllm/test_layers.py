@@ -23,7 +23,7 @@ LOADED, COMPUTED = (1, 2, 3), 4
 
 def layered(ranks: int = 1) -> SchedulerSide:
     """A scheduler's side that loads layer by layer, whose agent has three blocks."""
-    return side(FakeSession(answer=[Source.OWN_DRAM] * 3 * ranks), ranks=ranks, layerwise_loads=True)
+    return side(FakeSession(answer=[Source.OWN_DRAM] * 3), ranks=ranks, layerwise_loads=True)
 
 
 def begin(scheduler: SchedulerSide) -> tuple[Any, RepriseMetadata]:

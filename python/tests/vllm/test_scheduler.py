@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cluster import MIB, Cluster
 from faults import freeze, thaw
 from vllm.lora.request import LoRARequest
@@ -19,11 +20,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from reprise import Layout, Namespace, Session, Source, block_keys
+from reprise import KvMemory, Layout, Namespace, Session, Source, Transfers, block_keys
 from reprise.vllm.events import KvEvents
 from reprise.vllm.geometry import Geometry
 from reprise.vllm.metadata import RepriseMetadata, RepriseWorkerMetadata
 from reprise.vllm.options import Options
+from reprise.vllm.ranks import RankSessions
 from reprise.vllm.scheduler import SchedulerSide
 
 TOKENS = 16
@@ -320,12 +322,41 @@ def test_without_an_agent_nothing_is_found_and_nothing_is_pinned() -> None:
 
 
 def test_ranks_are_asked_about_together_and_a_block_counts_when_all_have_it() -> None:
-    session = FakeSession(answer=[Source.OWN_DRAM] * 5)
-    scheduler = side(session, ranks=2)
+    first, second = FakeSession(answer=[Source.OWN_DRAM] * 4), FakeSession(answer=[Source.OWN_DRAM] * 2)
+    of_ranks: Any = (first, second)
+    scheduler = side(RankSessions(of_ranks), ranks=2, match_budget_ms=50.0)
     assert scheduler.matched_tokens(request(4), 0) == (2 * TOKENS, True)
-    (question,) = session.questions
-    keys = keys_of(question)
-    assert len(keys) == len(set(keys)) == 8
+    of_first, of_second = keys_of(first.questions[0]), keys_of(second.questions[0])
+    assert len(of_first) == len(of_second) == 4
+    assert not set(of_first) & set(of_second)
+    # One that has not answered, and one whom nobody answers.
+    scheduler.step(output({}, {}))
+    first.answer = None
+    assert scheduler.matched_tokens(request(4, "late"), 0) == (None, False)
+    assert [len(session.questions) for session in of_ranks] == [2, 2]
+    scheduler.step(output({}, {}))
+    second.connected = False
+    assert scheduler.matched_tokens(request(4, "later"), 0) == (0, False)
+
+
+def test_blocks_that_two_ranks_have_saved_are_found_by_their_scheduler(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
+    shape, asked = geometry(ranks=2), request(4)
+    sessions = tuple(Session(cluster.agents[0].socket, namespace, namespace.layout) for namespace in shape.namespaces)
+    try:
+        for session, namespace, blocks in zip(sessions, shape.namespaces, (4, 3), strict=True):
+            assert session.wait_connected(60.0)
+            memory = KvMemory([torch.ones(8, 2, TOKENS, 8) for _ in range(2)], namespace.layout)
+            transfers = Transfers(session, memory)
+            save = transfers.save(block_keys(namespace, asked.block_hashes[:blocks]), range(blocks))
+            assert transfers.wait([save], 60.0)
+            transfers.close()
+        scheduler = side(RankSessions(sessions), ranks=2, match_deadline_ms=600_000.0)
+        assert scheduler.matched_tokens(asked, 0) == (3 * TOKENS, True)
+    finally:
+        for session in sessions:
+            session.close()
+        cluster.stop()
 
 
 def test_after_a_change_of_weights_nothing_from_before_is_found_or_saved_over() -> None:
