@@ -53,6 +53,7 @@ const EDGES: &[(&str, &[&str])] = &[
         "reprise-controlplane",
         &["reprise-policy", "reprise-proto", "reprise-controlplane-core", "reprise-controlplane-store"],
     ),
+    ("reprise-crds", &[]),
     ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
         "reprise",

@@ -1,0 +1,111 @@
+//! The definitions as the API server gets them.
+//!
+//! What the derived schemas say is kept; three things are made better for people. `nullable` goes, so that `null` means
+//! "absent" and nothing else. Formats that Kubernetes does not know (`uint32`) go, because it warns of each. Descriptions
+//! lose the line breaks of the source and gain the words of choices, which `kubectl explain` would not show otherwise.
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::CustomResourceExt;
+use serde_json::{Map, Value};
+
+use crate::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
+
+/// Formats that the API server knows, of those that our types have.
+const FORMATS: [&str; 3] = ["int32", "int64", "date-time"];
+
+/// Keywords whose value is one schema.
+const SCHEMA_OF: [&str; 2] = ["items", "additionalProperties"];
+
+/// All definitions, in the order of the documentation.
+pub fn definitions() -> Vec<CustomResourceDefinition> {
+    [
+        KVCacheCluster::crd(),
+        SSDPool::crd(),
+        GPUQueueAllocation::crd(),
+        SlackProfile::crd(),
+        CacheTenant::crd(),
+        CacheNode::crd(),
+    ]
+    .into_iter()
+    .map(polished)
+    .collect()
+}
+
+/// The schema of a definition's only version, as JSON.
+pub fn schema(definition: &CustomResourceDefinition) -> Value {
+    let version = definition.spec.versions.first().expect("one version is generated");
+    let validation = version.schema.as_ref().expect("a schema is generated");
+    serde_json::to_value(validation.open_api_v3_schema.as_ref().expect("a schema is generated"))
+        .expect("a schema is JSON")
+}
+
+fn polished(mut definition: CustomResourceDefinition) -> CustomResourceDefinition {
+    let mut schema = schema(&definition);
+    polish(&mut schema);
+    let schema = serde_json::from_value(schema).expect("a polished schema is a schema");
+    let version = definition.spec.versions.first_mut().expect("one version is generated");
+    version.schema.as_mut().expect("a schema is generated").open_api_v3_schema = Some(schema);
+    definition
+}
+
+fn polish(schema: &mut Value) {
+    let Value::Object(fields) = schema else { return };
+    fields.remove("nullable");
+    if fields.get("format").and_then(Value::as_str).is_some_and(|format| !FORMATS.contains(&format)) {
+        fields.remove("format");
+    }
+    if let Some(Value::Array(words)) = fields.get_mut("enum") {
+        words.retain(|word| !word.is_null());
+    }
+    polish_description(fields);
+    for keyword in SCHEMA_OF {
+        if let Some(inner) = fields.get_mut(keyword) {
+            polish(inner);
+        }
+    }
+    if let Some(Value::Object(properties)) = fields.get_mut("properties") {
+        properties.values_mut().for_each(polish);
+    }
+}
+
+/// The title of a choice holds what its words mean ([`crate::fields`]); any other title is the name of a Rust type.
+fn polish_description(fields: &mut Map<String, Value>) {
+    let title = fields.remove("title");
+    let meanings = title.as_ref().and_then(Value::as_str).filter(|_| fields.contains_key("enum"));
+    let Some(description) = fields.get("description").and_then(Value::as_str) else { return };
+    let mut text = description.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some(meanings) = meanings {
+        text = format!("{text} {}", meanings.split_whitespace().collect::<Vec<_>>().join(" "));
+    }
+    fields.insert("description".to_owned(), text.into());
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_kubernetes_would_warn_of_goes_and_words_of_choices_stay() {
+        let mut schema = json!({
+            "title": "Thing",
+            "type": "object",
+            "properties": {
+                "list": {"type": "array", "items": {"type": "integer", "format": "uint32", "nullable": true}},
+                "choice": {"type": "string", "enum": ["A", null], "title": "`A`: one.", "description": "A\nchoice."},
+                "time": {"type": "string", "format": "date-time"},
+            },
+        });
+        polish(&mut schema);
+        let expected = json!({
+            "type": "object",
+            "properties": {
+                "list": {"type": "array", "items": {"type": "integer"}},
+                "choice": {"type": "string", "enum": ["A"], "description": "A choice. `A`: one."},
+                "time": {"type": "string", "format": "date-time"},
+            },
+        });
+        assert_eq!(schema, expected);
+    }
+}

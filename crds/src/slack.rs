@@ -1,0 +1,245 @@
+//! `SlackProfile`: how much I/O one model leaves room for on one GPU, measured offline.
+//!
+//! The operator reads the windows, checks them (order, overlap), computes a digest over them and hands them to the agents of the
+//! clusters that select the profile; agents say which digest they work by in their CacheNode. Profiles age with drivers and engines:
+//! `Drifted` compares them with what nodes measure.
+
+use kube::{CustomResource, KubeSchema};
+use serde::{Deserialize, Serialize};
+
+use crate::fields::{ConfigMapRef, Digest, LabelSelector, OciReference, Percent, Span, Text, choice};
+use crate::status::Condition;
+
+/// What was measured, and how it is put to use.
+#[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[kube(
+    group = "reprise.dev",
+    version = "v1alpha1",
+    kind = "SlackProfile",
+    plural = "slackprofiles",
+    shortname = "slack",
+    category = "reprise",
+    namespaced,
+    status = "SlackProfileStatus",
+    derive = "PartialEq",
+    doc = "Measured slack of one model on one GPU: spans of its compute during which I/O costs nothing. Distributed to the nodes \
+           that have this GPU.",
+    validation = Rule::new("size(self.metadata.name) <= 40")
+        .message("the profile's name is longer than 40 characters, too long for the names made of it: choose a shorter one"),
+    printcolumn(name = "Model", type_ = "string", json_path = ".spec.subject.model"),
+    printcolumn(name = "GPU", type_ = "string", json_path = ".spec.subject.gpuProduct"),
+    printcolumn(name = "Valid", type_ = "string", json_path = ".status.conditions[?(@.type==\"Valid\")].status"),
+    printcolumn(name = "Active", type_ = "string", json_path = ".status.conditions[?(@.type==\"Active\")].status"),
+    printcolumn(name = "Applied", type_ = "integer", json_path = ".status.nodes.applied"),
+    printcolumn(name = "Target", type_ = "integer", json_path = ".status.nodes.target"),
+    printcolumn(name = "Digest", type_ = "string", json_path = ".status.digest", priority = 1),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[x_kube(validation = Rule::new("[has(self.windows), has(self.configMapRef), has(self.ociRef)].exists_one(given, given)")
+    .message("a profile is in exactly one of windows, configMapRef and ociRef: set one of them and remove the others"))]
+pub struct SlackProfileSpec {
+    /// What was measured. Cannot be changed: another subject is another profile.
+    #[x_kube(validation = Rule::new("self == oldSelf")
+        .message("the subject of a profile cannot be changed: make a new SlackProfile"))]
+    pub subject: Subject,
+    /// The windows, inline.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 256))]
+    pub windows: Option<Vec<Window>>,
+    /// The windows, as a JSON list in a ConfigMap of this namespace. A change of it is a new revision.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config_map_ref: Option<ConfigMapRef>,
+    /// The windows, as an OCI artifact; not in this release.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oci_ref: Option<OciRef>,
+    /// Share of each window that is used; the rest is left for what was not measured.
+    #[serde(default = "usable")]
+    #[schemars(range(min = 10, max = 100))]
+    pub usable_percent: Percent,
+    /// What an agent does outside all windows.
+    #[serde(default)]
+    pub fallback: SlackFallback,
+    /// Measured error of the profile's predictions, at the 99th of 100, beyond which it counts as drifted.
+    #[serde(default = "max_error")]
+    #[schemars(range(min = 1, max = 100))]
+    pub max_error_percent: Percent,
+    /// How a new revision reaches the nodes.
+    #[serde(default)]
+    pub rollout: Rollout,
+}
+
+/// What was measured.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Subject {
+    /// Model, as the engine names it.
+    #[schemars(length(min = 1))]
+    pub model: Text,
+    /// GPU, as its driver names it. Nodes with other GPUs do not get the profile.
+    #[schemars(length(min = 1))]
+    pub gpu_product: Text,
+    /// GPUs that the model was spread over.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 64))]
+    pub tensor_parallel: u32,
+    /// Engine and its version.
+    #[schemars(length(min = 1))]
+    pub engine_version: Text,
+}
+
+/// A span of compute during which I/O costs nothing.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.minTokens < self.maxTokens")
+    .message("a window is for a range of tokens: set maxTokens above minTokens"))]
+pub struct Window {
+    /// What the GPU does.
+    pub phase: Phase,
+    /// Tokens of the batch, at the least.
+    #[schemars(range(min = 0, max = 16_777_216))]
+    pub min_tokens: u32,
+    /// Tokens of the batch; the window ends before so many.
+    #[schemars(range(min = 1, max = 16_777_217))]
+    pub max_tokens: u32,
+    /// Microseconds of a layer that I/O may take.
+    #[schemars(range(min = 1, max = 10_000_000))]
+    pub slack_micros: u32,
+    /// Multiprocessors that I/O may use at once.
+    #[schemars(range(min = 0, max = 256))]
+    pub max_io_sms: u32,
+}
+
+choice! {
+    /// What a GPU does.
+    Phase {
+        /// Computes a prompt.
+        Prefill,
+        /// Computes one token after the other.
+        Decode,
+    }
+    default Prefill
+}
+
+/// An OCI artifact.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OciRef {
+    /// Registry, path and digest.
+    pub reference: OciReference,
+}
+
+choice! {
+    /// What an agent does outside all windows.
+    SlackFallback {
+        /// Writes wait, reads go on.
+        ThrottleWrites,
+        /// All I/O that nobody waits for stops.
+        PauseIo,
+        /// As if there were no profile.
+        Ignore,
+    }
+    default ThrottleWrites
+}
+
+/// How a new revision reaches the nodes.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Rollout {
+    /// Nodes that may be between two revisions at once.
+    #[serde(default = "max_unavailable")]
+    #[schemars(range(min = 1, max = 100))]
+    pub max_unavailable_percent: Percent,
+    /// Nodes that get a revision first. Absent: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub canary: Option<Canary>,
+}
+
+/// Nodes that get a revision first.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Canary {
+    /// Which nodes.
+    pub node_selector: LabelSelector,
+    /// Time for which they must work by it without drift before the others follow.
+    #[serde(default = "soak")]
+    #[x_kube(validation = Rule::new("duration(self) <= duration('168h')")
+        .message("rollout.canary.soak is at most 168h: choose a shorter time"))]
+    pub soak: Span,
+}
+
+/// How far the profile is.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SlackProfileStatus {
+    /// Generation of the spec that this status was found for.
+    #[serde(default)]
+    #[schemars(range(min = 0))]
+    pub observed_generation: i64,
+    /// Digest of the revision that nodes should have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub digest: Option<Digest>,
+    /// Counts revisions.
+    #[serde(default)]
+    #[schemars(range(min = 0))]
+    pub revision: i64,
+    /// Nodes that have the GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nodes: Option<ProfileNodes>,
+    /// What nodes measure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured: Option<Measured>,
+    /// What is so: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
+    pub conditions: Vec<Condition>,
+}
+
+/// Nodes, counted.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ProfileNodes {
+    /// Nodes that should have the revision.
+    pub target: u32,
+    /// Nodes that have said that they work by it.
+    pub applied: u32,
+    /// Nodes that have refused it.
+    pub failed: u32,
+}
+
+/// Errors of the profile's predictions, hundredths of what was predicted.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Measured {
+    /// Half of all are below it.
+    pub prediction_error_p50_percent: u32,
+    /// 99 of 100 are below it.
+    pub prediction_error_p99_percent: u32,
+}
+
+fn usable() -> Percent {
+    Percent(80)
+}
+
+fn max_error() -> Percent {
+    Percent(30)
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn max_unavailable() -> Percent {
+    Percent(10)
+}
+
+fn soak() -> Span {
+    Span::new("10m")
+}
+
+impl Default for Rollout {
+    fn default() -> Rollout {
+        crate::fields::of_nothing()
+    }
+}

@@ -1,0 +1,201 @@
+//! `GPUQueueAllocation`, `SlackProfile`, `CacheTenant`.
+
+use reprise_crds::{CacheTenant, GPUQueueAllocation, SlackProfile};
+use serde_json::json;
+
+use super::cases::{
+    Table, accepts, accepts_name, changes, keeps, of_spec, refuses, refuses_name, round_trip,
+};
+
+pub(crate) fn queues() -> Table {
+    Table {
+        kind: "GPUQueueAllocation",
+        base: json!({
+            "apiVersion": "reprise.dev/v1alpha1",
+            "kind": "GPUQueueAllocation",
+            "metadata": {"name": "prefill-0", "namespace": "reprise"},
+            "spec": {
+                "nodeName": "worker-1",
+                "gpuUuid": "GPU-0123abcd-0000-1111-2222-333344445555",
+                "poolRef": {"name": "fast"},
+                "queuePairs": 8,
+            },
+        }),
+        cases: vec![
+            accepts("node, GPU, pool and number of queue pairs", json!({})),
+            accepts(
+                "a controller of its own",
+                json!({"qos": "Guaranteed", "isolation": "ExclusiveController"}),
+            ),
+            accepts("what ends by itself", json!({"qos": "BestEffort", "ttl": "24h", "depth": 32})),
+            accepts_name("a name of 63", &"x".repeat(63)),
+            refuses_name("at most 63 characters", &"x".repeat(64)),
+            refuses("a guaranteed share needs a controller", json!({"qos": "Guaranteed"})),
+            refuses("a grant of best effort ends by itself", json!({"qos": "BestEffort"})),
+            refuses("depth is a power of two", json!({"depth": 1000})),
+            refuses("ttl is 1m to 720h", json!({"ttl": "5s"})),
+            changes("the same again", json!({}), json!({})),
+            keeps("an allocation cannot be changed", json!({}), json!({"queuePairs": 9})),
+            keeps("an allocation cannot be changed", json!({}), json!({"ttl": "2h"})),
+        ],
+        out_of_bounds: vec![
+            ("spec.queuePairs", of_spec(json!({"queuePairs": 0}))),
+            ("spec.queuePairs", of_spec(json!({"queuePairs": 129}))),
+            ("spec.gpuUuid", of_spec(json!({"gpuUuid": "0"}))),
+            ("spec.memory", of_spec(json!({"memory": "Disk"}))),
+            ("spec", of_spec(json!({"poolRef": null}))),
+        ],
+        round_trip: round_trip::<GPUQueueAllocation>,
+    }
+}
+
+pub(crate) fn slack() -> Table {
+    let window = |least: u32, most: u32| json!({"phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4});
+    let artifact = format!("registry.example/slack/llama@sha256:{}", "0f".repeat(32));
+    Table {
+        kind: "SlackProfile",
+        base: json!({
+            "apiVersion": "reprise.dev/v1alpha1",
+            "kind": "SlackProfile",
+            "metadata": {"name": "llama-h200", "namespace": "reprise"},
+            "spec": {
+                "subject": {"model": "Llama-3-8B", "gpuProduct": "NVIDIA H200", "engineVersion": "vllm 0.33"},
+                "windows": [window(0, 1024)],
+            },
+        }),
+        cases: vec![
+            accepts("windows inline", json!({})),
+            accepts(
+                "windows in a ConfigMap",
+                json!({"windows": null, "configMapRef": {"name": "a", "key": "b.json"}}),
+            ),
+            accepts("an artifact", json!({"windows": null, "ociRef": {"reference": artifact}})),
+            accepts("as many windows as there may be", json!({"windows": vec![window(0, 1); 256]})),
+            accepts(
+                "a canary",
+                json!({"rollout": {"canary": {"nodeSelector": {"matchLabels": {"canary": "yes"}}, "soak": "1h"}}}),
+            ),
+            accepts_name("a name of 40", &"x".repeat(40)),
+            refuses_name("longer than 40 characters", &"x".repeat(41)),
+            refuses("exactly one of windows", json!({"windows": null})),
+            refuses("exactly one of windows", json!({"ociRef": {"reference": artifact}})),
+            refuses("set maxTokens above minTokens", json!({"windows": [window(0, 8), window(8, 8)]})),
+            refuses(
+                "rollout.canary.soak is at most 168h",
+                json!({"rollout": {"canary": {"nodeSelector": {}, "soak": "169h"}}}),
+            ),
+            refuses(
+                "a key in matchLabels is longer",
+                json!({"rollout": {"canary": {"nodeSelector": {"matchLabels": {"k".repeat(318): "v"}}}}}),
+            ),
+            refuses(
+                "In and NotIn need values",
+                json!({"rollout": {"canary": {"nodeSelector": {"matchExpressions": [{"key": "a", "operator": "NotIn"}]}}}}),
+            ),
+            changes(
+                "new measurements",
+                json!({}),
+                json!({"windows": [window(0, 2048)], "usablePercent": 50}),
+            ),
+            keeps(
+                "the subject of a profile cannot be changed",
+                json!({}),
+                json!({"subject": {"tensorParallel": 2}}),
+            ),
+        ],
+        out_of_bounds: vec![
+            ("spec.windows", of_spec(json!({"windows": vec![window(0, 1); 257]}))),
+            ("spec.windows", of_spec(json!({"windows": []}))),
+            (
+                "spec.windows[0].slackMicros",
+                of_spec(json!({"windows": [{
+                    "phase": "Decode", "minTokens": 0, "maxTokens": 1, "slackMicros": 0, "maxIoSms": 4,
+                }]})),
+            ),
+            ("spec.usablePercent", of_spec(json!({"usablePercent": 9}))),
+            (
+                "spec.ociRef.reference",
+                of_spec(json!({"ociRef": {"reference": "registry.example/slack/llama:latest".repeat(3)}})),
+            ),
+            ("spec.subject.model", of_spec(json!({"subject": {"model": ""}}))),
+        ],
+        round_trip: round_trip::<SlackProfile>,
+    }
+}
+
+pub(crate) fn tenant() -> Table {
+    let secret = json!({"namespace": "reprise", "name": "keys", "key": "a"});
+    Table {
+        kind: "CacheTenant",
+        base: json!({
+            "apiVersion": "reprise.dev/v1alpha1",
+            "kind": "CacheTenant",
+            "metadata": {"name": "team-a"},
+            "spec": {},
+        }),
+        cases: vec![
+            accepts("a name and nothing else", json!({})),
+            accepts(
+                "budget, quotas, namespaces, service accounts",
+                json!({
+                    "clusters": [{"namespace": "reprise", "name": "main"}],
+                    "namespaceSelector": {"matchLabels": {"team": "a"}},
+                    "serviceAccounts": [{"namespace": "a", "name": "x"}, {"namespace": "b", "name": "x"}],
+                    "budget": {"ssd": {"reserved": "1Ti", "limit": "1024Gi"}, "dram": {"limit": "100Gi"}},
+                    "perNode": {"dram": {"reserved": "1Gi"}},
+                    "number": 7,
+                    "maxGpuQueuePairs": 64,
+                    "deletionPolicy": "Orphan",
+                }),
+            ),
+            accepts("its own key", json!({"isolation": "Encrypted", "keySecretRef": secret})),
+            accepts_name("a name of 63", &"x".repeat(63)),
+            refuses_name("the object's name is the tenant's", "team.a"),
+            refuses_name("the object's name is the tenant's", &"x".repeat(64)),
+            refuses("Encrypted needs keySecretRef", json!({"isolation": "Encrypted"})),
+            refuses("Encrypted needs keySecretRef", json!({"keySecretRef": secret})),
+            refuses(
+                "more is reserved than the limit",
+                json!({"budget": {"ssd": {"reserved": "2Ti", "limit": "1Ti"}}}),
+            ),
+            refuses(
+                "more is reserved than the limit",
+                json!({"perNode": {"dram": {"reserved": "1Mi", "limit": "1k"}}}),
+            ),
+            refuses(
+                "a key in matchLabels is longer",
+                json!({"namespaceSelector": {"matchLabels": {"k".repeat(318): "v"}}}),
+            ),
+            refuses(
+                "In and NotIn need values",
+                json!({"namespaceSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}}),
+            ),
+            changes(
+                "a budget shrinks",
+                json!({"budget": {"ssd": {"limit": "2Ti"}}}),
+                json!({"budget": {"ssd": {"limit": "1Ti"}}}),
+            ),
+            changes("a number is set", json!({}), json!({"number": 7})),
+            keeps(
+                "number is on the devices and cannot be changed",
+                json!({"number": 7}),
+                json!({"number": 8}),
+            ),
+            keeps("number is on the devices and cannot be removed", json!({"number": 7}), json!({})),
+            keeps("isolation cannot be changed", json!({}), json!({"isolation": "Shared"})),
+        ],
+        out_of_bounds: vec![
+            ("spec.number", of_spec(json!({"number": 0}))),
+            ("spec.number", of_spec(json!({"number": 65_536}))),
+            ("spec.budget.ssd.limit", of_spec(json!({"budget": {"ssd": {"limit": "-1"}}}))),
+            (
+                "spec.clusters",
+                of_spec(json!({"clusters": [
+                    {"namespace": "a", "name": "b"}, {"namespace": "a", "name": "b"},
+                ]})),
+            ),
+            ("spec.budget.nvme", of_spec(json!({"budget": {"nvme": {}}}))),
+        ],
+        round_trip: round_trip::<CacheTenant>,
+    }
+}
