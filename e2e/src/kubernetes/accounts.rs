@@ -82,14 +82,15 @@ async fn lay_down(admin: &Client, account: PodAccount<'_>) {
 
 async fn token(admin: &Client, account: PodAccount<'_>, bound: Option<BoundObjectReference>) -> String {
     let spec = TokenRequestSpec {
-        audiences: Vec::new(),
         bound_object_ref: bound,
         expiration_seconds: Some(TOKEN_SECONDS),
+        ..TokenRequestSpec::default()
     };
-    let request = TokenRequest { spec, ..TokenRequest::default() };
+    let request = TokenRequest { spec: Some(spec), ..TokenRequest::default() };
     let accounts: Api<ServiceAccount> = Api::namespaced(admin.clone(), account.namespace);
     let answer = accounts.create_token_request(account.name, &PostParams::default(), &request).await;
-    answer.expect("the server issues tokens").status.expect("a token").token
+    let issued = answer.expect("the server issues tokens").status;
+    issued.and_then(|status| status.token).expect("an answer of 2xx has a token")
 }
 
 async fn apply_in_cluster<K>(admin: &Client, name: &str, object: Value) -> K

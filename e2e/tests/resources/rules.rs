@@ -5,11 +5,10 @@
 
 use http::Method;
 use kube::{Client, Error, ResourceExt};
-use reprise_crds::definitions::definitions;
 use reprise_e2e::ApiServer;
 use serde_json::{Value, json};
 
-use crate::objects::{api, create, refusal, space};
+use crate::objects::{DEFINITIONS, api, create, refusal, space};
 use cases::{Case, Table};
 
 #[path = "../../../crds/tests/rules/cases.rs"]
@@ -42,12 +41,10 @@ struct Kind<'a> {
 
 pub(crate) fn the_server_decides_on_every_object_of_the_tables_as_they_say(server: &ApiServer) {
     space(server, SPACE);
-    let kinds: Vec<Kind<'_>> = tables()
-        .into_iter()
-        .map(|table| Kind { server, admin: server.admin(), table })
-        .collect();
-    for definition in definitions() {
-        let kind = definition.spec.names.kind;
+    let kinds: Vec<Kind<'_>> =
+        tables().into_iter().map(|table| Kind { server, admin: server.admin(), table }).collect();
+    for definition in DEFINITIONS.iter() {
+        let kind = &definition.spec.names.kind;
         assert!(kinds.iter().any(|one| one.table.kind == kind), "{kind} has no table");
     }
     let disagreements: Vec<String> = kinds.iter().flat_map(Kind::disagreements).collect();
@@ -59,9 +56,10 @@ impl Kind<'_> {
         let table = &self.table;
         assert!(!table.cases.is_empty() && !table.out_of_bounds.is_empty(), "{}: an empty table", table.kind);
         let cases = table.cases.iter().filter_map(|case| self.judge(case).err().map(|why| (case.what, why)));
-        let bounds = table.out_of_bounds.iter().filter_map(|(path, patch)| {
-            self.judge_bound(path, patch).err().map(|why| (*path, why))
-        });
+        let bounds = table
+            .out_of_bounds
+            .iter()
+            .filter_map(|(path, patch)| self.judge_bound(path, patch).err().map(|why| (*path, why)));
         cases.chain(bounds).map(|(what, why)| format!("{}: {what}: {why}", table.kind)).collect()
     }
 

@@ -39,7 +39,8 @@ pub(crate) fn two_managers_of_one_field_conflict_and_the_other_is_named(server: 
 
     // The same value is no conflict: both own it, and neither changes it alone.
     applied(server, &api, &with_depth(64), &operator).expect("they agree");
-    let refused = refusal(applied(server, &api, &with_depth(16), &user)).expect("it is the operator's as well");
+    let refused =
+        refusal(applied(server, &api, &with_depth(16), &user)).expect("it is the operator's as well");
     assert_eq!(refused.0, 409, "{}", refused.1);
     assert!(refused.1.contains(&format!("conflict with \"{OPERATOR_FIELD_MANAGER}\"")), "{}", refused.1);
 
