@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd kubernetes bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -42,7 +42,7 @@ test-quick: lint
 	cargo test --locked -p reprise-e2e --test tidy
 
 # The end-to-end tests start the binaries that lie beside them, so those are built first.
-test: lint etcd
+test: lint etcd kubernetes
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
 	python/test.sh
@@ -62,6 +62,10 @@ test-vllm:
 
 etcd:
 	e2e/etcd/build.sh
+
+# Once, 8 minutes on two cores; afterwards nothing is built.
+kubernetes:
+	e2e/kubernetes/build.sh kube-apiserver
 
 bench: build etcd
 	$(RELEASE)/reprise bench all --json

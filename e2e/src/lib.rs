@@ -1,7 +1,8 @@
 //! Harness of the end-to-end tests: real processes of Reprise in a temporary directory.
 //!
 //! A test makes a [`World`], starts agents and perhaps a control plane in it, and talks to them as engines do
-//! ([`Engine`]), as a scraper does ([`Admin`]), or as something broken does ([`raw`], [`disk`]). The binaries are those
+//! ([`Engine`]), as a scraper does ([`Admin`]), or as something broken does ([`raw`], [`disk`]). What runs in Kubernetes is
+//! tested against its API server ([`ApiServer`]). The binaries are those
 //! beside the test's own executable: `cargo build --workspace --bins` first.
 //!
 //! Invariants:
@@ -30,6 +31,7 @@ pub mod disk;
 pub mod engine;
 pub mod etcd;
 pub mod host;
+pub mod kubernetes;
 pub mod logs;
 pub mod process;
 pub mod raw;
@@ -46,6 +48,7 @@ pub use control_plane::ControlPlane;
 pub use engine::{Engine, Loading, Outcome};
 pub use etcd::Etcd;
 pub use host::Host;
+pub use kubernetes::ApiServer;
 pub use process::{Refused, Running, Starting};
 pub use relay::Relay;
 pub use wait::{PATIENCE, wait_until};

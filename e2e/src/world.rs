@@ -16,6 +16,7 @@ use crate::config::{AgentConfig, AgentFiles};
 use crate::control_plane::{ControlPlane, Store};
 use crate::etcd::Etcd;
 use crate::host::Host;
+use crate::kubernetes::{self, ApiServer};
 use crate::logs::Logs;
 use crate::process::{Refused, Starting};
 use crate::seed::say;
@@ -132,6 +133,20 @@ impl World {
     pub fn member_at(&self, host: &Host, name: &str, endpoint: &str) -> ControlPlane {
         self.logs().add(self.folder().join(format!("{name}.log")));
         ControlPlane::member(self.folder(), host, name, endpoint)
+    }
+
+    /// Starts an API server of Kubernetes, with an etcd of its own.
+    pub fn api_server(&self) -> ApiServer {
+        let folder = self.folder().join("kubernetes");
+        for log in kubernetes::logs_in(&folder) {
+            self.logs().add(log);
+        }
+        ApiServer::start_in(&folder, &Host::LOOPBACK)
+    }
+
+    /// Says the ends of all logs, for whoever looks at a failure. A world that is dropped in a panic does so by itself.
+    pub fn show_logs(&self) {
+        say(&self.logs().tails());
     }
 
     fn logs(&self) -> MutexGuard<'_, Logs> {

@@ -70,7 +70,7 @@ const EDGES: &[(&str, &[&str])] = &[
         ],
     ),
     ("reprise-python", &["reprise-policy", "reprise-client"]),
-    ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client"]),
+    ("reprise-e2e", &["reprise-policy", "reprise-proto", "reprise-client", "reprise-crds"]),
 ];
 
 /// The workspaces: that of Python's native half is one of its own.

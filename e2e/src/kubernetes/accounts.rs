@@ -1,0 +1,123 @@
+//! Service accounts as pods have them, without a kubelet: a pod that names its node is stored, and a token asked for that is
+//! bound to it. The server writes the pod's node into such a token, and admission policies find it there.
+
+use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ServiceAccount};
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::core::NamespaceResourceScope;
+use kube::{Client, Resource, ResourceExt};
+use serde_json::{Value, json};
+
+use super::ApiServer;
+
+/// Who lays down what is needed, as a field manager.
+const MANAGER: &str = "reprise-e2e";
+
+/// How long a token is good; the shortest that is issued.
+const TOKEN_SECONDS: i64 = 600;
+
+/// The service account of pods.
+#[derive(Clone, Copy, Debug)]
+pub struct PodAccount<'a> {
+    /// Where its pods are.
+    pub namespace: &'a str,
+    /// Its name.
+    pub name: &'a str,
+}
+
+impl PodAccount<'_> {
+    /// The name under which rights are granted to it.
+    pub fn user(&self) -> String {
+        format!("system:serviceaccount:{}:{}", self.namespace, self.name)
+    }
+}
+
+impl ApiServer {
+    /// A client of the account as a pod on this node has it. Makes namespace, account, node and pod when they are not there.
+    ///
+    /// # Panics
+    /// When the server refuses any of it.
+    pub fn client_on_node(&self, account: PodAccount<'_>, node: &str) -> Client {
+        let pod = format!("{}-{node}", account.name);
+        let token = self.block_on(async {
+            let admin = self.admin();
+            lay_down(&admin, account).await;
+            apply_in_cluster::<Node>(&admin, node, json!({})).await;
+            let spec = json!({
+                "serviceAccountName": account.name,
+                "nodeName": node,
+                "containers": [{ "name": "agent", "image": "none" }],
+            });
+            let pod: Pod = apply_in(&admin, account.namespace, &pod, json!({ "spec": spec })).await;
+            let bound = BoundObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Pod".to_owned()),
+                name: pod.metadata.name.clone(),
+                uid: pod.uid(),
+            };
+            token(&admin, account, Some(bound)).await
+        });
+        self.client_with_token(token)
+    }
+
+    /// A client of the account with a token of no pod: no node is named in it. Makes namespace and account when they are not
+    /// there.
+    ///
+    /// # Panics
+    /// When the server refuses any of it.
+    pub fn client_on_no_node(&self, account: PodAccount<'_>) -> Client {
+        let token = self.block_on(async {
+            let admin = self.admin();
+            lay_down(&admin, account).await;
+            token(&admin, account, None).await
+        });
+        self.client_with_token(token)
+    }
+}
+
+async fn lay_down(admin: &Client, account: PodAccount<'_>) {
+    apply_in_cluster::<Namespace>(admin, account.namespace, json!({})).await;
+    apply_in::<ServiceAccount>(admin, account.namespace, account.name, json!({})).await;
+}
+
+async fn token(admin: &Client, account: PodAccount<'_>, bound: Option<BoundObjectReference>) -> String {
+    let spec = TokenRequestSpec {
+        bound_object_ref: bound,
+        expiration_seconds: Some(TOKEN_SECONDS),
+        ..TokenRequestSpec::default()
+    };
+    let request = TokenRequest { spec: Some(spec), ..TokenRequest::default() };
+    let accounts: Api<ServiceAccount> = Api::namespaced(admin.clone(), account.namespace);
+    let answer = accounts.create_token_request(account.name, &PostParams::default(), &request).await;
+    let issued = answer.expect("the server issues tokens").status;
+    issued.and_then(|status| status.token).expect("an answer of 2xx has a token")
+}
+
+async fn apply_in_cluster<K>(admin: &Client, name: &str, object: Value) -> K
+where
+    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
+    apply(&Api::all(admin.clone()), name, object).await
+}
+
+async fn apply_in<K>(admin: &Client, namespace: &str, name: &str, object: Value) -> K
+where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
+        + Clone
+        + std::fmt::Debug
+        + serde::de::DeserializeOwned,
+{
+    apply(&Api::namespaced(admin.clone(), namespace), name, object).await
+}
+
+/// What is there already stays as it is.
+async fn apply<K>(api: &Api<K>, name: &str, mut object: Value) -> K
+where
+    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
+    object["apiVersion"] = json!(K::api_version(&()));
+    object["kind"] = json!(K::kind(&()));
+    object["metadata"] = json!({ "name": name });
+    let applied = api.patch(name, &PatchParams::apply(MANAGER), &Patch::Apply(&object)).await;
+    applied.unwrap_or_else(|error| panic!("{object} is not taken: {error}"))
+}
