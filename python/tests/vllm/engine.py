@@ -17,7 +17,7 @@ from typing import Any
 import readme
 from engine_model import VOCABULARY
 
-READY_WITHIN_S = 300.0
+READY_WITHIN_S = 600.0
 ANSWER_WITHIN_S = 120.0
 STOPPED_WITHIN_S = 60.0
 FORGOTTEN_WITHIN_S = 20.0
