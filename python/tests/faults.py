@@ -59,7 +59,7 @@ def drop_dram(agent: Client) -> None:
         stats = agent.stats()
         return stats["dram_blocks"] == 0
 
-    eventually(is_empty)
+    eventually(is_empty, within=60.0)
 
 
 def damage(pool: Path) -> None:
@@ -71,6 +71,9 @@ def damage(pool: Path) -> None:
 
 def damage_memory(agent: Agent) -> None:
     """Flips a bit in every page of the blocks in an agent's DRAM."""
+    # A block that is damaged before it is on NVMe never gets there, and cannot be dropped.
+    with observer(agent) as seen:
+        eventually(lambda: seen.stats()["unsaved_blocks"] == 0, within=60.0)
     assert agent.child is not None
     process = Path(f"/proc/{agent.child.pid}")
     regions = [line.split()[0] for line in (process / "maps").read_text().splitlines() if "/memfd:reprise" in line]
