@@ -332,6 +332,7 @@ impl World {
                     self.begin_job(node, Job::Read { device, read, layout: batch.layout, layers: 0 });
                 }
             }
+            Effect::DeviceReleased { .. } => unreachable!("devices of this world stay until they fail"),
             Effect::CheckBlock(check) => self.begin_job(node, Job::Check(check)),
             Effect::Lookup { lookup, keys, timeout } => self.look_up(node, lookup, keys, timeout),
             Effect::Announce { changes } => self.announce(node, &changes),

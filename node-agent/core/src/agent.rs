@@ -204,6 +204,7 @@ impl AgentCore {
         self.shrink_tenants();
         self.write_back();
         self.keep_pool_free();
+        self.release_devices();
         self.announce_changes();
         self.update_gauges();
         std::mem::swap(&mut self.out, effects);
@@ -231,6 +232,10 @@ impl AgentCore {
             }
             Event::DeviceDone { device, token, result } => self.device_done(device, token, result),
             Event::DeviceLost { device, reason } => self.device_lost(device, reason),
+            Event::DeviceAttached { device, pool } => self.attach_device(device, *pool),
+            Event::Recovered { device, blocks } => self.recovered(device, blocks),
+            Event::DeviceDetached { device } => self.detach_device(device),
+            Event::PoolFree { permille } => self.set_pool_free(permille),
             Event::Fill { fill, update } => self.fill_update(SlabId(fill.0), update),
             Event::Found { lookup, found } => self.found(SlabId(lookup.0), found),
             Event::LookupFailed { lookup } => self.lookup_failed(SlabId(lookup.0)),

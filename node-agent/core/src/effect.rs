@@ -12,7 +12,7 @@ use reprise_policy::quota::QuotaError;
 use crate::event::RequestId;
 use crate::pool::{DeviceOp, PageNumber};
 
-/// A device of this node's pool, in configuration order.
+/// A device of this node's pool: in configuration order where all are opened at the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u8);
 
@@ -147,6 +147,11 @@ pub enum Effect {
         device: DeviceId,
         /// The blocks.
         batch: ReadBatch,
+    },
+    /// Nothing of a detached device is under way any more: it can be closed, and its number given to another.
+    DeviceReleased {
+        /// The device.
+        device: DeviceId,
     },
     /// Compare a block in the arena with its checksums; report with `Event::Checked`.
     CheckBlock(BlockCheck),

@@ -11,7 +11,7 @@ use reprise_policy::{
 use crate::effect::{
     CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PeerOfferId, PlaceId, ServeId,
 };
-use crate::pool::{DeviceError, OpToken};
+use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
 /// Names one request within its session; chosen by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -61,6 +61,31 @@ pub enum Event {
         device: DeviceId,
         /// Why, for people.
         reason: String,
+    },
+    /// A device has been opened under a number that no device has: its pool is used from now on. What was found there follows.
+    DeviceAttached {
+        /// Its number.
+        device: DeviceId,
+        /// Its pool.
+        pool: Box<DevicePool>,
+    },
+    /// Blocks that were found on an attached device, in pieces of any size.
+    Recovered {
+        /// The device.
+        device: DeviceId,
+        /// The blocks.
+        blocks: Vec<StoredBlock>,
+    },
+    /// A device is not wanted any more: its blocks are forgotten. The runtime goes on reporting what it has under way, until
+    /// [`Effect::DeviceReleased`](crate::effect::Effect::DeviceReleased).
+    DeviceDetached {
+        /// The device.
+        device: DeviceId,
+    },
+    /// Another share of the pool, in thousandths, is to be kept free ahead of writes.
+    PoolFree {
+        /// The share.
+        permille: u16,
     },
     /// A fill got further ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
     Fill {

@@ -7,13 +7,22 @@
 //!
 //! A lost device is lost capacity: its blocks are forgotten (copies in DRAM stay), and what it was writing is written
 //! elsewhere as soon as it no longer reads the memory.
+//!
+//! Devices come and go while the agent works ([`attached`]):
+//!
+//! ```text
+//!  (vacant) ──attach──▶ Usable ──detach──▶ Closing ──the last operation and read has ended──▶ (vacant), DeviceReleased
+//!                         └──it fails──▶ Lost ──detach──┘
+//! ```
+//!
+//! To the core a device that is closed is as one that is lost, but nobody's fault. Its number may be given to another device once it is
+//! released: nothing that is reported afterwards can speak of the old one.
 
+use reprise_policy::Tier;
 use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Standing};
-use reprise_policy::{BlockKey, Tier};
 
 use super::AgentCore;
-use super::describe::BlockOrigin;
-use super::index::{Dram, Stored};
+use super::index::Stored;
 use super::limits::{DEVICES_MAX, POOL_EVICTIONS_PER_APPLY, READ_ERRORS_MAX};
 use super::shapes::{Shape, ShapeId};
 use super::tenants::nvme_bytes;
@@ -24,6 +33,7 @@ use crate::pool::{
     StoredBlock,
 };
 
+mod attached;
 mod room;
 
 pub(super) use room::Room;
@@ -31,7 +41,10 @@ pub(super) use room::Room;
 /// The devices; see the module.
 #[derive(Debug)]
 pub(super) struct Devices {
-    devices: Vec<Device>,
+    /// By number; vacant ones are between two devices, or before the first.
+    devices: Vec<Option<Device>>,
+    /// Those that are closed and not released yet.
+    closing: usize,
     /// Stored blocks that are not being read.
     order: Box<dyn EvictionPolicy>,
     attention: Attention,
@@ -55,26 +68,26 @@ struct Device {
     batches_in_flight: u32,
     /// Quarantines that no write to the journal carries yet.
     records_owed: u32,
+    /// Operations of the pool that the device has not ended.
+    ops_in_flight: u64,
+    /// Reads of blocks that it has not ended.
+    reads_in_flight: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Health {
     Usable,
     Lost,
+    /// Not wanted any more.
+    Closing,
 }
 
 impl Devices {
     /// These devices, all usable. Devices beyond the limit are not used.
     pub(super) fn new(pools: Vec<DevicePool>, eviction: EvictionKind) -> Devices {
-        let device = |pool| Device {
-            pool,
-            health: Health::Usable,
-            read_errors: 0,
-            batches_in_flight: 0,
-            records_owed: 0,
-        };
         Devices {
-            devices: pools.into_iter().take(DEVICES_MAX).map(device).collect(),
+            devices: pools.into_iter().take(DEVICES_MAX).map(|pool| Some(Device::new(pool))).collect(),
+            closing: 0,
             order: eviction.build(),
             attention: Attention::Wanted,
         }
@@ -111,9 +124,8 @@ impl Devices {
 
     /// Ends a stored block that nobody can find any more.
     pub(super) fn free(&mut self, device: DeviceId, page: PageNumber) {
-        let device = self.device_mut(device);
-        if device.health == Health::Usable {
-            device.pool.free(page);
+        if self.is_usable(device) {
+            self.device_mut(device).pool.free(page);
         }
     }
 
@@ -166,7 +178,9 @@ impl Devices {
 
     /// A device has read well.
     pub(super) fn read_succeeded(&mut self, device: DeviceId) {
-        self.devices[usize::from(device.0)].read_errors = 0;
+        if let Some(device) = self.get_mut(device) {
+            device.read_errors = 0;
+        }
     }
 
     /// Whether a usable device has a slot for a block of so many bytes now.
@@ -197,7 +211,7 @@ impl Devices {
 
     /// Whether a device is still used.
     pub(super) fn is_usable(&self, device: DeviceId) -> bool {
-        self.device(device).health == Health::Usable
+        self.get(device).is_some_and(|device| device.health == Health::Usable)
     }
 
     /// What the usable devices say of their space, added up.
@@ -223,24 +237,51 @@ impl Devices {
 
     /// All devices.
     pub(super) fn ids(&self) -> impl Iterator<Item = DeviceId> + use<> {
-        (0..self.devices.len()).map(|at| DeviceId(at as u8))
+        let there = self.devices.iter().enumerate().filter(|(_, device)| device.is_some());
+        there.map(|(at, _)| DeviceId(at as u8)).collect::<Vec<_>>().into_iter()
+    }
+
+    /// What each usable device says of its space.
+    pub(super) fn usages(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+        let usage = |id| self.device(id).pool.usage();
+        self.ids().filter(|id| self.is_usable(*id)).map(move |id| (id, usage(id)))
     }
 
     fn usable_devices(&self) -> impl Iterator<Item = &Device> {
-        self.devices.iter().filter(|device| device.health == Health::Usable)
+        self.devices.iter().flatten().filter(|device| device.health == Health::Usable)
+    }
+
+    fn get(&self, id: DeviceId) -> Option<&Device> {
+        self.devices.get(usize::from(id.0))?.as_ref()
+    }
+
+    fn get_mut(&mut self, id: DeviceId) -> Option<&mut Device> {
+        self.devices.get_mut(usize::from(id.0))?.as_mut()
     }
 
     fn device(&self, id: DeviceId) -> &Device {
-        &self.devices[usize::from(id.0)]
+        self.get(id).expect("nothing refers to a device that is released")
     }
 
     fn device_mut(&mut self, id: DeviceId) -> &mut Device {
         self.attention = Attention::Wanted;
-        &mut self.devices[usize::from(id.0)]
+        self.get_mut(id).expect("nothing refers to a device that is released")
     }
 }
 
 impl Device {
+    fn new(pool: DevicePool) -> Device {
+        Device {
+            pool,
+            health: Health::Usable,
+            read_errors: 0,
+            batches_in_flight: 0,
+            records_owed: 0,
+            ops_in_flight: 0,
+            reads_in_flight: 0,
+        }
+    }
+
     fn can_start_batch(&self) -> bool {
         self.health == Health::Usable && self.pool.can_start_batch()
     }
@@ -256,6 +297,9 @@ impl Device {
 impl AgentCore {
     /// Hands pool operations to the runtime.
     pub(super) fn emit_ops(&mut self, device: DeviceId, ops: Vec<DeviceOp>) {
+        if let Some(device) = self.devices.get_mut(device) {
+            device.ops_in_flight += ops.len() as u64;
+        }
         for op in ops {
             self.emit(Effect::Device { device, op });
         }
@@ -263,10 +307,11 @@ impl AgentCore {
 
     /// An operation of a pool has ended.
     pub(super) fn device_done(&mut self, id: DeviceId, token: OpToken, result: Result<(), DeviceError>) {
-        if usize::from(id.0) >= self.devices.devices.len() {
+        if self.devices.get(id).is_none() {
             return;
         }
         let device = self.devices.device_mut(id);
+        device.ops_in_flight -= 1;
         let (ops, events) = device.pool.done(token, result);
         self.emit_ops(id, ops);
         for event in events {
@@ -284,9 +329,14 @@ impl AgentCore {
 
     /// The runtime has found a device to be beyond use.
     pub(super) fn device_lost(&mut self, id: DeviceId, reason: String) {
-        if usize::from(id.0) < self.devices.devices.len() {
+        if self.devices.get(id).is_some() {
             self.lose_device(id, reason);
         }
+    }
+
+    /// What each usable device says of its space.
+    pub fn device_usage(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
+        self.devices.usages()
     }
 
     /// A block is durable on a device.
@@ -297,6 +347,13 @@ impl AgentCore {
         self.enter_nvme_order(entry);
         self.replica_changed(entry, Tier::Nvme, Change::Added);
         self.note_saved();
+    }
+
+    /// Another share of the pool is to be kept free.
+    pub(super) fn set_pool_free(&mut self, permille: u16) {
+        self.settings.pool_free_permille = permille;
+        self.devices.attention = Attention::Wanted;
+        self.quotas_changed();
     }
 
     /// Keeps a share of the pool free, and sees to it that ends of blocks become durable.
@@ -429,12 +486,18 @@ impl AgentCore {
 
     fn lose_device(&mut self, id: DeviceId, reason: String) {
         let device = self.devices.device_mut(id);
-        if device.health == Health::Lost {
+        if device.health != Health::Usable {
             return;
         }
         device.health = Health::Lost;
         self.counters.devices_lost += 1;
         self.emit(Effect::Report(Report::DeviceLost { device: id, reason }));
+        self.forget_stored_on(id);
+    }
+
+    /// Forgets the blocks on a device that is not usable any more; copies in DRAM stay.
+    fn forget_stored_on(&mut self, id: DeviceId) {
+        self.devices.attention = Attention::Wanted;
         let on_it = |stored: Stored| stored.device == id;
         let lost: Vec<EntryIndex> = self
             .index
@@ -455,26 +518,6 @@ impl AgentCore {
         for id in self.devices.ids() {
             let ops = self.devices.device_mut(id).pool.flush_frees();
             self.emit_ops(id, ops);
-        }
-    }
-
-    /// Takes what recovery found. Of two copies of a block the second is ended.
-    pub(super) fn adopt_stored(&mut self, device: DeviceId, blocks: Vec<StoredBlock>) {
-        self.index.reserve(self.index.len() + blocks.len());
-        for block in blocks {
-            let known: Option<BlockKey> = self.index.find(&block.key).map(|_| block.key);
-            let shape = match known {
-                Some(_) => None,
-                None => self.intern(block.tenant, block.layout),
-            };
-            let Some(shape) = shape else {
-                self.devices.free(device, block.page);
-                continue;
-            };
-            let priority = super::priority_of_class(block.priority);
-            let entry = self.insert_entry(block.key, shape, priority, BlockOrigin::Recovered);
-            self.keep_stored(entry, device, &block);
-            debug_assert_eq!(self.index.entry(entry).dram(), Dram::Absent);
         }
     }
 }

@@ -127,6 +127,7 @@ impl AgentCore {
             self.enter_nvme_order(entry);
             return None;
         };
+        self.devices.read_begun(stored.device);
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
         let slot = self.frame_slot(frame);
@@ -247,6 +248,7 @@ impl AgentCore {
         match fill.origin {
             Origin::Device(device) => {
                 self.devices.read_succeeded(device);
+                self.devices.read_ended(device);
                 self.counters.device_fills += 1;
                 self.counters.device_fill_bytes += bytes;
             }
@@ -327,10 +329,13 @@ impl AgentCore {
             FillError::Absent => self.counters.fill_absent += 1,
             FillError::PeerLost => self.counters.fill_peer_lost += 1,
         }
-        if let Origin::Peer(node) = fill.origin {
-            self.peers.dequeue(node, slot_bytes);
-            if error == FillError::PeerLost {
-                self.peers.suspect(node, self.now);
+        match fill.origin {
+            Origin::Device(device) => self.devices.read_ended(device),
+            Origin::Peer(node) => {
+                self.peers.dequeue(node, slot_bytes);
+                if error == FillError::PeerLost {
+                    self.peers.suspect(node, self.now);
+                }
             }
         }
         error

@@ -274,6 +274,11 @@ impl AgentCore {
         self.shrink_tenants();
     }
 
+    /// Blocks have come from a device: their tenants may hold more than they may.
+    pub(super) fn limits_may_be_passed(&mut self) {
+        self.tenants.shrinking.extend(self.tenants.ids());
+    }
+
     /// A tenant's name has become known: blocks that are written from now on carry it.
     pub(super) fn name_tenant(&mut self, tenant: TenantId, name: TenantName) {
         if let Some(index) = self.tenants.enter(tenant) {

@@ -16,6 +16,7 @@ mod peers;
 mod power_loss;
 mod random;
 mod rng;
+mod scenarios_attached;
 mod scenarios_devices;
 mod scenarios_giving;
 mod scenarios_load;

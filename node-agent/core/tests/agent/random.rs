@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use reprise_agent_core::agent::{Settings, TenantQuotas};
+use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
 use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, SlotSet, TenantId, Tier};
 
@@ -444,6 +445,41 @@ fn lost_devices_are_lost_capacity_and_nothing_else() {
         settle(&mut world);
         let lost = world.lost_devices.len() as u64;
         assert_eq!(world.core.counters().devices_lost, lost, "every lost device was noticed");
+        coverage.add(&world);
+    });
+    if seed_wanted().is_none() {
+        coverage.check();
+    }
+}
+
+#[test]
+fn devices_that_come_and_go_are_capacity_that_comes_and_goes() {
+    let coverage = Coverage::of(&["durable_items", "lost_items", "device_fills", "fill_device_errors"]);
+    for_seeds(24, |seed| {
+        let mut setup = random_setup(seed, FAULTS);
+        if setup.disks.is_empty() {
+            setup.disks.push(16 << 20);
+        }
+        let devices = setup.disks.len();
+        let mut world = World::new(setup);
+        for _ in 0..1500 {
+            step(&mut world);
+            if world.rng.chance(20) {
+                let device = DeviceId(world.rng.below(devices) as u8);
+                match world.released.contains(&device) {
+                    true => world.attach(device),
+                    false => world.detach(device),
+                }
+            }
+        }
+        settle(&mut world);
+        let gone = world.released.len();
+        for device in world.released.clone() {
+            world.attach(device);
+        }
+        settle(&mut world);
+        assert!(world.released.is_empty(), "{gone} devices came back");
+        assert_eq!(world.core.counters().devices_lost, 0, "closed is not lost");
         coverage.add(&world);
     });
     if seed_wanted().is_none() {

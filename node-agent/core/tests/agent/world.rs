@@ -79,6 +79,8 @@ pub(crate) struct World {
     /// Answers to offers of peers: which keys are taken, and when to offer the others again.
     pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
     pub(crate) lost_devices: BTreeSet<DeviceId>,
+    /// Devices that were detached and may be attached again.
+    pub(crate) released: BTreeSet<DeviceId>,
     setup: Setup,
     serve_ids: ServeIds,
     sessions: u64,
@@ -177,6 +179,7 @@ impl World {
             reports: Vec::new(),
             offer_answers: BTreeMap::new(),
             lost_devices: BTreeSet::new(),
+            released: BTreeSet::new(),
             setup,
             serve_ids: ServeIds::default(),
             sessions: 0,
@@ -220,6 +223,24 @@ impl World {
         let changed: Vec<BlockKey> = announced(&effects).map(|change| change.key).collect();
         effects.into_iter().for_each(|effect| self.execute(effect));
         described::check(self, changed);
+    }
+
+    /// A device is closed: what it has under way fails.
+    pub(crate) fn detach(&mut self, device: DeviceId) {
+        self.lost_devices.insert(device);
+        self.apply(Event::DeviceDetached { device });
+    }
+
+    /// A device that was detached comes back with what is on it, in pieces.
+    pub(crate) fn attach(&mut self, device: DeviceId) {
+        const PIECE: usize = 3;
+        assert!(self.released.remove(&device), "{device:?} was released");
+        let (pool, stored, _) = self.disks[usize::from(device.0)].recover();
+        self.recovered.extend(stored.iter().map(|block| block.key));
+        self.apply(Event::DeviceAttached { device, pool: Box::new(pool) });
+        for blocks in stored.chunks(PIECE) {
+            self.apply(Event::Recovered { device, blocks: blocks.to_vec() });
+        }
     }
 
     /// Lets time pass; the core gets its ticks.
@@ -393,6 +414,12 @@ impl World {
                     self.assert_unused(read.slot);
                     self.jobs.push(Job::Read { device, read, layout: batch.layout, layers: 0 });
                 }
+            }
+            Effect::DeviceReleased { device } => {
+                let of_it = |job: &Job| matches!(job, Job::Device { device: on, .. } | Job::Read { device: on, .. } if *on == device);
+                assert!(!self.jobs.iter().any(of_it), "{device:?} is released while it works");
+                self.lost_devices.remove(&device);
+                assert!(self.released.insert(device), "a device is released once");
             }
             Effect::PeerFetch(fetch) => {
                 for block in fetch.blocks {
