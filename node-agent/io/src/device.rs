@@ -25,6 +25,9 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 /// Pause between two attempts to lock.
 const LOCK_RETRY: Duration = Duration::from_millis(10);
 
+/// One write of an erasure.
+const ERASE_BYTES: usize = 1 << 20;
+
 /// Attempts to open a path whose file is removed while they wait for its lock: another starting agent gave up on a file
 /// that it had created.
 const OPEN_ATTEMPTS_MAX: u32 = 8;
@@ -184,6 +187,33 @@ impl DeviceFile {
             }
             Err(error) => Err(IoError::from_call(Call::Transfer, reading(), error)),
         }
+    }
+
+    /// Destroys what is there: all of it reads as zeroes afterwards, durably. The kernel does it where it can; else zeroes are written,
+    /// which takes as long as writing the whole device.
+    ///
+    /// # Errors
+    /// Any: some of it may be left.
+    pub fn erase(&self) -> Result<(), IoError> {
+        if let Err(error) = sys::zero(self.file.as_fd(), self.size) {
+            tracing::info!(path = %self.path.display(), %error, "the kernel cannot zero this; zeroes are written");
+            self.write_zeroes()?;
+        }
+        self.sync()
+    }
+
+    fn write_zeroes(&self) -> Result<(), IoError> {
+        let erasing = || format!("erasing {}", self.path.display());
+        let no_memory = |_| IoError::new(IoErrorKind::Busy, erasing());
+        let zeroes = PageBuffer::new(ERASE_BYTES).map_err(no_memory)?;
+        let mut offset = 0;
+        while offset < self.size {
+            let bytes = usize::try_from(self.size - offset).unwrap_or(ERASE_BYTES).min(ERASE_BYTES);
+            let written = self.file.write_all_at(&zeroes[..bytes], offset);
+            written.map_err(|error| IoError::from_call(Call::Transfer, erasing(), error))?;
+            offset += bytes as u64;
+        }
+        Ok(())
     }
 
     /// Makes durable what was written before, by whomever, waiting for it.

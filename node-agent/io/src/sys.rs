@@ -73,6 +73,28 @@ pub(crate) fn fallocate(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
     }
 }
 
+/// Makes a file's or block device's first `bytes` read as zeroes without moving any, as fallocate(2) can: by giving the space back,
+/// or by marking it as never written. Both are passed down to a device that can discard or write zeroes by itself.
+pub(crate) fn zero(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    let bytes = file_offset(bytes)?;
+    let modes = [libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, libc::FALLOC_FL_ZERO_RANGE];
+    let mut refused = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
+    for mode in modes {
+        loop {
+            // SAFETY: fallocate(2) takes integers only.
+            match check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, 0, bytes) }) {
+                Ok(()) => return Ok(()),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                Err(error) => {
+                    refused = error;
+                    break;
+                }
+            }
+        }
+    }
+    Err(refused)
+}
+
 /// Bytes that unprivileged writers can still use on the file system.
 pub(crate) fn available_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     // SAFETY: statvfs is plain data for which zeroes are valid.

@@ -328,3 +328,16 @@ fn a_read_only_file_system_is_unavailable_for_writing_and_readable() {
         DeviceFile::open(&existing, FileAccess::ReadOnly, Missing::Fail).expect("readable");
     });
 }
+
+#[test]
+fn an_erased_file_reads_as_zeroes_and_keeps_its_size() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    std::fs::write(&path, vec![7; 3 * MIB as usize + 4096]).expect("written");
+    let file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Fail).expect("it is there");
+    file.erase().expect("erased");
+    drop(file);
+    let content = std::fs::read(&path).expect("it is there");
+    assert_eq!(content.len() as u64, 3 * MIB + 4096);
+    assert!(content.iter().all(|byte| *byte == 0));
+}
