@@ -1,0 +1,143 @@
+//! What the agent tells of its node: plain values, as the agent has them, without a word of Kubernetes' objects.
+
+use std::path::PathBuf;
+
+use reprise_crds::fields::{Engine, NodeMode};
+use reprise_crds::node::{DeviceState, PageKind};
+use reprise_crds::status::Reason;
+
+/// How the node is, at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Facts {
+    /// Where the agent is in its life.
+    pub phase: Phase,
+    /// Generation of the spec that the rest was found for; 0: of none.
+    pub generation: i64,
+    /// What of the spec cannot be read or done, in words.
+    pub problems: Vec<String>,
+    /// Digest of the configuration file that the agent runs by.
+    pub configuration: Option<String>,
+    /// Why it does not run by the wanted one; `None`: it does.
+    pub configuration_pending: Option<String>,
+    /// By other agents, `host:port`.
+    pub peer: Option<String>,
+    /// Metrics, health and status, `host:port`.
+    pub admin: String,
+    /// Directory of the socket of sessions.
+    pub socket_directory: PathBuf,
+    /// The control plane.
+    pub control_plane: ControlPlane,
+    /// Memory for blocks.
+    pub memory: Memory,
+    /// Claims that are followed.
+    pub claims: Vec<ClaimFact>,
+    /// Devices and files of them.
+    pub devices: Vec<DeviceFact>,
+    /// What the node is used for.
+    pub mode: NodeMode,
+    /// How far it is emptied.
+    pub drain: DrainFact,
+}
+
+/// Where the agent is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// It has not done yet what the first spec wants.
+    Starting,
+    /// It serves.
+    Serving,
+    /// It was told to stop.
+    Leaving,
+}
+
+/// What the control plane is to the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControlPlane {
+    /// None is configured.
+    None,
+    /// It does not answer.
+    Away {
+        /// Members that are known.
+        members: u32,
+    },
+    /// It answers.
+    Connected {
+        /// Number of the node there.
+        node: u16,
+        /// Epoch of its registration.
+        epoch: u64,
+        /// Members that are known.
+        members: u32,
+        /// Members that answer.
+        connected: u32,
+    },
+}
+
+/// Memory for blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Bytes of it.
+    pub total: u64,
+    /// Bytes of blocks in it.
+    pub used: u64,
+    /// Its pages.
+    pub pages: PageKind,
+}
+
+/// A claim that is followed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimFact {
+    /// The pool.
+    pub pool: String,
+    /// Its unique id.
+    pub uid: String,
+    /// Generation of the claim that is in effect.
+    pub generation: i64,
+    /// What keeps it from having devices.
+    pub trouble: Option<Trouble>,
+}
+
+/// Why something is not as it should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trouble {
+    /// In one word.
+    pub reason: Reason,
+    /// In a sentence, with what to do.
+    pub message: String,
+}
+
+/// A device or file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceFact {
+    /// Its stable path.
+    pub path: String,
+    /// The pool.
+    pub pool: String,
+    /// What it is.
+    pub state: DeviceState,
+    /// Why it is not open, or not as wanted.
+    pub trouble: Option<Trouble>,
+    /// Bytes for blocks.
+    pub size: u64,
+    /// Bytes of blocks.
+    pub used: u64,
+    /// How it was to be driven.
+    pub wanted: Engine,
+    /// How it is driven; `None`: it is not open.
+    pub engine: Option<Engine>,
+    /// Whether the page cache is passed by.
+    pub direct: bool,
+}
+
+/// How far the node is emptied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DrainFact {
+    /// Whether every durable block is somewhere else as well.
+    pub drained: bool,
+    /// Blocks that were looked at.
+    pub walked: u64,
+    /// Durable blocks.
+    pub durable: u64,
+    /// Blocks that no node has room for.
+    pub nowhere: u64,
+}

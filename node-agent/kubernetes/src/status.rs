@@ -1,0 +1,317 @@
+//! Out of facts, the status of a `CacheNode`: its fields, and what is so.
+//!
+//! Used bytes are rounded down to 1/256 of what there is, so a node that is full or idle has nothing new to say. The times of
+//! conditions are those of the status that was written last.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use reprise_crds::CacheNodeStatus;
+use reprise_crds::fields::{
+    DevicePath, Digest, HostPath, Name, NodeMode, Quantity, ShortName, Text, Uid, Version,
+};
+use reprise_crds::node::{
+    AgentInfo, Applied, AppliedPool, Device, DeviceState, Drain, Endpoints, NodeCapacity, Registration,
+};
+use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, set};
+
+use crate::facts::{ClaimFact, ControlPlane, DeviceFact, Facts, Phase};
+
+/// Steps in which used bytes are told.
+const STEPS: u64 = 256;
+
+/// Characters of a device's message.
+const DEVICE_MESSAGE_CHARS_MAX: usize = 512;
+
+/// Characters of a path of the node.
+const HOST_PATH_CHARS_MAX: usize = 90;
+
+/// Devices of one status.
+const DEVICES_MAX: usize = 32;
+
+/// What does not change while the agent runs.
+#[derive(Clone, Debug)]
+pub(crate) struct Identity {
+    /// Version of the agent.
+    pub(crate) version: String,
+    /// Its pod.
+    pub(crate) pod: Option<String>,
+    /// When it started.
+    pub(crate) started_at: Time,
+}
+
+/// What is to be written, without the time of the writing. `conditions` are those that were written last.
+pub(crate) fn status(
+    identity: &Identity,
+    facts: &Facts,
+    conditions: &[Condition],
+    now: &Time,
+) -> CacheNodeStatus {
+    let mut conditions = conditions.to_vec();
+    for finding in findings(facts) {
+        set(&mut conditions, &finding, facts.generation, now);
+    }
+    CacheNodeStatus {
+        observed_generation: facts.generation,
+        last_updated: None,
+        agent: Some(AgentInfo {
+            version: Version::new(&identity.version),
+            pod_name: identity.pod.as_ref().map(Name::new),
+            started_at: Some(identity.started_at.clone()),
+        }),
+        endpoints: Some(endpoints(facts)),
+        registration: registration(facts.control_plane),
+        capacity: Some(capacity(facts)),
+        devices: facts.devices.iter().take(DEVICES_MAX).map(device).collect(),
+        gpus: Vec::new(),
+        controllers: Vec::new(),
+        applied: Some(applied(facts)),
+        drain: (facts.mode == NodeMode::Draining).then(|| drain(facts)),
+        conditions,
+    }
+}
+
+fn endpoints(facts: &Facts) -> Endpoints {
+    Endpoints {
+        peer: facts.peer.as_ref().map(Text::new),
+        admin: Some(Text::new(&facts.admin)),
+        socket_directory: host_path(&facts.socket_directory.display().to_string()),
+    }
+}
+
+/// A path, if it is one that the schema takes: one value that does not fit would cost the whole status.
+fn host_path(path: &str) -> Option<HostPath> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let is_segment =
+        |segment: &str| !segment.is_empty() && !segment.starts_with('.') && segment.chars().all(fits);
+    let segments = path.strip_prefix('/')?;
+    let is_path = path.len() <= HOST_PATH_CHARS_MAX && segments.split('/').all(is_segment);
+    is_path.then(|| HostPath::new(path))
+}
+
+fn registration(control_plane: ControlPlane) -> Option<Registration> {
+    let ControlPlane::Connected { node, epoch, members, connected } = control_plane else { return None };
+    Some(Registration {
+        node: u32::from(node),
+        epoch: i64::try_from(epoch).unwrap_or(i64::MAX),
+        members_connected: connected,
+        members,
+    })
+}
+
+fn capacity(facts: &Facts) -> NodeCapacity {
+    let open = || facts.devices.iter().filter(|device| device.state == DeviceState::Open);
+    let (total, used) = (open().map(|device| device.size).sum(), open().map(|device| device.used).sum());
+    NodeCapacity {
+        dram_total: quantity(facts.memory.total),
+        dram_used: quantity(rounded(facts.memory.used, facts.memory.total)),
+        ssd_total: quantity(total),
+        ssd_used: quantity(rounded(used, total)),
+        page_kind: facts.memory.pages,
+    }
+}
+
+fn device(fact: &DeviceFact) -> Device {
+    let is_open = fact.state == DeviceState::Open;
+    let message = fact.trouble.as_ref().map(|trouble| trouble.message.as_str()).unwrap_or_default();
+    Device {
+        path: DevicePath::new(&fact.path),
+        pool: ShortName::new(&fact.pool),
+        state: fact.state,
+        message: message.chars().take(DEVICE_MESSAGE_CHARS_MAX).collect(),
+        serial: None,
+        model: None,
+        size: is_open.then(|| quantity(fact.size)),
+        used: is_open.then(|| quantity(rounded(fact.used, fact.size))),
+        engine: fact.engine,
+        direct: fact.direct,
+        media_errors: None,
+        spare_percent: None,
+        read_latency_p99_micros: None,
+    }
+}
+
+fn applied(facts: &Facts) -> Applied {
+    let pool = |claim: &ClaimFact| AppliedPool {
+        pool: ShortName::new(&claim.pool),
+        uid: Uid::new(&claim.uid),
+        generation: claim.generation,
+    };
+    Applied {
+        configuration_digest: facts.configuration.as_ref().map(Digest::new),
+        pools: facts.claims.iter().map(pool).collect(),
+        profiles: Vec::new(),
+        queues: Vec::new(),
+    }
+}
+
+fn drain(facts: &Facts) -> Drain {
+    let count = |blocks: u64| i64::try_from(blocks).unwrap_or(i64::MAX);
+    Drain {
+        drained: facts.drain.drained,
+        walked_blocks: count(facts.drain.walked),
+        durable_blocks: count(facts.drain.durable),
+        nowhere_blocks: count(facts.drain.nowhere),
+    }
+}
+
+/// Whole KiB, so that 12 digits are enough.
+fn quantity(bytes: u64) -> Quantity {
+    Quantity::of_bytes(bytes / 1024 * 1024)
+}
+
+fn rounded(used: u64, total: u64) -> u64 {
+    let step = (total / STEPS).max(1);
+    used / step * step
+}
+
+fn findings(facts: &Facts) -> Vec<Finding> {
+    vec![
+        agent_ready(facts),
+        connected(facts),
+        devices_ready(facts),
+        configuration_applied(facts),
+        engine_fallback(facts),
+        degraded(facts),
+        cordoned(facts),
+        drained(facts),
+    ]
+}
+
+fn agent_ready(facts: &Facts) -> Finding {
+    let kind = ConditionType::AgentReady;
+    match facts.phase {
+        Phase::Starting => {
+            Finding::no(kind, Reason::Progressing, "the agent has not applied its first spec yet")
+        }
+        Phase::Serving => Finding::yes(kind, Reason::AsDesired, "engines of the node are served"),
+        Phase::Leaving => Finding::no(kind, Reason::AgentGone, "the agent was told to stop"),
+    }
+}
+
+fn connected(facts: &Facts) -> Finding {
+    let kind = ConditionType::Connected;
+    match facts.control_plane {
+        ControlPlane::None => Finding::yes(kind, Reason::AsDesired, "no control plane is configured"),
+        ControlPlane::Connected { members, connected, .. } => {
+            Finding::yes(kind, Reason::AsDesired, format!("{connected} of {members} members answer"))
+        }
+        ControlPlane::Away { .. } => Finding::no(
+            kind,
+            Reason::ControlPlaneUnreachable,
+            "no member of the control plane answers; local hits go on. Look at the members' pods and at NetworkPolicies",
+        ),
+    }
+}
+
+fn devices_ready(facts: &Facts) -> Finding {
+    let kind = ConditionType::DevicesReady;
+    let of_claims = facts.claims.iter().filter_map(|claim| {
+        claim
+            .trouble
+            .as_ref()
+            .map(|trouble| (trouble.reason, format!("pool {}: {}", claim.pool, trouble.message)))
+    });
+    let is_closed = |device: &&DeviceFact| !matches!(device.state, DeviceState::Open | DeviceState::Wiped);
+    let of_devices = facts.devices.iter().filter(is_closed).map(|device| match &device.trouble {
+        Some(trouble) => (trouble.reason, format!("{}: {}", device.path, trouble.message)),
+        None => (Reason::Progressing, format!("{}: {}", device.path, device.state)),
+    });
+    let troubles: Vec<(Reason, String)> = of_claims.chain(of_devices).collect();
+    let worst = troubles.iter().find(|(reason, _)| *reason != Reason::Progressing).or(troubles.first());
+    match worst {
+        None if facts.devices.is_empty() => Finding::yes(kind, Reason::AsDesired, "no pool claims a device"),
+        None => Finding::yes(kind, Reason::AsDesired, format!("{} open", facts.devices.len())),
+        Some((reason, first)) => {
+            let others = troubles.len() - 1;
+            let others = if others > 0 { format!("; and {others} more") } else { String::new() };
+            Finding::no(kind, *reason, format!("{first}{others}"))
+        }
+    }
+}
+
+fn configuration_applied(facts: &Facts) -> Finding {
+    let kind = ConditionType::ConfigurationApplied;
+    match (&facts.problems[..], &facts.configuration_pending) {
+        ([], None) => Finding::yes(kind, Reason::AsDesired, ""),
+        ([], Some(why)) => Finding::no(kind, Reason::Progressing, why),
+        (problems, _) => Finding::no(kind, Reason::InvalidSpec, problems.join("; ")),
+    }
+}
+
+/// True where another engine does the work; with the reason `EngineUnavailable` where none may.
+fn engine_fallback(facts: &Facts) -> Finding {
+    let kind = ConditionType::EngineFallback;
+    let fallen = |device: &&DeviceFact| device.engine.is_some_and(|engine| engine != device.wanted);
+    let fallen: Vec<&DeviceFact> = facts.devices.iter().filter(fallen).collect();
+    let unavailable = |device: &&DeviceFact| {
+        device.trouble.as_ref().is_some_and(|trouble| trouble.reason == Reason::EngineUnavailable)
+    };
+    match (fallen.first(), facts.devices.iter().find(unavailable)) {
+        (Some(first), _) => Finding::yes(
+            kind,
+            Reason::EngineUnavailable,
+            format!(
+                "{} of {} devices are not driven by the wanted engine: {}: {}",
+                fallen.len(),
+                facts.devices.len(),
+                first.path,
+                first.trouble.as_ref().map(|trouble| trouble.message.as_str()).unwrap_or_default()
+            ),
+        ),
+        (None, Some(closed)) => Finding::no(
+            kind,
+            Reason::EngineUnavailable,
+            format!("{} stays closed: the claim names no fallback engine that can be had", closed.path),
+        ),
+        (None, None) => Finding::no(kind, Reason::AsDesired, "devices are driven as wanted"),
+    }
+}
+
+fn degraded(facts: &Facts) -> Finding {
+    let kind = ConditionType::Degraded;
+    let devices = devices_ready(facts);
+    let (is_ready, is_coming) =
+        (devices.status == ConditionStatus::True, devices.reason == Reason::Progressing);
+    match () {
+        () if !is_ready && !is_coming => Finding::yes(kind, devices.reason, devices.message),
+        () if matches!(facts.control_plane, ControlPlane::Away { .. }) => {
+            Finding::yes(kind, Reason::ControlPlaneUnreachable, "blocks of other nodes cannot be found")
+        }
+        () => Finding::no(kind, Reason::AsDesired, ""),
+    }
+}
+
+fn cordoned(facts: &Facts) -> Finding {
+    let kind = ConditionType::Cordoned;
+    match facts.mode {
+        NodeMode::Active => Finding::no(kind, Reason::AsDesired, ""),
+        mode => Finding::yes(
+            kind,
+            Reason::SetByOperator,
+            format!("the node is {mode}: nothing is placed on it for others"),
+        ),
+    }
+}
+
+fn drained(facts: &Facts) -> Finding {
+    let kind = ConditionType::Drained;
+    let drain = &facts.drain;
+    match (facts.mode, drain.drained) {
+        (NodeMode::Draining, true) => {
+            Finding::yes(kind, Reason::AsDesired, "every durable block is on another node as well")
+        }
+        (NodeMode::Draining, false) if drain.nowhere > 0 => Finding::no(
+            kind,
+            Reason::OverCapacity,
+            format!(
+                "{} blocks find no room on another node: add nodes, or drain fewer at once",
+                drain.nowhere
+            ),
+        ),
+        // Counts are in the status itself, so that this says the same for as long as it is so.
+        (NodeMode::Draining, false) => Finding::no(kind, Reason::Draining, "blocks are given to other nodes"),
+        _ => Finding::no(kind, Reason::AsDesired, "the node is not draining"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

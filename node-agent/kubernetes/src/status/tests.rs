@@ -1,0 +1,269 @@
+//! What a status says of facts, and when it says nothing new.
+
+use std::path::PathBuf;
+
+use reprise_crds::fields::Engine;
+use reprise_crds::node::PageKind;
+use reprise_crds::status::find;
+
+use super::*;
+use crate::facts::{DrainFact, Memory, Trouble};
+
+const GIB: u64 = 1 << 30;
+
+fn at(text: &str) -> Time {
+    serde_json::from_value(text.into()).expect("a time")
+}
+
+fn early() -> Time {
+    at("2026-01-01T00:00:00Z")
+}
+
+fn identity() -> Identity {
+    Identity { version: "0.1.0".to_owned(), pod: Some("agent-x".to_owned()), started_at: early() }
+}
+
+fn device(path: &str, state: DeviceState) -> DeviceFact {
+    DeviceFact {
+        path: path.to_owned(),
+        pool: "fast".to_owned(),
+        state,
+        trouble: None,
+        size: 64 * GIB,
+        used: GIB,
+        wanted: Engine::IoUring,
+        engine: (state == DeviceState::Open).then_some(Engine::IoUring),
+        direct: state == DeviceState::Open,
+    }
+}
+
+fn troubled(path: &str, state: DeviceState, reason: Reason) -> DeviceFact {
+    let trouble = Some(Trouble { reason, message: format!("{reason} there") });
+    DeviceFact { trouble, ..device(path, state) }
+}
+
+fn facts() -> Facts {
+    Facts {
+        phase: Phase::Serving,
+        generation: 4,
+        problems: Vec::new(),
+        configuration: Some("sha256:0".to_owned()),
+        configuration_pending: None,
+        peer: Some("10.0.0.1:7410".to_owned()),
+        admin: "10.0.0.1:7411".to_owned(),
+        socket_directory: PathBuf::from("/run/reprise"),
+        control_plane: ControlPlane::Connected { node: 3, epoch: 9, members: 2, connected: 2 },
+        memory: Memory { total: 8 * GIB, used: GIB, pages: PageKind::Huge },
+        claims: vec![ClaimFact {
+            pool: "fast".to_owned(),
+            uid: "u".to_owned(),
+            generation: 2,
+            trouble: None,
+        }],
+        devices: vec![device("/pool", DeviceState::Open)],
+        mode: NodeMode::Active,
+        drain: DrainFact::default(),
+    }
+}
+
+fn said(facts: &Facts) -> CacheNodeStatus {
+    status(&identity(), facts, &[], &early())
+}
+
+/// Status and reason of a condition.
+fn so(facts: &Facts, kind: ConditionType) -> (ConditionStatus, String) {
+    let status = said(facts);
+    let condition = find(&status.conditions, kind).unwrap_or_else(|| panic!("no {kind}"));
+    assert_eq!(condition.observed_generation, facts.generation);
+    (condition.status, condition.reason.clone())
+}
+
+const TRUE: ConditionStatus = ConditionStatus::True;
+const FALSE: ConditionStatus = ConditionStatus::False;
+
+#[test]
+fn a_node_that_is_as_wanted_says_so_in_every_field() {
+    let status = said(&facts());
+    assert_eq!(status.observed_generation, 4);
+    let capacity = status.capacity.as_ref().expect("capacity");
+    assert_eq!((capacity.dram_total.as_str(), capacity.ssd_total.as_str()), ("8Gi", "64Gi"));
+    assert_eq!((capacity.dram_used.as_str(), capacity.ssd_used.as_str()), ("1Gi", "1Gi"));
+    assert_eq!(status.registration.as_ref().map(|registration| registration.node), Some(3));
+    let applied = status.applied.as_ref().expect("applied");
+    assert_eq!((applied.pools[0].generation, applied.pools[0].uid.as_str()), (2, "u"));
+    assert_eq!(status.devices[0].engine, Some(Engine::IoUring));
+    for (kind, wanted) in [
+        (ConditionType::AgentReady, TRUE),
+        (ConditionType::Connected, TRUE),
+        (ConditionType::DevicesReady, TRUE),
+        (ConditionType::ConfigurationApplied, TRUE),
+        (ConditionType::EngineFallback, FALSE),
+        (ConditionType::Degraded, FALSE),
+        (ConditionType::Cordoned, FALSE),
+        (ConditionType::Drained, FALSE),
+    ] {
+        assert_eq!(so(&facts(), kind), (wanted, "AsDesired".to_owned()), "{kind}");
+    }
+}
+
+#[test]
+fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
+    let with = |change: &dyn Fn(&mut Facts)| {
+        let mut facts = facts();
+        change(&mut facts);
+        facts
+    };
+    let devices = |devices: Vec<DeviceFact>| with(&|facts| facts.devices.clone_from(&devices));
+    let open = || device("/a", DeviceState::Open);
+    let fallen = DeviceFact { engine: Some(Engine::Plain), ..open() };
+    let draining = |drain: DrainFact| {
+        with(&|facts| {
+            facts.mode = NodeMode::Draining;
+            facts.drain = drain;
+        })
+    };
+    use ConditionType as Type;
+    for (facts, kind, status, reason) in [
+        (with(&|facts| facts.phase = Phase::Starting), Type::AgentReady, FALSE, Reason::Progressing),
+        (with(&|facts| facts.phase = Phase::Leaving), Type::AgentReady, FALSE, Reason::AgentGone),
+        (
+            with(&|facts| facts.control_plane = ControlPlane::Away { members: 2 }),
+            Type::Connected,
+            FALSE,
+            Reason::ControlPlaneUnreachable,
+        ),
+        (
+            with(&|facts| facts.control_plane = ControlPlane::Away { members: 2 }),
+            Type::Degraded,
+            TRUE,
+            Reason::ControlPlaneUnreachable,
+        ),
+        (with(&|facts| facts.control_plane = ControlPlane::None), Type::Connected, TRUE, Reason::AsDesired),
+        (devices(Vec::new()), Type::DevicesReady, TRUE, Reason::AsDesired),
+        (devices(vec![device("/a", DeviceState::Wiped)]), Type::DevicesReady, TRUE, Reason::AsDesired),
+        (
+            devices(vec![open(), device("/b", DeviceState::Opening)]),
+            Type::DevicesReady,
+            FALSE,
+            Reason::Progressing,
+        ),
+        (devices(vec![device("/b", DeviceState::Opening)]), Type::Degraded, FALSE, Reason::AsDesired),
+        (
+            devices(vec![
+                device("/a", DeviceState::Opening),
+                troubled("/b", DeviceState::Faulted, Reason::DeviceFailed),
+            ]),
+            Type::DevicesReady,
+            FALSE,
+            Reason::DeviceFailed,
+        ),
+        (
+            devices(vec![open(), troubled("/b", DeviceState::Refused, Reason::ForeignSignature)]),
+            Type::Degraded,
+            TRUE,
+            Reason::ForeignSignature,
+        ),
+        (
+            with(&|facts| {
+                let message = "nothing like it".to_owned();
+                facts.claims[0].trouble = Some(Trouble { reason: Reason::NoDevices, message });
+            }),
+            Type::DevicesReady,
+            FALSE,
+            Reason::NoDevices,
+        ),
+        (devices(vec![open(), fallen]), Type::EngineFallback, TRUE, Reason::EngineUnavailable),
+        (
+            devices(vec![troubled("/a", DeviceState::Refused, Reason::EngineUnavailable)]),
+            Type::EngineFallback,
+            FALSE,
+            Reason::EngineUnavailable,
+        ),
+        (
+            with(&|facts| facts.problems = vec!["spec.mode: odd".to_owned()]),
+            Type::ConfigurationApplied,
+            FALSE,
+            Reason::InvalidSpec,
+        ),
+        (
+            with(&|facts| facts.configuration_pending = Some("restart".to_owned())),
+            Type::ConfigurationApplied,
+            FALSE,
+            Reason::Progressing,
+        ),
+        (with(&|facts| facts.mode = NodeMode::Cordoned), Type::Cordoned, TRUE, Reason::SetByOperator),
+        (draining(DrainFact::default()), Type::Cordoned, TRUE, Reason::SetByOperator),
+        (draining(DrainFact::default()), Type::Drained, FALSE, Reason::Draining),
+        (
+            draining(DrainFact { nowhere: 1, ..DrainFact::default() }),
+            Type::Drained,
+            FALSE,
+            Reason::OverCapacity,
+        ),
+        (
+            draining(DrainFact { drained: true, ..DrainFact::default() }),
+            Type::Drained,
+            TRUE,
+            Reason::AsDesired,
+        ),
+    ] {
+        assert_eq!(so(&facts, kind), (status, reason.to_string()), "{kind} of {facts:?}");
+    }
+}
+
+#[test]
+fn words_about_several_devices_name_one_and_count_the_others() {
+    let mut facts = facts();
+    let faulted = |path: &str| troubled(path, DeviceState::Faulted, Reason::DeviceFailed);
+    facts.devices = vec![faulted("/a"), faulted("/b"), faulted("/c")];
+    let status = said(&facts);
+    let message = &find(&status.conditions, ConditionType::DevicesReady).expect("there").message;
+    assert!(message.contains("/a") && message.contains("2 more") && !message.contains("/b"), "{message}");
+}
+
+#[test]
+fn a_few_blocks_more_are_no_news() {
+    let mut more = facts();
+    more.memory.used += 1 << 20;
+    more.devices[0].used += 1 << 20;
+    assert_eq!(said(&facts()), said(&more));
+    more.devices[0].used += GIB;
+    assert_ne!(said(&facts()), said(&more));
+}
+
+#[test]
+fn the_same_facts_later_keep_the_times_of_their_conditions() {
+    let first = said(&facts());
+    let later = at("2026-02-01T00:00:00Z");
+    assert_eq!(status(&identity(), &facts(), &first.conditions, &later), first);
+    let cordoned = Facts { mode: NodeMode::Cordoned, ..facts() };
+    let second = status(&identity(), &cordoned, &first.conditions, &later);
+    let time = |kind| find(&second.conditions, kind).expect("there").last_transition_time.clone();
+    assert_eq!((time(ConditionType::Cordoned), time(ConditionType::AgentReady)), (later, early()));
+}
+
+#[test]
+fn amounts_of_any_size_fit_their_fields() {
+    for bytes in [0, 1023, 1025, (16 << 40) - 4096, u64::MAX] {
+        let text = quantity(bytes).to_string();
+        let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+        assert!(text.len() <= 14 && digits <= 12 || bytes == u64::MAX, "{text}");
+    }
+    assert_eq!(rounded(1000, 100), 1000, "steps of small amounts are bytes");
+}
+
+#[test]
+fn a_socket_directory_that_the_schema_does_not_take_is_left_out() {
+    for (path, fits) in [
+        ("/run/reprise", true),
+        ("/run/reprise.d/a-b_c", true),
+        ("/srv/.cache/reprise", false),
+        ("/run/with space", false),
+        ("relative", false),
+        ("/", false),
+        ("/run//x", false),
+    ] {
+        assert_eq!(host_path(path).is_some(), fits, "{path}");
+    }
+    assert!(host_path(&format!("/{}", "x".repeat(90))).is_none());
+}

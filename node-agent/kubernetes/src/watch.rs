@@ -1,0 +1,281 @@
+//! The loop: one thing at a time happens (the object changed, there are new facts, a write is due, the agent leaves), and is acted on.
+
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, DynamicObject, Patch, PatchParams};
+use kube::core::ApiResource;
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Client, Resource, ResourceExt};
+use reprise_crds::status::Condition;
+use reprise_crds::{AGENT_FIELD_MANAGER, CacheNode, CacheNodeStatus};
+use serde_json::{Value, json};
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_stream::StreamExt;
+
+use crate::connect::{Access, ConnectError};
+use crate::desired::Desired;
+use crate::facts::{Facts, Phase};
+use crate::kept::StateDirectory;
+use crate::pace::{News, Pace};
+use crate::status::{Identity, status};
+
+/// One write; a server that takes longer is away.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a leaving agent gives its last write.
+const LAST_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What the loop needs to know.
+#[derive(Clone, Debug)]
+pub struct NodeSettings {
+    /// The node.
+    pub node: String,
+    /// The agent's version.
+    pub version: String,
+    /// The agent's pod, where it is known.
+    pub pod: Option<String>,
+    /// How the API server is reached.
+    pub access: Access,
+    /// Where the last spec is kept.
+    pub state: StateDirectory,
+    /// Changed statuses are written so far apart, at the least.
+    pub status_every: Duration,
+}
+
+/// The loop over one node's object.
+pub struct NodeWatch {
+    settings: NodeSettings,
+    identity: Identity,
+    api: Api<DynamicObject>,
+    pace: Pace,
+    /// What the agent is told.
+    tell: Box<dyn FnMut(Desired) + Send>,
+    /// The spec that it was told last.
+    told: Option<(i64, Value)>,
+    /// The status that was written last.
+    written: Option<CacheNodeStatus>,
+    /// Conditions of the object when it was read, for their times.
+    found: Vec<Condition>,
+    server: Server,
+    /// Why a write was refused, as it was logged.
+    refused: Option<String>,
+}
+
+/// What is thought of the API server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Server {
+    Unknown,
+    Answers,
+    Away,
+}
+
+impl NodeWatch {
+    /// Prepares the loop, and tells the agent what was kept on disk. `tell` must not block.
+    ///
+    /// # Errors
+    /// There is no way to the API server, which waiting does not change.
+    pub async fn new(
+        settings: NodeSettings,
+        tell: impl FnMut(Desired) + Send + 'static,
+    ) -> Result<NodeWatch, ConnectError> {
+        let client: Client = settings.access.client().await?;
+        let resource = ApiResource::erase::<CacheNode>(&());
+        let identity =
+            Identity { version: settings.version.clone(), pod: settings.pod.clone(), started_at: now() };
+        let mut this = NodeWatch {
+            api: Api::all_with(client, &resource),
+            pace: Pace::new(settings.status_every),
+            identity,
+            settings,
+            tell: Box::new(tell),
+            told: None,
+            written: None,
+            found: Vec::new(),
+            server: Server::Unknown,
+            refused: None,
+        };
+        this.tell_kept();
+        Ok(this)
+    }
+
+    /// Runs until the agent leaves, and writes the last status then.
+    pub async fn run(mut self, mut facts: watch::Receiver<Option<Facts>>, mut leave: oneshot::Receiver<()>) {
+        let only_this = watcher::Config::default().fields(&format!("metadata.name={}", self.settings.node));
+        let events = watcher(self.api.clone(), only_this).default_backoff();
+        let mut events = std::pin::pin!(events);
+        let mut is_listed = false;
+        let mut facts_end = false;
+        loop {
+            let next = self.next_write(facts.borrow().as_ref());
+            tokio::select! {
+                biased;
+                // Without a word the agent has ended as well.
+                _ = &mut leave => {
+                    let last = facts.borrow().clone();
+                    if let Some(last) = last {
+                        self.write(&Facts { phase: Phase::Leaving, ..last }, LAST_WRITE_TIMEOUT).await;
+                    }
+                    return;
+                }
+                event = events.next() => match event {
+                    Some(Ok(watcher::Event::Init)) => is_listed = false,
+                    Some(Ok(watcher::Event::InitApply(object) | watcher::Event::Apply(object))) => {
+                        is_listed = true;
+                        self.seen(&object);
+                    }
+                    Some(Ok(watcher::Event::InitDone)) => {
+                        self.answers();
+                        if !is_listed {
+                            tracing::info!(node = self.settings.node, "this node's CacheNode has not been made yet");
+                        }
+                    }
+                    Some(Ok(watcher::Event::Delete(_))) => {
+                        tracing::warn!(node = self.settings.node, "this node's CacheNode was deleted; the node goes on as it is");
+                    }
+                    Some(Err(error)) => self.away(&error),
+                    None => unreachable!("a watch is begun again for ever"),
+                },
+                changed = facts.changed(), if !facts_end => facts_end = changed.is_err(),
+                () = sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => {
+                    let current = facts.borrow().clone();
+                    if let Some(current) = current {
+                        self.write(&current, WRITE_TIMEOUT).await;
+                    }
+                }
+            }
+        }
+    }
+
+    /// When the status is to be written; never before there is an object and something to say of it.
+    fn next_write(&self, facts: Option<&Facts>) -> Option<Instant> {
+        let facts = facts?;
+        self.told.as_ref()?;
+        let news = match &self.written {
+            Some(written) => {
+                let next = status(&self.identity, facts, &written.conditions, &now());
+                let same = CacheNodeStatus { last_updated: written.last_updated.clone(), ..next } == *written;
+                if same { News::None } else { News::Some }
+            }
+            None => News::Some,
+        };
+        Some(self.pace.due(news, Instant::now()))
+    }
+
+    fn tell_kept(&mut self) {
+        match self.settings.state.load() {
+            Ok(Some(kept)) => {
+                tracing::info!(
+                    generation = kept.generation,
+                    "starting from the spec that was kept on this node"
+                );
+                self.told = Some((kept.generation, kept.spec.clone()));
+                (self.tell)(Desired::read(kept.generation, &kept.spec));
+            }
+            Ok(None) => {}
+            Err(error) => tracing::warn!(error, "the kept spec cannot be used; waiting for the API server's"),
+        }
+    }
+
+    /// The object, as it is now.
+    fn seen(&mut self, object: &DynamicObject) {
+        self.answers();
+        if self.found.is_empty() {
+            let conditions = object.data["status"]["conditions"].clone();
+            self.found = serde_json::from_value(conditions).unwrap_or_default();
+        }
+        let spec = &object.data["spec"];
+        let generation = object.meta().generation.unwrap_or(0);
+        if self.told.as_ref().is_some_and(|(told, known)| *told == generation && known == spec) {
+            return;
+        }
+        tracing::info!(generation, "the spec of this node's CacheNode is new");
+        self.told = Some((generation, spec.clone()));
+        if let Err(error) = self.settings.state.save(generation, spec) {
+            tracing::warn!(%error, "the spec cannot be kept on this node: without the API server the agent could not start again");
+        }
+        (self.tell)(Desired::read(generation, spec));
+    }
+
+    fn answers(&mut self) {
+        if self.server == Server::Away {
+            tracing::info!("the API server answers again");
+        }
+        self.server = Server::Answers;
+    }
+
+    fn away(&mut self, error: &watcher::Error) {
+        if std::mem::replace(&mut self.server, Server::Away) != Server::Away {
+            let error: &dyn std::error::Error = error;
+            tracing::warn!(
+                error = chain(error),
+                "this node's CacheNode cannot be watched; the node goes on as it is"
+            );
+        }
+    }
+
+    /// Writes a status; one that is not taken is tried again when the next is due.
+    async fn write(&mut self, facts: &Facts, patience: Duration) {
+        self.pace.tried(Instant::now());
+        let now = now();
+        let known = self.written.as_ref().map_or(&self.found, |written| &written.conditions);
+        let mut next = status(&self.identity, facts, known, &now);
+        next.last_updated = Some(now);
+        let resource = ApiResource::erase::<CacheNode>(&());
+        let object = json!({
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": { "name": self.settings.node },
+            "status": next,
+        });
+        // The fields of the status are nobody else's.
+        let parameters = PatchParams::apply(AGENT_FIELD_MANAGER).force();
+        let patch = Patch::Apply(object);
+        let write = self.api.patch_status(&self.settings.node, &parameters, &patch);
+        match timeout(patience, write).await {
+            Ok(Ok(stored)) => {
+                tracing::debug!(version = stored.resource_version(), "status written");
+                if self.refused.take().is_some() {
+                    tracing::info!("the status of this node is taken again");
+                }
+                self.written = Some(next);
+            }
+            Ok(Err(kube::Error::Api(refused))) => self.refused(&refused.message),
+            // The watch says that the server is away.
+            Ok(Err(error)) => tracing::debug!(%error, "the status cannot be written"),
+            Err(_) => tracing::debug!("the status was not taken in time"),
+        }
+    }
+
+    /// Says once what the server does not like.
+    fn refused(&mut self, message: &str) {
+        if self.refused.as_deref() != Some(message) {
+            tracing::warn!(
+                node = self.settings.node,
+                message,
+                "the API server refuses the status of this node; the agent goes on. Look at its service account, and whether its pod runs on the node of NODE_NAME"
+            );
+            self.refused = Some(message.to_owned());
+        }
+    }
+}
+
+/// The time of day, for people and for the operator, which compares it with its own.
+fn now() -> Time {
+    // Kubernetes keeps whole seconds.
+    let seconds = Timestamp::now().as_second();
+    Time(Timestamp::from_second(seconds).expect("the time of day is a time"))
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
