@@ -284,13 +284,20 @@ impl Cluster {
         known
     }
 
-    /// What living nodes have together, as they said when they registered.
+    /// What living nodes have together, as they said when they registered. Devices that a node has got since are in its reports.
     pub fn capacity(&self) -> Amounts {
         let members = self.members();
         let living = members.iter().filter(|(_, state)| *state == MemberState::Alive);
-        living.fold(Amounts::default(), |sum, (record, _)| Amounts {
-            dram: sum.dram.saturating_add(record.details.dram_bytes),
-            nvme: sum.nvme.saturating_add(record.details.nvme_bytes),
+        living.fold(Amounts::default(), |sum, (record, _)| {
+            let reported = members.report_of(record.node).map_or(0, |report| report.capacity.nvme);
+            let nvme = match record.details.nvme_bytes {
+                0 => reported,
+                registered => registered,
+            };
+            Amounts {
+                dram: sum.dram.saturating_add(record.details.dram_bytes),
+                nvme: sum.nvme.saturating_add(nvme),
+            }
         })
     }
 

@@ -31,7 +31,6 @@ use tokio::sync::oneshot;
 
 use crate::config::Settings;
 use crate::core_loop::{Inbox, Input, Pulse};
-use crate::device::DeviceInfo;
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::{CORE, Metrics, PEER, TenantRows, describe};
@@ -53,7 +52,6 @@ pub(crate) struct AdminContext {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) directory: Arc<DirectoryClient>,
     pub(crate) peers: Option<Peers>,
-    pub(crate) devices: Vec<DeviceInfo>,
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
@@ -222,7 +220,7 @@ async fn block_page(State(context): State<Arc<AdminContext>>, Path(key): Path<St
             let text = format!("{key} is not on node {}\n", context.settings.node.name);
             (StatusCode::NOT_FOUND, text).into_response()
         }
-        Some(Some(description)) => json(&block::Block::new(&context, key, &description)),
+        Some(Some(described)) => json(&block::Block::new(&context, key, described)),
     }
 }
 

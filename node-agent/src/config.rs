@@ -1,10 +1,13 @@
 //! The agent's configuration file: TOML, unknown fields refused, values with their units.
 //!
 //! [`Config`] is the file as written; [`Config::validate`] turns it into [`Settings`], the only form that the
-//! rest of the agent sees. Errors name the field, what was found and what is allowed. The environment is not
-//! read. Deliberately absent: reloading; an agent restarts in the time its journal takes to read.
+//! rest of the agent sees. Errors name the field, what was found and what is allowed. Of the environment only what a pod is told of
+//! itself is read ([`PodPlace`]). Reloaded is only what an agent in a cluster is told to ([`FollowedConfig`]); else an agent
+//! restarts in the time its journal takes to read.
 
 mod defaults;
+mod followed;
+mod kubernetes;
 mod placement;
 mod settings;
 mod tenants;
@@ -17,6 +20,8 @@ use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
 
+pub(crate) use followed::FollowedConfig;
+pub(crate) use kubernetes::{KubernetesSection, KubernetesSettings, PodPlace};
 pub(crate) use placement::{PlacementSection, PlacementSettings};
 pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
@@ -44,6 +49,7 @@ pub(crate) struct Config {
     pub(crate) placement: PlacementSection,
     pub(crate) admin: AdminSection,
     pub(crate) limits: LimitsSection,
+    pub(crate) kubernetes: KubernetesSection,
     pub(crate) log: LogSection,
 }
 
@@ -222,6 +228,11 @@ impl Config {
     /// # Errors
     /// `ErrorKind::Config`: the file cannot be read, or the text is refused (with line and field).
     pub(crate) fn read(path: &Path) -> Result<Config, AgentError> {
+        Config::read_text(path).map(|(config, _)| config)
+    }
+
+    /// The same, with the text.
+    fn read_text(path: &Path) -> Result<(Config, String), AgentError> {
         let refuse = |what: &str| AgentError::new(ErrorKind::Config, format!("{what} '{}'", path.display()));
         let metadata =
             std::fs::metadata(path).map_err(|error| refuse("cannot read configuration").because(error))?;
@@ -230,7 +241,8 @@ impl Config {
         }
         let text = std::fs::read_to_string(path)
             .map_err(|error| refuse("cannot read configuration").because(error))?;
-        Config::parse(&text).map_err(|error| refuse("in configuration").because(error))
+        let config = Config::parse(&text).map_err(|error| refuse("in configuration").because(error))?;
+        Ok((config, text))
     }
 
     /// Parses a configuration text.
@@ -251,6 +263,7 @@ impl Config {
             placement,
             admin,
             limits,
+            kubernetes,
             log,
             ..
         } = Config::default();
@@ -327,6 +340,10 @@ load_hold = "{hold}"        # a load that is held longer loses its blocks
 reservation = "{reservation}"      # slots that are not committed by then are taken back
 read_bytes = "{read}"      # one device read of loads that name none
 
+[kubernetes]               # for agents with --in-cluster only
+state_directory = "{state}" # the last spec of the node, for a start without the API server
+status_every = "{status}"     # changed statuses are written so far apart
+
 [log]
 format = "text"            # "text" or "json", to standard error
 level = "{level}"          # tracing filter, for example "info,reprise_transport=debug"
@@ -358,6 +375,8 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             hold = limits.load_hold,
             reservation = limits.reservation,
             read = limits.read_bytes,
+            state = kubernetes.state_directory.display(),
+            status = kubernetes.status_every,
             level = log.level,
         )
     }

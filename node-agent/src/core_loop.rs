@@ -7,19 +7,22 @@
 
 mod pulse;
 
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use reprise_agent_core::agent::{AgentCore, BlockDescription, Counters, TenantUsage};
 use reprise_agent_core::effect::{DeviceId, Effect, FillId};
 use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
-use reprise_agent_core::pool::{DeviceError, OpToken};
+use reprise_agent_core::pool::{DeviceError, DevicePool, OpToken, PoolUsage};
 use reprise_buffers::ProgressWriter;
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, Tick};
 use reprise_transport::IncomingOffer;
 
+use crate::device::Device;
 use crate::directory::OwnState;
-use crate::executor::{Executor, SessionView};
+use crate::executor::{DeviceView, Executor, SessionView};
 use crate::session::Session;
 use pulse::PULSE_EVERY;
 pub(crate) use pulse::Pulse;
@@ -64,7 +67,11 @@ pub(crate) enum Input {
     /// Wants to know how things are.
     Inspect(Sender<CoreView>),
     /// Wants to know what is here of a block, and why.
-    Describe { key: BlockKey, answer: Sender<Option<BlockDescription>> },
+    Describe { key: BlockKey, answer: Sender<Option<Described>> },
+    /// A device has been opened under a free number; what was found there follows as events.
+    Attach(Box<Attached>),
+    /// A device is not wanted any more.
+    Detach(DeviceId),
     /// Wants all blocks written, and to be told when they are durable.
     Flush(Sender<()>),
     /// The end.
@@ -95,6 +102,20 @@ pub(crate) struct Opened {
     pub(crate) progress: ProgressWriter,
 }
 
+/// A device that has been opened.
+pub(crate) struct Attached {
+    pub(crate) id: DeviceId,
+    pub(crate) device: Device,
+    pub(crate) pool: DevicePool,
+}
+
+/// What is here of a block, and on which device.
+#[derive(Clone, Debug)]
+pub(crate) struct Described {
+    pub(crate) description: BlockDescription,
+    pub(crate) path: Option<PathBuf>,
+}
+
 /// How things are, at one moment.
 #[derive(Default)]
 pub(crate) struct CoreView {
@@ -103,7 +124,9 @@ pub(crate) struct CoreView {
     pub(crate) mode: NodeMode,
     pub(crate) drain: DrainProgress,
     pub(crate) sessions: Vec<SessionView>,
-    pub(crate) device_queues: Vec<usize>,
+    pub(crate) devices: Vec<DeviceView>,
+    /// Space of the devices that are usable.
+    pub(crate) device_usage: BTreeMap<DeviceId, PoolUsage>,
     pub(crate) inbox_waiting: usize,
 }
 
@@ -271,7 +294,21 @@ impl CoreLoop {
                 let _ = answer.try_send(self.view());
             }
             Input::Describe { key, answer } => {
-                let _ = answer.try_send(self.core.describe(&key));
+                let described = self.core.describe(&key).map(|description| {
+                    let path = description.nvme.and_then(|device| self.executor.device_path(device));
+                    Described { description, path }
+                });
+                let _ = answer.try_send(described);
+            }
+            Input::Attach(attached) => {
+                let Attached { id, device, pool } = *attached;
+                self.executor.hold_device(id, device);
+                self.apply(Event::DeviceAttached { device: id, pool: Box::new(pool) });
+            }
+            Input::Detach(device) => {
+                // First the core, which asks the device for nothing new from then on.
+                self.apply(Event::DeviceDetached { device });
+                self.executor.close_device(device);
             }
             Input::Flush(answer) => {
                 self.await_durable = Some(answer);
@@ -331,7 +368,8 @@ impl CoreLoop {
             mode: self.core.mode(),
             drain: self.core.drain_progress(),
             sessions: self.executor.session_views(),
-            device_queues: self.executor.device_queues(),
+            devices: self.executor.device_views(),
+            device_usage: self.core.device_usage().collect(),
             inbox_waiting: self.inbox.len(),
         }
     }

@@ -1,10 +1,11 @@
-//! The devices of this node's pool: opened, recovered or formatted at start, then one thread each.
+//! The devices of this node's pool: opened, recovered or formatted, then one thread each.
 //!
 //! The thread that opens a device keeps it: it reads the journal, waits for the verdict of the others (one pool has
 //! one identity), formats if the device is fresh, and becomes the device's worker. Devices open in parallel.
 //!
-//! A device that cannot be opened at start is an error for the operator. One that is lost later costs its capacity
-//! and nothing else.
+//! A device of the configuration that cannot be opened at start is an error for the operator. One that is lost later costs its
+//! capacity and nothing else. Devices that are claimed while the agent runs ([`open_some`]) fail each for itself; one that is closed
+//! answers whatever still comes with errors until the core has let go of it.
 
 mod health;
 mod identity;
@@ -14,6 +15,8 @@ mod pieces;
 mod reads;
 mod worker;
 
+pub(crate) use identity::{Membership, PoolIdentity};
+pub(crate) use open::{Unusable, unusable};
 pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
@@ -46,6 +49,8 @@ pub(crate) enum Command {
     Op(DeviceOp),
     /// Blocks to read; answered with fill updates.
     Read(ReadBatch),
+    /// Give up the device; answer what is under way and what still comes with errors.
+    Close,
     /// End.
     Stop,
 }
@@ -89,6 +94,7 @@ pub(crate) struct RecoveryInfo {
 }
 
 /// What devices need of the agent.
+#[derive(Clone)]
 pub(crate) struct DeviceContext {
     pub(crate) inbox: Inbox,
     pub(crate) arena: Arc<Arena>,
@@ -103,6 +109,8 @@ pub(crate) struct OpenedDevice {
     pub(crate) stored: Vec<StoredBlock>,
     /// Of tenants that have blocks there, as far as the blocks say.
     pub(crate) names: BTreeMap<TenantId, TenantName>,
+    /// Which pool it is of.
+    pub(crate) membership: Membership,
 }
 
 /// What an opening thread reports first.
@@ -153,23 +161,54 @@ pub(crate) fn open_all(
     settings: &PoolSettings,
     context: &DeviceContext,
 ) -> Result<Vec<OpenedDevice>, AgentError> {
-    let mut openings = Vec::with_capacity(settings.devices.len());
-    for (index, device) in settings.devices.iter().enumerate() {
+    let numbered = |(index, device): (usize, &DeviceSettings)| {
         let index = u8::try_from(index).expect("the configuration allows 32 devices");
-        openings.push(begin(DeviceId(index), device, settings, context)?);
+        (DeviceId(index), device.clone())
+    };
+    let devices: Vec<(DeviceId, DeviceSettings)> =
+        settings.devices.iter().enumerate().map(numbered).collect();
+    open_some(&devices, settings, PoolIdentity::default(), context).into_iter().collect()
+}
+
+/// Opens devices of one pool side by side, each under the number that it comes with; answers in their order. `identity` is that of
+/// the devices of the pool that are open already.
+pub(crate) fn open_some(
+    devices: &[(DeviceId, DeviceSettings)],
+    settings: &PoolSettings,
+    mut identity: PoolIdentity,
+    context: &DeviceContext,
+) -> Vec<Result<OpenedDevice, AgentError>> {
+    let mut errors: Vec<Option<AgentError>> = Vec::with_capacity(devices.len());
+    let mut openings = Vec::with_capacity(devices.len());
+    for (id, device) in devices {
+        let begun = begin(*id, device, settings, context);
+        errors.push(begun.map(|opening| openings.push(opening)).err());
     }
-    let found = openings
-        .iter()
-        .map(|opening| answer(&opening.found, &opening.path))
-        .collect::<Result<Vec<_>, _>>()?;
-    let verdicts = identity::decide(&openings, &found, settings.segment_bytes)?;
-    let mut opened = Vec::with_capacity(openings.len());
-    for ((opening, found), verdict) in openings.into_iter().zip(found).zip(verdicts) {
-        // The thread is waiting for this; if it ended, `finish` gets its error.
-        let _ = opening.verdict.send(verdict);
-        opened.push(finish(opening, found)?);
+    let found = openings.iter().map(|opening| match answer(&opening.found, &opening.path) {
+        Ok(found) => (Some(found), None),
+        Err(error) => (None, Some(error)),
+    });
+    let (found, failed): (Vec<Option<Found>>, Vec<Option<AgentError>>) = found.unzip();
+    let verdicts = identity::decide(&mut identity, &openings, &found, settings.segment_bytes);
+    let parts = openings.into_iter().zip(found.into_iter().zip(failed)).zip(verdicts);
+    let mut opened = parts.map(|((opening, (found, failed)), verdict)| match (found, failed, verdict) {
+        (Some(found), _, Some(Ok(verdict))) => {
+            // The thread is waiting for this; if it ended, `finish` gets its error.
+            let _ = opening.verdict.send(verdict);
+            finish(opening, found)
+        }
+        (_, Some(error), _) | (_, _, Some(Err(error))) => Err(error),
+        (_, None, None) => unreachable!("who has found a device has a verdict"),
+        (None, None, Some(Ok(_))) => unreachable!("a verdict is on what was found"),
+    });
+    let mut results = Vec::with_capacity(devices.len());
+    for error in errors {
+        results.push(match error {
+            Some(error) => Err(error),
+            None => opened.next().expect("every thread that was begun has a result"),
+        });
     }
-    Ok(opened)
+    results
 }
 
 impl Device {
@@ -185,6 +224,14 @@ impl Device {
             }
             Err(TrySendError::Full(command)) => Err(Unsent { command, why: DeviceError::Refused }),
             Err(TrySendError::Disconnected(command)) => Err(Unsent { command, why: DeviceError::Lost }),
+        }
+    }
+
+    /// Has the device given up; it goes on answering, with errors, until it is stopped.
+    pub(crate) fn close(&self) {
+        if let Err(Unsent { why, .. }) = self.submit(Command::Close) {
+            // Its queue has a place for everything that the core has under way, and for this.
+            tracing::error!(path = %self.info.path.display(), %why, "a device cannot be told to close");
         }
     }
 
@@ -271,6 +318,7 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
         })?,
     };
     let Recovered { pool, stored, names, recovery } = recovered;
+    let membership = Membership::of(&pool);
     let Facts { bytes, engine, caching, waker } = facts;
     let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery };
     tracing::info!(
@@ -278,7 +326,7 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "pool device ready"
     );
     let device = Device { commands: opening.commands, waker, thread: Some(opening.thread), info };
-    Ok(OpenedDevice { device, pool, stored, names })
+    Ok(OpenedDevice { device, pool, stored, names, membership })
 }
 
 /// What a thread has to say; a thread that ends without a word has panicked.

@@ -39,6 +39,11 @@ impl AgentError {
         self
     }
 
+    /// The underlying error, if it is of this type.
+    pub(crate) fn cause<T: Error + 'static>(&self) -> Option<&T> {
+        self.source.as_ref()?.downcast_ref()
+    }
+
     /// What has to be put right.
     #[cfg(test)]
     pub(crate) fn kind(&self) -> ErrorKind {

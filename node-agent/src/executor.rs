@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | replies, notices | straight to the socket, else the session's queue | the session is closed |
 //! | progress | stores to shared memory, futex wake | cannot |
+//! | letting go of a device | its thread is ended by whoever opened it | cannot |
 //! | device operations, reads | bounded queue, larger than what the core has under way | reported as not taken |
 //! | checks of blocks in DRAM | the checker's queue | reported as not looked at |
 //! | look-ups, announcements | the directory client's queues | it reports or re-announces |
@@ -14,9 +15,11 @@
 //! What fails at once comes back as an event ([`Executor::take_feedback`]), never as a call into the core.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crossbeam_channel::Sender;
 use reprise_agent_core::agent::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::effect::{
     DeviceId, Effect, FillId, LoadId, Offer, PeerFetch, PeerOfferId, ProgressEntry, ProgressUpdate, Reply,
@@ -30,7 +33,7 @@ use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_transport::IncomingOffer;
 
 use crate::checker::Checker;
-use crate::device::{Command, Device, Unsent, read_error};
+use crate::device::{Command, Device, DeviceInfo, Unsent, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlaceQuestion};
 use crate::metrics::{Metrics, Phase};
 use crate::peer::Peers;
@@ -39,6 +42,8 @@ use crate::session::{Peer, Session};
 /// What effects act on.
 pub(crate) struct Executor {
     parts: ExecutorParts,
+    /// By number.
+    devices: Vec<Option<Held>>,
     sessions: HashMap<SessionId, Connected>,
     feedback: VecDeque<Event>,
     /// Blocks being fetched: since when, and how many layers they have. As many as the core has fills under way.
@@ -52,6 +57,8 @@ pub(crate) struct Executor {
 /// What an executor is made of.
 pub(crate) struct ExecutorParts {
     pub(crate) devices: Vec<Device>,
+    /// Takes devices that the core has let go of.
+    pub(crate) released: Sender<Released>,
     pub(crate) directory: Arc<DirectoryClient>,
     /// Whether there is a control plane to ask.
     pub(crate) clustered: Clustered,
@@ -60,6 +67,30 @@ pub(crate) struct ExecutorParts {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
     pub(crate) metrics: Arc<Metrics>,
+}
+
+/// A device that is open, or lost.
+struct Held {
+    device: Device,
+    /// Why it is lost.
+    lost: Option<String>,
+}
+
+/// A device that was closed; whoever gets it stops it, and may give its number to another.
+pub(crate) struct Released {
+    pub(crate) id: DeviceId,
+    pub(crate) device: Device,
+}
+
+/// A device, for people and for whoever looks after devices.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceView {
+    pub(crate) id: DeviceId,
+    pub(crate) info: DeviceInfo,
+    /// Commands that its thread has not taken yet.
+    pub(crate) waiting: usize,
+    /// Why it is lost.
+    pub(crate) lost: Option<String>,
 }
 
 /// Whether this agent is part of a cluster.
@@ -113,9 +144,41 @@ impl Executor {
         }
     }
 
-    pub(crate) fn new(parts: ExecutorParts) -> Executor {
+    pub(crate) fn new(mut parts: ExecutorParts) -> Executor {
         let (sessions, feedback, fetches) = (HashMap::new(), VecDeque::new(), HashMap::new());
-        Executor { parts, sessions, feedback, fetches, unnamed: BTreeSet::new(), named: BTreeSet::new() }
+        let held = |device| Some(Held { device, lost: None });
+        let devices = std::mem::take(&mut parts.devices).into_iter().map(held).collect();
+        let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
+        Executor { parts, devices, sessions, feedback, fetches, unnamed, named }
+    }
+
+    /// Takes a device; its number is free.
+    pub(crate) fn hold_device(&mut self, DeviceId(id): DeviceId, device: Device) {
+        let at = usize::from(id);
+        if self.devices.len() <= at {
+            self.devices.resize_with(at + 1, || None);
+        }
+        self.devices[at] = Some(Held { device, lost: None });
+    }
+
+    /// Has a device give up.
+    pub(crate) fn close_device(&self, id: DeviceId) {
+        if let Some(held) = self.held(id) {
+            held.device.close();
+        }
+    }
+
+    fn held(&self, id: DeviceId) -> Option<&Held> {
+        self.devices.get(usize::from(id.0))?.as_ref()
+    }
+
+    /// The core has let go of a device.
+    fn release(&mut self, id: DeviceId) {
+        if let Some(Held { device, .. }) = self.devices.get_mut(usize::from(id.0)).and_then(Option::take) {
+            self.parts.metrics.device_closed(id, device.info());
+            // Nobody takes it when the agent stops: the device ends with its channel.
+            let _ = self.parts.released.try_send(Released { id, device });
+        }
     }
 
     /// An event that an effect has brought at once.
@@ -201,14 +264,24 @@ impl Executor {
         views
     }
 
-    /// Commands waiting at each device.
-    pub(crate) fn device_queues(&self) -> Vec<usize> {
-        self.parts.devices.iter().map(Device::waiting).collect()
+    /// The devices, by number.
+    pub(crate) fn device_views(&self) -> Vec<DeviceView> {
+        let view = |(id, held): (u8, &Option<Held>)| {
+            let Held { device, lost } = held.as_ref()?;
+            let (info, waiting, lost) = (device.info().clone(), device.waiting(), lost.clone());
+            Some(DeviceView { id: DeviceId(id), info, waiting, lost })
+        };
+        (0..).zip(&self.devices).filter_map(view).collect()
+    }
+
+    /// Where a device is.
+    pub(crate) fn device_path(&self, id: DeviceId) -> Option<PathBuf> {
+        self.held(id).map(|held| held.device.info().path.clone())
     }
 
     /// The devices, to be stopped.
     pub(crate) fn into_devices(self) -> Vec<Device> {
-        self.parts.devices
+        self.devices.into_iter().flatten().map(|held| held.device).collect()
     }
 
     /// Does one thing.
@@ -234,6 +307,7 @@ impl Executor {
                     self.feedback.extend(fills.map(|fill| failed(fill, read_error(why))));
                 }
             }
+            Effect::DeviceReleased { device } => self.release(device),
             Effect::CheckBlock(check) => {
                 let id = check.check;
                 if self.parts.checker.submit(check).is_err() {
@@ -295,14 +369,14 @@ impl Executor {
     }
 
     fn command(&self, device: DeviceId, command: Command) -> Result<(), Unsent> {
-        match self.parts.devices.get(usize::from(device.0)) {
-            Some(device) => device.submit(command),
+        match self.held(device) {
+            Some(held) => held.device.submit(command),
             None => Err(Unsent { command, why: DeviceError::Lost }),
         }
     }
 
     /// The only place that tells an operator.
-    fn report(&self, report: &Report) {
+    fn report(&mut self, report: &Report) {
         match report {
             Report::CorruptBlock { device, page, key } => {
                 tracing::error!(device = device.0, page = page.0, %key, "a stored block did not verify; it was dropped");
@@ -337,12 +411,14 @@ impl Executor {
             }
             Report::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
-                let device_at = self.parts.devices.get(usize::from(device.0));
-                let path =
-                    device_at.map(|device| device.info().path.display().to_string()).unwrap_or_default();
+                let mut path = PathBuf::new();
+                if let Some(held) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) {
+                    held.lost = Some(reason.clone());
+                    path.clone_from(&held.device.info().path);
+                }
                 tracing::error!(
                     device = device.0,
-                    path,
+                    path = %path.display(),
                     reason,
                     "device lost; the agent goes on without it and its blocks, restart it when the device is back"
                 );

@@ -8,13 +8,16 @@
 
 mod admin;
 mod checker;
+mod claims;
 mod config;
 mod core_loop;
 mod device;
 mod directory;
 mod error;
 mod executor;
+mod kubernetes;
 mod metrics;
+mod modes;
 mod peer;
 mod runtime;
 mod session;
@@ -28,9 +31,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
-use config::{Config, LogFormat, LogSettings};
+use config::{Config, FollowedConfig, LogFormat, LogSettings, PodPlace, Settings};
 use error::{AgentError, ErrorKind};
-use runtime::Runtime;
+use reprise_agent_kubernetes::Access;
+use runtime::{InCluster, Runtime};
 
 /// See setrlimit(2), "RLIMIT_FSIZE", and signal(7).
 const SIGXFSZ: SignalKind = SignalKind::from_raw(25);
@@ -45,6 +49,16 @@ struct Arguments {
     /// Print the default configuration, with comments, and exit.
     #[arg(long)]
     print_default_config: bool,
+    /// Run as the agent of a node of Kubernetes: devices and mode come from the node's CacheNode, and its status goes there. Wants
+    /// NODE_NAME and POD_IP in the environment, and a configuration file without node and devices.
+    #[arg(long, requires = "config")]
+    in_cluster: bool,
+    /// With --in-cluster: how the API server is reached, in place of the pod's service account.
+    #[arg(long, value_name = "FILE", requires = "in_cluster")]
+    kubeconfig: Option<PathBuf>,
+    /// With --in-cluster: where the node's root directory is mounted; names of devices are looked up below it.
+    #[arg(long, value_name = "DIR", default_value = "/", requires = "in_cluster")]
+    node_root: PathBuf,
 }
 
 fn main() -> ExitCode {
@@ -64,11 +78,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<(), AgentError> {
-    let config = match &arguments.config {
-        Some(path) => Config::read(path)?,
-        None => Config::default(),
-    };
-    let settings = config.validate()?;
+    let (settings, cluster) = settings(arguments)?;
     start_log(&settings.log)?;
     abort_on_panic();
     let failed = |what: &'static str| move |error| AgentError::new(ErrorKind::Resource, what).because(error);
@@ -82,7 +92,7 @@ fn run(arguments: &Arguments) -> Result<(), AgentError> {
         let mut interrupt = signal(SignalKind::interrupt()).map_err(failed("cannot wait for SIGINT"))?;
         // A limit on the size of files ends a process that does not handle the signal: to the pool it is a full disk.
         let _file_too_large = signal(SIGXFSZ).map_err(failed("cannot take SIGXFSZ"))?;
-        let runtime = Runtime::start(settings)?;
+        let runtime = Runtime::start(settings, cluster)?;
         let ready = serde_json::to_string(runtime.ready()).map_err(|error| {
             AgentError::new(ErrorKind::Internal, "cannot encode the ready line").because(error)
         })?;
@@ -98,6 +108,22 @@ fn run(arguments: &Arguments) -> Result<(), AgentError> {
     })
 }
 
+/// What the agent runs by, and what it needs of its cluster.
+fn settings(arguments: &Arguments) -> Result<(Settings, Option<InCluster>), AgentError> {
+    let Some(path) = &arguments.config else { return Ok((Config::default().validate()?, None)) };
+    if !arguments.in_cluster {
+        return Ok((Config::read(path)?.validate()?, None));
+    }
+    let pod = PodPlace::read(|name| std::env::var(name).ok())?;
+    let config = FollowedConfig::read(path.clone(), pod.clone())?;
+    let settings = config.running().clone().placed(&pod)?.validate()?;
+    let access = match &arguments.kubeconfig {
+        Some(path) => Access::Kubeconfig(path.clone()),
+        None => Access::ServiceAccount,
+    };
+    Ok((settings, Some(InCluster { pod, config, access, root: arguments.node_root.clone() })))
+}
+
 /// Writes to standard output; somebody who closed it does not want to know.
 fn print(text: &str) -> ExitCode {
     let mut output = std::io::stdout().lock();
@@ -108,7 +134,11 @@ fn print(text: &str) -> ExitCode {
 }
 
 fn start_log(settings: &LogSettings) -> Result<(), AgentError> {
-    let filter = tracing_subscriber::EnvFilter::new(&settings.level);
+    // The client of the API server calls every connection that fails an error; what it means is said where it is known.
+    let mut filter = tracing_subscriber::EnvFilter::new(&settings.level);
+    for quiet in ["kube_client=off", "kube_runtime=off"] {
+        filter = filter.add_directive(quiet.parse().expect("a directive"));
+    }
     // At debug level, the end of each request, load and fetch is a line with its time.
     let ends = match filter.max_level_hint() {
         Some(level) if level < LevelFilter::DEBUG => FmtSpan::NONE,

@@ -1,7 +1,7 @@
 //! Every metric of the agent: name, help, unit, labels.
 //!
 //! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are bounded:
-//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices of a configuration, `tenant` by [`tenants`]. What the
+//! `phase`, `kind` and `state` by their enums, `device` by the 32 devices that may be open, `tenant` by [`tenants`]. What the
 //! core counts is listed in
 //! [`CORE`], one line per counter (a test compares), and read from the core at each scrape.
 //!
@@ -261,13 +261,33 @@ impl Metrics {
         self.devices.recovery_seconds.get_or_create(&labels).set(info.recovery.took.as_secs_f64());
         let records = i64::try_from(info.recovery.records).unwrap_or(i64::MAX);
         self.devices.recovery_records.get_or_create(&labels).set(records);
-        let (io_engine, caching) = (info.engine.to_string(), format!("{:?}", info.caching).to_lowercase());
-        self.devices.info.get_or_create(&DeviceInfoLabels { device: device.0, io_engine, caching }).set(1);
+        self.devices.info.get_or_create(&info_labels(device, info)).set(1);
     }
 
     /// Notes that a device is lost.
     pub(crate) fn device_lost(&self, device: DeviceId) {
         self.devices.lost.get_or_create(&DeviceLabels { device: device.0 }).set(1);
+    }
+
+    /// Forgets a device that was closed: its number may be given to another.
+    pub(crate) fn device_closed(&self, device: DeviceId, info: &DeviceInfo) {
+        let labels = DeviceLabels { device: device.0 };
+        let families = &self.devices;
+        for latencies in [&families.read_seconds, &families.write_seconds, &families.sync_seconds] {
+            latencies.remove(&labels);
+        }
+        families.read_bytes.remove(&labels);
+        families.written_bytes.remove(&labels);
+        let DeviceFamilies { reads_queued, read_bytes_queued, writes_queued, write_bytes_queued, .. } =
+            families;
+        let gauges = [reads_queued, read_bytes_queued, writes_queued, write_bytes_queued];
+        for gauge in
+            gauges.into_iter().chain([&families.in_flight, &families.lost, &families.recovery_records])
+        {
+            gauge.remove(&labels);
+        }
+        families.recovery_seconds.remove(&labels);
+        families.info.remove(&info_labels(device, info));
     }
 
     /// Everything in the text format. `numbers` are those of the core, the transport and the directory client, now.
@@ -284,6 +304,11 @@ impl Metrics {
         prometheus_client::encoding::text::encode(&mut text, &self.registry)?;
         Ok(text)
     }
+}
+
+fn info_labels(device: DeviceId, info: &DeviceInfo) -> DeviceInfoLabels {
+    let (io_engine, caching) = (info.engine.to_string(), format!("{:?}", info.caching).to_lowercase());
+    DeviceInfoLabels { device: device.0, io_engine, caching }
 }
 
 impl DeviceFamilies {

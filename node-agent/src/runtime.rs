@@ -10,34 +10,42 @@
 mod stopping;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam_channel::bounded;
-use reprise_agent_core::agent::limits::LOOKUPS_MAX;
+use crossbeam_channel::{Receiver, bounded};
+use reprise_agent_core::agent::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
+use reprise_agent_kubernetes::{Access, NodeSettings, StateDirectory};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
 use reprise_transport::{TcpSettings, TcpTransport};
 use serde::Serialize;
+use tokio::sync::watch;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
 use crate::checker::Checker;
-use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
+use crate::claims::{Claims, ClaimsParts, OwnEndpoints};
+use crate::config::{
+    ArenaSettings, FollowedConfig, HugePages, KubernetesSettings, PeerSettings, PodPlace, Settings,
+};
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
 use crate::device::{self, Device, DeviceContext, DeviceInfo};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
 use crate::error::{AgentError, ErrorKind};
-use crate::executor::{Clustered, Executor, ExecutorParts};
+use crate::executor::{Clustered, Executor, ExecutorParts, Released};
+use crate::kubernetes::ClusterLink;
 use crate::metrics::Metrics;
+use crate::modes::Modes;
 use crate::peer::{self, Peers};
 use crate::session::{SessionContext, SessionServer, SessionServerSettings};
 
@@ -64,7 +72,17 @@ pub(crate) struct Runtime {
     peers: Option<Peers>,
     admin: AdminServer,
     admin_context: Arc<AdminContext>,
+    cluster: Option<(Claims, ClusterLink)>,
     ready: Ready,
+}
+
+/// What an agent in a cluster needs besides its settings.
+pub(crate) struct InCluster {
+    pub(crate) pod: PodPlace,
+    pub(crate) config: FollowedConfig,
+    pub(crate) access: Access,
+    /// Where the node's root directory is mounted.
+    pub(crate) root: PathBuf,
 }
 
 /// The line that says that an agent is ready, and where.
@@ -89,7 +107,7 @@ impl Runtime {
     ///
     /// # Errors
     /// What is missing, of which kind, and what to do.
-    pub(crate) fn start(settings: Settings) -> Result<Runtime, AgentError> {
+    pub(crate) fn start(settings: Settings, cluster: Option<InCluster>) -> Result<Runtime, AgentError> {
         let clock = Clock::start();
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
         let (inbox, inputs) = Inbox::new();
@@ -116,12 +134,33 @@ impl Runtime {
             .as_ref()
             .map(|peers| listen_for_peers(&settings, peers, &inbox, &arena))
             .transpose()?;
-        let directory =
-            Arc::new(start_directory(&settings, &infos, &admin, port.as_ref(), (&inbox, tenants.clone()))?);
+        let modes = Arc::new(Mutex::new(Modes::default()));
+        let reached_at = |listening: SocketAddr| match &cluster {
+            Some(cluster) => cluster.pod.reached_at(listening),
+            None => listening,
+        };
+        let registration = Registration {
+            name: settings.node.name.clone(),
+            peer_address: port.as_ref().map(|port| port.advertised.clone()).unwrap_or_default(),
+            admin_address: reached_at(admin.address()).to_string(),
+            dram_bytes: settings.arena.bytes,
+            nvme_bytes: infos.iter().map(|device| device.bytes).sum(),
+            failure_domain: settings.node.failure_domain.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let endpoints = OwnEndpoints {
+            peer: port.as_ref().map(|port| port.advertised.clone()),
+            admin: registration.admin_address.clone(),
+            socket_directory: settings.session.socket.parent().unwrap_or(Path::new("/")).to_owned(),
+        };
+        let sink = directory_sink(inbox.clone(), modes.clone());
+        let directory = Arc::new(start_directory(&settings, registration, sink, tenants.clone())?);
         let clustered = if settings.controlplane.is_some() { Clustered::Yes } else { Clustered::StandAlone };
         let peers = port.as_ref().map(|port| port.peers.clone());
+        let (releases, released) = bounded(DEVICES_MAX);
         let parts = ExecutorParts {
             devices,
+            released: releases,
             directory: directory.clone(),
             clustered,
             peers: peers.clone(),
@@ -151,24 +190,37 @@ impl Runtime {
             metrics,
             directory: directory.clone(),
             peers: peers.clone(),
-            devices: infos,
             arena: ArenaInfo {
                 bytes: settings.arena.bytes,
                 regions: arena.regions().len(),
                 page_kind: arena.coverage().to_string(),
             },
-            ready: AtomicBool::new(true),
+            ready: AtomicBool::new(cluster.is_none()),
             tenants,
             settings,
         });
         let admin = admin.serve(admin_context.clone())?;
+        let join =
+            |cluster| join_cluster(cluster, (context, modes), released, admin_context.clone(), endpoints);
+        let cluster = cluster.map(join).transpose()?;
         let ready = Ready {
             ready: true,
             admin: admin.address().to_string(),
             socket: admin_context.settings.session.socket.clone(),
             peer: port.map(|port| port.listening),
         };
-        Ok(Runtime { inbox, sessions, session_context, core, directory, peers, admin, admin_context, ready })
+        Ok(Runtime {
+            inbox,
+            sessions,
+            session_context,
+            core,
+            directory,
+            peers,
+            admin,
+            admin_context,
+            cluster,
+            ready,
+        })
     }
 
     /// Where it serves.
@@ -178,6 +230,12 @@ impl Runtime {
 
     /// Stops within a bound; see the module.
     pub(crate) fn stop(mut self) {
+        let link = self.cluster.take().map(|(claims, mut link)| {
+            // Devices stay as they are from here on, and the last status is written meanwhile.
+            claims.stop();
+            link.leave();
+            link
+        });
         self.admin_context.ready.store(false, Ordering::Release);
         self.session_context.draining.store(true, Ordering::Release);
         self.sessions.stop_accepting();
@@ -206,11 +264,40 @@ impl Runtime {
             }
         }
         self.admin.stop();
+        if let Some(link) = link {
+            link.join();
+        }
     }
 }
 
+/// Begins to follow what the node's `CacheNode` says.
+fn join_cluster(
+    cluster: InCluster,
+    (context, modes): (DeviceContext, Arc<Mutex<Modes>>),
+    released: Receiver<Released>,
+    admin: Arc<AdminContext>,
+    endpoints: OwnEndpoints,
+) -> Result<(Claims, ClusterLink), AgentError> {
+    let InCluster { pod, config, access, root } = cluster;
+    let KubernetesSettings { state_directory, status_every } = admin.settings.kubernetes.clone();
+    let node = NodeSettings {
+        state: StateDirectory::new(&state_directory, &pod.node),
+        node: pod.node,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pod: pod.pod,
+        access,
+        status_every,
+    };
+    let (facts, told) = watch::channel(None);
+    let pool = admin.settings.pool.clone();
+    let parts = ClaimsParts { context, pool, released, modes, admin, root, config, endpoints, facts };
+    let claims = Claims::start(parts)?;
+    let link = ClusterLink::start(node, claims.desk(), told)?;
+    Ok((claims, link))
+}
+
 /// Enters the names that came back with blocks.
-fn recall_tenants(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
+pub(crate) fn recall_tenants(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
     let mut tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
     for (number, name) in names {
         if let Err(error) = tenants.recall(name, *number) {
@@ -278,20 +365,10 @@ fn listen_for_peers(
 
 fn start_directory(
     settings: &Settings,
-    devices: &[DeviceInfo],
-    admin: &AdminPort,
-    port: Option<&PeerPort>,
-    (inbox, tenants): (&Inbox, Arc<Mutex<TenantRegistry>>),
+    registration: Registration,
+    sink: DirectorySink,
+    tenants: Arc<Mutex<TenantRegistry>>,
 ) -> Result<DirectoryClient, AgentError> {
-    let registration = Registration {
-        name: settings.node.name.clone(),
-        peer_address: port.map(|port| port.advertised.clone()).unwrap_or_default(),
-        admin_address: admin.address().to_string(),
-        dram_bytes: settings.arena.bytes,
-        nvme_bytes: devices.iter().map(|device| device.bytes).sum(),
-        failure_domain: settings.node.failure_domain.clone(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-    };
     let directory = DirectorySettings {
         endpoints: settings.controlplane.as_ref().map(|plane| plane.endpoints.clone()).unwrap_or_default(),
         registration,
@@ -301,7 +378,7 @@ fn start_directory(
         lookups_max: LOOKUPS_MAX,
         tenants,
     };
-    DirectoryClient::start(directory, directory_sink(inbox.clone())).map_err(|error| {
+    DirectoryClient::start(directory, sink).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot start the client of the control plane").because(error)
     })
 }
@@ -318,14 +395,17 @@ fn mode_of(mode: reprise_proto::controlplane::NodeMode) -> Option<NodeMode> {
 }
 
 /// Passes the directory's events on to the core, and says what an operator cares about.
-fn directory_sink(inbox: Inbox) -> DirectorySink {
+fn directory_sink(inbox: Inbox, modes: Arc<Mutex<Modes>>) -> DirectorySink {
     Arc::new(move |event| {
         let event = match event {
             DirectoryEvent::InventoryWanted { slots } => Event::InventoryWanted { slots },
             DirectoryEvent::Found { lookup, found } => Event::Found { lookup, found },
             DirectoryEvent::Budget(grant) => Event::Budget(grant),
             DirectoryEvent::Mode { mode, number } => match mode_of(mode) {
-                Some(mode) => Event::Mode { mode, revision: number },
+                Some(mode) => match modes.lock().unwrap_or_else(PoisonError::into_inner).said(mode, number) {
+                    Some(event) => event,
+                    None => return,
+                },
                 None => return,
             },
             DirectoryEvent::Move(order) => Event::Move(order),

@@ -7,6 +7,7 @@ use reprise_policy::BlockKey;
 use serde::Serialize;
 
 use super::AdminContext;
+use crate::core_loop::Described;
 
 /// The page.
 #[derive(Serialize)]
@@ -31,12 +32,10 @@ struct Stored {
 }
 
 impl Block {
-    pub(super) fn new(context: &AdminContext, key: BlockKey, description: &BlockDescription) -> Block {
-        let BlockDescription { origin, dram, nvme, priority, leases } = *description;
-        let stored = |DeviceId(device)| {
-            let path = context.devices.get(usize::from(device)).map(|info| info.path.display().to_string());
-            Stored { device, path: path.unwrap_or_default() }
-        };
+    pub(super) fn new(context: &AdminContext, key: BlockKey, described: Described) -> Block {
+        let BlockDescription { origin, dram, nvme, priority, leases } = described.description;
+        let path = described.path.unwrap_or_default().display().to_string();
+        let stored = |DeviceId(device)| Stored { device, path };
         Block {
             node: context.settings.node.name.clone(),
             key: key.to_string(),

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::AdminContext;
 use crate::core_loop::CoreView;
-use crate::device::DeviceInfo;
 use crate::directory::DirectoryStatus;
+use crate::executor::DeviceView;
 use crate::metrics::{Kind, Number};
 
 /// The page. Sizes are bytes, times microseconds, unless they carry a unit.
@@ -67,10 +67,16 @@ struct Placement {
 
 #[derive(Serialize)]
 struct Device {
+    device: u8,
     path: String,
     bytes: u64,
+    /// For blocks and their headers; 0 when it is lost.
+    slot_bytes: u64,
+    used_bytes: u64,
     io_engine: String,
     direct: bool,
+    /// Why it is lost.
+    lost: Option<String>,
     queue_waiting: usize,
     recovery_us: u64,
     recovery_records: u64,
@@ -159,7 +165,7 @@ impl Status {
                 bytes: ByteSize(settings.writeback_bytes),
             },
             placement: placement(view),
-            devices: context.devices.iter().zip(&view.device_queues).map(device).collect(),
+            devices: view.devices.iter().map(|device| Device::new(device, view)).collect(),
             sessions: view.sessions.iter().map(session).collect(),
             tenants: view.tenants.iter().map(|usage| tenant(context, usage)).collect(),
             peers: peers(context),
@@ -180,17 +186,25 @@ fn placement(view: &CoreView) -> Placement {
     Placement { mode, drained, walked_blocks, durable_blocks, nowhere_blocks, moved_bytes }
 }
 
-fn device((info, waiting): (&DeviceInfo, &usize)) -> Device {
-    Device {
-        path: info.path.display().to_string(),
-        bytes: info.bytes,
-        io_engine: info.engine.to_string(),
-        direct: info.caching == reprise_io::Caching::Direct,
-        queue_waiting: *waiting,
-        recovery_us: u64::try_from(info.recovery.took.as_micros()).unwrap_or(u64::MAX),
-        recovery_records: info.recovery.records,
-        recovered_blocks: info.recovery.blocks,
-        formatted: info.recovery.formatted,
+impl Device {
+    fn new(device: &DeviceView, view: &CoreView) -> Device {
+        let DeviceView { id, info, waiting, lost } = device;
+        let usage = view.device_usage.get(id).copied().unwrap_or_default();
+        Device {
+            device: id.0,
+            path: info.path.display().to_string(),
+            bytes: info.bytes,
+            slot_bytes: usage.capacity_bytes,
+            used_bytes: usage.slot_bytes_used,
+            io_engine: info.engine.to_string(),
+            direct: info.caching == reprise_io::Caching::Direct,
+            lost: lost.clone(),
+            queue_waiting: *waiting,
+            recovery_us: u64::try_from(info.recovery.took.as_micros()).unwrap_or(u64::MAX),
+            recovery_records: info.recovery.records,
+            recovered_blocks: info.recovery.blocks,
+            formatted: info.recovery.formatted,
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use reprise_agent_core::event::{Event, Priority};
 
 use super::*;
 use crate::config::Config;
-use crate::core_loop::{Clock, CoreView};
+use crate::core_loop::{Clock, CoreView, Described};
 use crate::directory::{CHANGES_QUEUED_MAX, DirectorySettings, Registration};
 
 const KEY: &str = "00112233445566778899aabbccddeeff";
@@ -38,7 +38,6 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         metrics: Arc::new(Metrics::new("test", reprise_buffers::PageCoverage::default())),
         directory: Arc::new(DirectoryClient::start(alone, Arc::new(|_| {})).expect("a thread is to be had")),
         peers: None,
-        devices: Vec::new(),
         arena: ArenaInfo { bytes: 0, regions: 0, page_kind: String::new() },
         settings: Config::default().validate().expect("the defaults are valid"),
         tenants: Arc::default(),
@@ -98,7 +97,8 @@ fn block_said(description: Option<BlockDescription>) -> (StatusCode, String) {
     let core = std::thread::spawn(move || {
         let Ok(Input::Describe { key, answer }) = inputs.recv() else { panic!("the page asks for a block") };
         assert_eq!(key.to_string(), KEY);
-        answer.send(description).expect("the page waits for the answer");
+        let described = description.map(|description| Described { description, path: None });
+        answer.send(described).expect("the page waits for the answer");
     });
     let said = run(said(block_page(State(context), Path(KEY.to_owned()))));
     core.join().expect("it answered");

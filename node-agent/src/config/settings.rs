@@ -14,8 +14,9 @@ use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
 
 use super::{
-    Addresses, ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice, LimitsSection,
-    LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, SessionSection, TenantSettings,
+    Addresses, ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice,
+    KubernetesSettings, LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection,
+    SessionSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -65,6 +66,7 @@ pub(crate) struct Settings {
     pub(crate) controlplane: Option<ControlPlaneSettings>,
     pub(crate) placement: PlacementSettings,
     pub(crate) admin: SocketAddr,
+    pub(crate) kubernetes: KubernetesSettings,
     pub(crate) log: LogSettings,
 }
 
@@ -190,6 +192,7 @@ impl Config {
             controlplane: control_plane(&self.controlplane.address)?,
             placement: self.placement.validate()?,
             admin: address("admin.listen", &self.admin.listen)?,
+            kubernetes: self.kubernetes.validate()?,
             log: self.log.validate()?,
         })
     }

@@ -268,6 +268,26 @@ fn cannot_be_used(path: &Path, error: OpenError) -> AgentError {
     AgentError::new(ErrorKind::Device, context).because(error)
 }
 
+/// What is wrong with a device, as far as somebody may act on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unusable {
+    /// The kernel does not grant the engine that was asked for.
+    Engine,
+    /// It holds data of somebody else.
+    Foreign,
+    /// Anything else.
+    Otherwise,
+}
+
+/// What an error of opening a device is about.
+pub(crate) fn unusable(error: &AgentError) -> Unusable {
+    match error.cause::<OpenError>() {
+        Some(OpenError::Io(error)) if error.kind() == IoErrorKind::Unsupported => Unusable::Engine,
+        Some(OpenError::Pool(PoolError::Foreign { .. })) => Unusable::Foreign,
+        _ => Unusable::Otherwise,
+    }
+}
+
 /// Why a device cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OpenError {

@@ -138,6 +138,8 @@ enum InQueue {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Commands {
     Open,
+    /// Nobody wants the device any more.
+    Closed,
     /// Stopped, or the core is gone.
     Ended,
 }
@@ -199,15 +201,17 @@ impl Worker {
             match self.turn() {
                 Ok(Commands::Open) => {}
                 Ok(Commands::Ended) => return,
-                Err(reason) => return self.lose(reason).run(),
+                Ok(Commands::Closed) => return self.lose(None).run(),
+                Err(reason) => return self.lose(Some(reason)).run(),
             }
         }
     }
 
     /// One turn of the loop; `Err` when the device is lost, with the reason.
     fn turn(&mut self) -> Result<Commands, String> {
-        if self.take_commands() == Commands::Ended {
-            return Ok(Commands::Ended);
+        match self.take_commands() {
+            Commands::Open => {}
+            over => return Ok(over),
         }
         self.submit();
         self.reap(self.wait()).map_err(|error| error.to_string())?;
@@ -236,6 +240,7 @@ impl Worker {
             match self.around.commands.try_recv() {
                 Ok(Command::Op(op)) => self.queue_op(op),
                 Ok(Command::Read(batch)) => self.queue_batch(&batch),
+                Ok(Command::Close) => return Commands::Closed,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return Commands::Ended,
                 Err(TryRecvError::Empty) => return Commands::Open,
             }

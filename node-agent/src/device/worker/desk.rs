@@ -162,7 +162,8 @@ impl Desk {
         match worker.turn() {
             Ok(Commands::Open) => self.worker = Some(worker),
             Ok(Commands::Ended) => panic!("nobody has told it to end"),
-            Err(reason) => drop(worker.lose(reason)),
+            Ok(Commands::Closed) => panic!("nobody has told it to close"),
+            Err(reason) => drop(worker.lose(Some(reason))),
         }
         let report = |input| match input {
             Input::Device(report) => report,

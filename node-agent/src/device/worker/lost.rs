@@ -21,8 +21,8 @@ pub(super) struct LostDevice {
 }
 
 impl Worker {
-    /// Everything under way and in the queue fails.
-    pub(super) fn lose(self, reason: String) -> LostDevice {
+    /// Everything under way and in the queue fails. `None`: the device is closed because nobody wants it any more.
+    pub(super) fn lose(self, reason: Option<String>) -> LostDevice {
         let Worker { around, engine, mut queue, mut reads, mut in_flight, completed, mut report, .. } = self;
         let closed = engine.close();
         if closed == Closed::Leaked {
@@ -51,7 +51,7 @@ impl Worker {
         }
         reads.fail_all(closed);
         reads.take_updates(&mut report.fills);
-        report.lost = Some(reason);
+        report.lost = reason;
         around.metrics.queue(&Default::default());
         around.send(&mut report);
         LostDevice { around, report }
@@ -67,6 +67,7 @@ impl LostDevice {
                     let failed = |fill| (fill, FillUpdate::Failed(FillError::Device));
                     self.report.fills.extend(batch.blocks.iter().map(|block| failed(block.fill)));
                 }
+                Command::Close => {}
                 Command::Stop => return,
             }
             self.around.send(&mut self.report);

@@ -358,3 +358,29 @@ fn operations_that_make_no_sense_are_refused_one_by_one() {
     world.read(0..3);
     assert_eq!(world.ends(3).len(), 3);
 }
+
+#[test]
+fn a_device_that_is_closed_ends_what_it_has_says_nothing_of_a_loss_and_goes_on_answering() {
+    let world = World::new();
+    world.read(0..4);
+    world.op(1, DeviceOpKind::Sync);
+    world.command(Command::Close);
+    world.op(2, DeviceOpKind::Sync);
+    world.command(Command::Close);
+    world.read(4..5);
+    let (mut done, mut ended) = (Vec::new(), Vec::new());
+    while done.len() < 2 || ended.len() < 5 {
+        let DeviceReport { lost, done: more, fills, .. } = world.report();
+        assert_eq!(lost, None, "nobody has lost it");
+        done.extend(more.into_iter().map(|(token, _)| token.0));
+        let ends = |update: &FillUpdate| {
+            matches!(update, FillUpdate::Failed(_))
+                || matches!(update, FillUpdate::Layers { layers, .. } if *layers == layout().layers())
+        };
+        ended.extend(fills.iter().filter(|(_, update)| ends(update)).map(|(fill, _)| fill.0));
+    }
+    done.sort_unstable();
+    ended.sort_unstable();
+    assert_eq!((done, ended), (vec![1, 2], vec![0, 1, 2, 3, 4]));
+    assert!(world.device.open_engine().is_ok(), "it has let go of the device");
+}

@@ -1,0 +1,127 @@
+//! How the node is, out of what core, directory client, board and configuration know.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::bounded;
+use reprise_agent_kubernetes::{
+    ControlPlane, Desired, DrainFact, Facts, Memory, NodeMode as SpecMode, PageKind, Phase,
+};
+use reprise_policy::NodeMode;
+
+use super::ClaimsParts;
+use super::board::Board;
+use crate::admin::AdminContext;
+use crate::core_loop::{CoreView, Input};
+use crate::directory::DirectoryStatus;
+
+/// The core answers within microseconds, or behind a full inbox.
+const CORE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Where the agent is reached.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnEndpoints {
+    /// By other agents.
+    pub(crate) peer: Option<String>,
+    /// Metrics, health and status.
+    pub(crate) admin: String,
+    /// Directory of the socket of sessions.
+    pub(crate) socket_directory: PathBuf,
+}
+
+/// How the core is; `None` when it does not answer.
+pub(super) fn core_view(admin: &AdminContext) -> Option<CoreView> {
+    let until = Instant::now() + CORE_PATIENCE;
+    let (answer, answered) = bounded(1);
+    admin.inbox.send_within(Input::Inspect(answer), CORE_PATIENCE).ok()?;
+    answered.recv_deadline(until).ok()
+}
+
+/// What is told of the node.
+pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view: &CoreView) -> Facts {
+    let is_ready = parts.admin.ready.load(std::sync::atomic::Ordering::Acquire);
+    let devices = board.devices().into_iter().map(|(id, mut fact)| {
+        let usage = id.and_then(|id| view.device_usage.get(&id).copied()).unwrap_or_default();
+        (fact.size, fact.used) = (usage.capacity_bytes, usage.slot_bytes_used);
+        fact
+    });
+    let wanted = desired.configuration_digest.as_deref();
+    let drain = view.drain;
+    let mut problems: Vec<String> = desired.problems.iter().map(|problem| problem.message.clone()).collect();
+    if !desired.profiles.is_empty() {
+        problems.push(format!(
+            "spec.profiles: slack profiles are not in this release of the agent: {}",
+            desired.profiles.join(", ")
+        ));
+    }
+    Facts {
+        phase: if is_ready { Phase::Serving } else { Phase::Starting },
+        generation: desired.generation,
+        problems,
+        configuration: Some(parts.config.digest().to_owned()),
+        configuration_pending: parts.config.pending(wanted),
+        peer: parts.endpoints.peer.clone(),
+        admin: parts.endpoints.admin.clone(),
+        socket_directory: parts.endpoints.socket_directory.clone(),
+        control_plane: control_plane(&parts.admin.directory.status()),
+        memory: Memory {
+            total: view.counters.arena_bytes,
+            used: view.counters.arena_used_bytes,
+            pages: pages(parts),
+        },
+        claims: board.claims(),
+        devices: devices.collect(),
+        mode: spec_mode(view.mode),
+        drain: DrainFact {
+            drained: drain.drained && view.counters.unsaved_blocks == 0,
+            walked: drain.walked_blocks,
+            durable: drain.durable_blocks,
+            nowhere: drain.nowhere_blocks,
+        },
+    }
+}
+
+fn control_plane(status: &DirectoryStatus) -> ControlPlane {
+    let count = |members: u64| u32::try_from(members).unwrap_or(u32::MAX);
+    match status.registered {
+        _ if status.stand_alone => ControlPlane::None,
+        Some((node, epoch)) if status.connected => ControlPlane::Connected {
+            node: node.0,
+            epoch: epoch.0,
+            members: count(status.members),
+            connected: count(status.members_connected),
+        },
+        _ => ControlPlane::Away { members: count(status.members) },
+    }
+}
+
+/// The pages that most of the memory is in.
+fn pages(parts: &ClaimsParts) -> PageKind {
+    use reprise_buffers::PageKind as Kind;
+    let coverage = parts.context.arena.coverage();
+    let most = [Kind::HugeTlb, Kind::TransparentHuge, Kind::Small]
+        .into_iter()
+        .max_by_key(|kind| coverage.bytes_of(*kind));
+    match most {
+        Some(Kind::HugeTlb) => PageKind::Huge,
+        Some(Kind::TransparentHuge) => PageKind::Transparent,
+        Some(Kind::Small) | None => PageKind::Small,
+    }
+}
+
+/// A mode of a spec, as the agent has it.
+pub(super) fn mode(mode: SpecMode) -> NodeMode {
+    match mode {
+        SpecMode::Active => NodeMode::Active,
+        SpecMode::Cordoned => NodeMode::Cordoned,
+        SpecMode::Draining => NodeMode::Draining,
+    }
+}
+
+fn spec_mode(mode: NodeMode) -> SpecMode {
+    match mode {
+        NodeMode::Active => SpecMode::Active,
+        NodeMode::Cordoned => SpecMode::Cordoned,
+        NodeMode::Draining => SpecMode::Draining,
+    }
+}
