@@ -7,7 +7,7 @@ use reprise_policy::Layout;
 pub use rustix::process::Signal;
 
 use crate::admin::Admin;
-use crate::config::AgentFiles;
+use crate::config::{AgentFiles, StartedWith};
 use crate::engine::Engine;
 use crate::process::{Refused, Running, Starting, binary};
 
@@ -21,8 +21,17 @@ pub struct Agent {
 
 /// The command that runs an agent with the configuration of these files.
 pub fn command(files: &AgentFiles) -> Command {
-    let mut command = Command::new(binary("reprise-agent"));
-    command.arg("--config").arg(&files.config);
+    let program = binary("reprise-agent");
+    let mut command = match files.start.launcher.split_first() {
+        Some((launcher, arguments)) => {
+            let mut command = Command::new(launcher);
+            command.args(arguments).arg(program);
+            command
+        }
+        None => Command::new(program),
+    };
+    command.arg("--config").arg(&files.config).args(&files.start.arguments);
+    command.envs(files.start.environment.iter().map(|(name, value)| (name, value)));
     files.host.command(command)
 }
 
@@ -41,6 +50,11 @@ impl Agent {
     /// Its files.
     pub fn files(&self) -> &AgentFiles {
         &self.files
+    }
+
+    /// Starts it with something else from the next start on.
+    pub fn set_start(&mut self, start: StartedWith) {
+        self.files.start = start;
     }
 
     /// Its admin port.

@@ -47,6 +47,19 @@ pub struct AgentFiles {
     pub log: PathBuf,
     /// Where it runs.
     pub host: Host,
+    /// What it is started with besides.
+    pub start: StartedWith,
+}
+
+/// What an agent is started with besides its configuration file.
+#[derive(Clone, Debug, Default)]
+pub struct StartedWith {
+    /// A command that becomes the agent's, in front of it.
+    pub launcher: Vec<String>,
+    /// Arguments behind its own.
+    pub arguments: Vec<String>,
+    /// Variables of its environment.
+    pub environment: Vec<(String, String)>,
 }
 
 impl AgentConfig {
@@ -101,6 +114,7 @@ impl AgentFiles {
             pool: folder.join(format!("{node}.pool")),
             log: folder.join(format!("{node}.log")),
             host: Host::LOOPBACK,
+            start: StartedWith::default(),
         }
     }
 }

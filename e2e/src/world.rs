@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tempfile::TempDir;
 
 use crate::agent::{self, Agent};
-use crate::config::{AgentConfig, AgentFiles};
+use crate::config::{AgentConfig, AgentFiles, StartedWith};
 use crate::control_plane::{ControlPlane, Store};
 use crate::etcd::Etcd;
 use crate::host::Host;
@@ -81,6 +81,13 @@ impl World {
     /// Starts an agent; it must start.
     pub fn agent(&self, config: &AgentConfig) -> Agent {
         let files = self.configure(config);
+        self.launch(&files, agent::command(&files))
+            .unwrap_or_else(|refused| panic!("the agent does not start: {refused:?}"))
+    }
+
+    /// Starts an agent that is started with something besides; it must start.
+    pub fn agent_with(&self, config: &AgentConfig, start: StartedWith) -> Agent {
+        let files = AgentFiles { start, ..self.configure(config) };
         self.launch(&files, agent::command(&files))
             .unwrap_or_else(|refused| panic!("the agent does not start: {refused:?}"))
     }

@@ -15,6 +15,8 @@ mod admission;
 mod objects;
 #[path = "resources/restarts.rs"]
 mod restarts;
+#[path = "resources/rights.rs"]
+mod rights;
 #[path = "resources/rules.rs"]
 mod rules;
 #[path = "resources/schemas.rs"]

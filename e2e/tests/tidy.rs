@@ -35,6 +35,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-io", &["reprise-policy", "reprise-buffers"]),
     ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
     ("reprise-agent-core", &["reprise-policy"]),
+    ("reprise-agent-kubernetes", &["reprise-crds"]),
     ("reprise-client", &["reprise-policy", "reprise-proto", "reprise-buffers"]),
     (
         "reprise-agent",
@@ -45,6 +46,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-io",
             "reprise-transport",
             "reprise-agent-core",
+            "reprise-agent-kubernetes",
         ],
     ),
     ("reprise-controlplane-core", &["reprise-policy"]),

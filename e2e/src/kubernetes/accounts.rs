@@ -1,6 +1,8 @@
 //! Service accounts as pods have them, without a kubelet: a pod that names its node is stored, and a token asked for that is
 //! bound to it. The server writes the pod's node into such a token, and admission policies find it there.
 
+use std::path::Path;
+
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ServiceAccount};
 use kube::api::{Api, Patch, PatchParams, PostParams};
@@ -38,8 +40,30 @@ impl ApiServer {
     /// # Panics
     /// When the server refuses any of it.
     pub fn client_on_node(&self, account: PodAccount<'_>, node: &str) -> Client {
+        self.client_with_token(self.token_on_node(account, node))
+    }
+
+    /// A file as kubectl reads it, of the account as a pod on this node has it.
+    ///
+    /// # Panics
+    /// When the server refuses what it takes, or the file cannot be written.
+    pub fn kubeconfig_on_node(&self, account: PodAccount<'_>, node: &str, path: &Path) {
+        let authority = self.authority.file("ca.crt");
+        let config = json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{ "name": "test", "cluster": { "server": self.url(), "certificate-authority": authority } }],
+            "users": [{ "name": "agent", "user": { "token": self.token_on_node(account, node) } }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "agent" } }],
+            "current-context": "test",
+        });
+        // YAML takes JSON as it is.
+        std::fs::write(path, config.to_string()).expect("a file can be written");
+    }
+
+    fn token_on_node(&self, account: PodAccount<'_>, node: &str) -> String {
         let pod = format!("{}-{node}", account.name);
-        let token = self.block_on(async {
+        self.block_on(async {
             let admin = self.admin();
             lay_down(&admin, account).await;
             apply_in_cluster::<Node>(&admin, node, json!({})).await;
@@ -56,8 +80,7 @@ impl ApiServer {
                 uid: pod.uid(),
             };
             token(&admin, account, Some(bound)).await
-        });
-        self.client_with_token(token)
+        })
     }
 
     /// A client of the account with a token of no pod: no node is named in it. Makes namespace and account when they are not

@@ -1,22 +1,13 @@
 //! The admission policy of the chart: an agent, whoever has its token, writes the `CacheNode` of its own node only.
 
-use std::fs;
-
-use k8s_openapi::api::admissionregistration::v1::{
-    ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding,
-};
-use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use kube::Client;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
-use kube::{Client, Resource};
 use reprise_e2e::kubernetes::PodAccount;
-use reprise_e2e::{ApiServer, PATIENCE, tree, wait_until};
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use reprise_e2e::{ApiServer, PATIENCE, wait_until};
+use serde_json::json;
 
 use crate::objects::{api, create, dynamic, minimal, refusal};
-
-const POLICY: &str = "charts/reprise/files/confine-agents.yaml";
+use crate::rights::{allow, install_policy};
 
 const AGENT: PodAccount<'_> = PodAccount { namespace: "reprise-agents", name: "reprise-agent" };
 const OPERATOR: PodAccount<'_> = PodAccount { namespace: "reprise-system", name: "reprise-operator" };
@@ -96,46 +87,4 @@ pub(crate) fn an_agent_writes_the_cache_node_of_its_own_node_only(server: &ApiSe
     assert_eq!(operator.report("far"), None);
     assert_eq!(near.delete("near"), None);
     assert_eq!(operator.delete("far"), None);
-}
-
-/// As the chart does, from the chart's file.
-fn install_policy(server: &ApiServer) {
-    let text = fs::read_to_string(tree().join(POLICY)).expect("the policy is in the tree");
-    let documents: Vec<Value> = serde_yaml_ng::Deserializer::from_str(&text)
-        .map(|one| Value::deserialize(one).expect("the policy is YAML"))
-        .collect();
-    assert_eq!(documents.len(), 2, "a policy and its binding");
-    apply::<ValidatingAdmissionPolicy>(server, &documents[0]);
-    apply::<ValidatingAdmissionPolicyBinding>(server, &documents[1]);
-}
-
-/// Grants an account verbs on CacheNodes and their statuses.
-fn allow(server: &ApiServer, account: PodAccount<'_>, verbs: &[&str]) {
-    let name = format!("{}-cachenodes", account.name);
-    let rights = "rbac.authorization.k8s.io";
-    apply::<ClusterRole>(
-        server,
-        &json!({
-            "apiVersion": format!("{rights}/v1"), "kind": "ClusterRole", "metadata": { "name": name },
-            "rules": [{ "apiGroups": ["reprise.dev"], "resources": ["cachenodes", "cachenodes/status"], "verbs": verbs }],
-        }),
-    );
-    apply::<ClusterRoleBinding>(
-        server,
-        &json!({
-            "apiVersion": format!("{rights}/v1"), "kind": "ClusterRoleBinding", "metadata": { "name": name },
-            "roleRef": { "apiGroup": rights, "kind": "ClusterRole", "name": name },
-            "subjects": [{ "kind": "ServiceAccount", "name": account.name, "namespace": account.namespace }],
-        }),
-    );
-}
-
-fn apply<K>(server: &ApiServer, object: &Value)
-where
-    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + DeserializeOwned,
-{
-    let name = object["metadata"]["name"].as_str().expect("a name");
-    let api: Api<K> = Api::all(server.admin());
-    let applied = server.block_on(api.patch(name, &PatchParams::apply("reprise-e2e"), &Patch::Apply(object)));
-    applied.unwrap_or_else(|error| panic!("{object} is not taken: {error}"));
 }

@@ -1,0 +1,110 @@
+//! What a node is used for, and what of its configuration changes without a restart.
+
+use std::process::Command;
+
+use reprise_e2e::content::small;
+use reprise_e2e::control_plane::Store;
+use reprise_e2e::process::binary;
+use reprise_e2e::{AgentConfig, ApiServer, World, wait_until};
+use serde_json::json;
+
+use crate::node::{Node, Setup, TOLD_WITHIN, condition, file_claim, state};
+
+fn mode(node: &Node<'_>) -> String {
+    node.agent.admin().json("/status")["placement"]["mode"].as_str().expect("a mode").to_owned()
+}
+
+pub(crate) fn a_node_follows_the_mode_of_its_spec(server: &ApiServer) {
+    let mut node = Node::start(server, "cordoned");
+    for (wanted, is_cordoned) in [("Cordoned", "True"), ("Draining", "True"), ("Active", "False")] {
+        let status = node.bring("the mode is told", json!({ "mode": wanted }), |status| {
+            condition(status, "Cordoned").0 == is_cordoned
+        });
+        assert_eq!(mode(&node), wanted.to_lowercase());
+        assert_eq!(status["drain"].is_null(), wanted != "Draining");
+    }
+    node.bring("it is cordoned", json!({ "mode": "Cordoned" }), |status| {
+        condition(status, "Cordoned").0 == "True"
+    });
+    node.agent.kill();
+    node.agent.start();
+    node.wait_ready();
+    assert_eq!(mode(&node), "cordoned", "it starts as what it was");
+}
+
+pub(crate) fn a_node_is_drained_by_its_spec(server: &ApiServer) {
+    let world = World::new();
+    world.allow("node is silent");
+    let member = world.control_plane(Store::Memory);
+    let other = world.agent(&AgentConfig {
+        control_plane: vec![member.address().to_owned()],
+        ..AgentConfig::named("stays")
+    });
+    let setup = Setup { control_plane: vec![member.address().to_owned()], ..Setup::of("drained") };
+    let node = Node::launch(server, world, &setup);
+    let claims = json!({ "claims": [file_claim("p1")] });
+    let status = node.bring("the pool is open", claims.clone(), |status| {
+        state(status, "/p1-file") == Some("Open") && condition(status, "Connected").0 == "True"
+    });
+    assert!(status["registration"]["node"].as_u64().is_some_and(|number| number > 0));
+    assert_eq!(status["registration"]["membersConnected"], 1);
+    node.agent.engine(small()).save_durably(&(0..60).collect::<Vec<u64>>());
+
+    // The operator tells both: members must agree on who stays, and the node's spec is what the node starts by.
+    let drain = Command::new(binary("reprise"))
+        .args(["drain", "drained", "--controlplane", member.address()])
+        .output();
+    let drain = drain.expect("reprise can be run");
+    assert!(drain.status.success(), "{}", String::from_utf8_lossy(&drain.stderr));
+    let mut draining = claims;
+    draining["mode"] = json!("Draining");
+    let status = node.bring("every block is elsewhere", draining, |status| {
+        condition(status, "Drained") == ("True", "AsDesired")
+    });
+    assert_eq!(status["drain"]["drained"], true);
+    assert_eq!(other.admin().counter("nvme_blocks"), 60);
+    drop(node.agent);
+    drop(other);
+    drop(member);
+}
+
+pub(crate) fn a_share_to_keep_free_changes_without_a_restart(server: &ApiServer) {
+    let node = Node::start(server, "reconfigured");
+    let path = node.agent.files().config.clone();
+    let digest = || {
+        let output = Command::new("sha256sum").arg(&path).output().expect("sha256sum can be run");
+        let text = String::from_utf8(output.stdout).expect("text");
+        format!("sha256:{}", text.split_whitespace().next().expect("a digest"))
+    };
+    let before = digest();
+    let claims = |digest: &str| json!({ "claims": [file_claim("p1")], "configurationDigest": digest });
+    let status = node.bring("the running configuration is the wanted one", claims(&before), |status| {
+        state(status, "/p1-file") == Some("Open") && condition(status, "ConfigurationApplied").0 == "True"
+    });
+    assert_eq!(status["applied"]["configurationDigest"], before);
+    let engine = node.agent.engine(small());
+    for start in (0..600).step_by(50) {
+        engine.save_durably(&(start..start + 50).collect::<Vec<u64>>());
+    }
+    let used = node.agent.admin().counter("pool_used_bytes");
+
+    let text = std::fs::read_to_string(&path).expect("a configuration");
+    let changed = text.replace("[cache]", "[cache]\npool_free_permille = 900");
+    assert_ne!(text, changed);
+    std::fs::write(&path, &changed).expect("written");
+    let after = digest();
+    let status = node.bring("the new share is in effect", claims(&after), |status| {
+        status["applied"]["configurationDigest"] == after
+    });
+    assert_eq!(condition(&status, "ConfigurationApplied"), ("True", "AsDesired"));
+    wait_until("room is made", TOLD_WITHIN, || {
+        (node.agent.admin().counter("pool_used_bytes") < used / 2).then_some(())
+    });
+
+    std::fs::write(&path, changed.replace("[limits]", "") + "[limits]\nload_hold = \"30s\"\n")
+        .expect("written");
+    let status = node.bring("the rest needs a restart", claims(&digest()), |status| {
+        condition(status, "ConfigurationApplied").0 == "False"
+    });
+    assert_eq!(status["applied"]["configurationDigest"], after, "what is in effect is told");
+}

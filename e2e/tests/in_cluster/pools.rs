@@ -1,0 +1,118 @@
+//! A pool of one file: claimed, used, closed, found again, destroyed.
+
+use reprise_client::{Scope, Source};
+use reprise_e2e::content::small;
+use reprise_e2e::{ApiServer, Loading, PATIENCE, World};
+use serde_json::json;
+
+use crate::node::{Node, Setup, condition, device, file_claim, state};
+
+fn blocks() -> Vec<u64> {
+    (0..40).collect()
+}
+
+pub(crate) fn a_pool_comes_and_goes_while_engines_go_on(server: &ApiServer) {
+    let node = Node::launch(server, World::new(), &Setup::of("comes-and-goes"));
+    let engine = node.agent.engine(small());
+    assert!(!node.is_ready(), "nobody has said yet what the node is for");
+    node.want(json!({}));
+    node.wait_ready();
+    let status = node.wait_status("a node without a pool says so", |status| {
+        condition(status, "AgentReady") == ("True", "AsDesired")
+    });
+    assert_eq!(condition(&status, "DevicesReady"), ("True", "AsDesired"));
+    assert_eq!(status["agent"]["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(status["agent"]["podName"], "reprise-agent-x");
+    assert_eq!(
+        (&status["capacity"]["dramTotal"], &status["capacity"]["ssdTotal"]),
+        (&json!("16Mi"), &json!("0"))
+    );
+    let committed = engine.save(&blocks()).expect("there is room in memory");
+    let outcome = engine.client().wait_durable(committed.ticket, PATIENCE).expect("a notice");
+    assert_eq!(outcome.durable, 0, "without a pool nothing is durable");
+
+    let claims = json!({ "claims": [file_claim("p1")] });
+    let status =
+        node.bring("the pool is open", claims.clone(), |status| state(status, "/p1-file") == Some("Open"));
+    assert_eq!(device(&status, "/p1-file").expect("there")["engine"], "Plain");
+    assert_eq!(status["applied"]["pools"][0]["uid"], "uid-of-p1");
+    assert_eq!(condition(&status, "DevicesReady"), ("True", "AsDesired"));
+    let more: Vec<u64> = (100..140).collect();
+    engine.save_durably(&more);
+    node.wait_status("what is used of the pool is told", |status| {
+        device(status, "/p1-file").is_some_and(|device| device["used"] != "0")
+    });
+
+    node.bring("the pool is closed", json!({}), |status| status["devices"].is_null());
+    engine.trim();
+    let in_memory = engine.matches(&more, Scope::Local);
+    assert!(
+        in_memory.iter().all(|source| *source == Source::OwnDram),
+        "nothing is on a device: {in_memory:?}"
+    );
+
+    node.bring("the pool is back", claims, |status| state(status, "/p1-file") == Some("Open"));
+    engine.trim();
+    assert_eq!(engine.load_all(&more, &Loading::LOCAL), vec![Source::OwnNvme; 40]);
+}
+
+pub(crate) fn a_killed_agent_finds_its_blocks_again(server: &ApiServer) {
+    let mut node = Node::start(server, "killed");
+    let claims = json!({ "claims": [file_claim("p1")] });
+    node.bring("the pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    node.agent.engine(small()).save_durably(&blocks());
+    node.agent.kill();
+    node.agent.start();
+    node.wait_ready();
+    let engine = node.agent.engine(small());
+    assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
+    node.wait_status("the pool is told to be open", |status| state(status, "/p1-file") == Some("Open"));
+}
+
+pub(crate) fn a_wiped_pool_is_destroyed_and_said_so(server: &ApiServer) {
+    let node = Node::start(server, "wiped");
+    node.world.allow("destroying the data of a device, as was confirmed");
+    let file = node.root().join("p1-file");
+    let claims = json!({ "claims": [file_claim("p1")] });
+    node.bring("the pool is open", claims.clone(), |status| state(status, "/p1-file") == Some("Open"));
+    let engine = node.agent.engine(small());
+    engine.save_durably(&blocks());
+    assert!(file.exists());
+
+    let mut wiped = claims.clone();
+    wiped["claims"][0]["wipe"] = json!(true);
+    node.bring("the pool is wiped", wiped, |status| state(status, "/p1-file") == Some("Wiped"));
+    assert!(!file.exists(), "the file is gone with its data");
+    node.bring("the claim is gone", json!({}), |status| status["devices"].is_null());
+
+    node.bring("a new pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    engine.trim();
+    let left = engine.matches(&blocks(), Scope::Local);
+    assert!(!left.contains(&Source::OwnNvme), "nothing of the old pool is left: {left:?}");
+}
+
+pub(crate) fn a_pool_that_changes_its_engine_is_opened_again_with_its_blocks(server: &ApiServer) {
+    let node = Node::start(server, "reopened");
+    let mut claims = json!({ "claims": [file_claim("p1")] });
+    node.bring("the pool is open", claims.clone(), |status| state(status, "/p1-file") == Some("Open"));
+    let engine = node.agent.engine(small());
+    engine.save_durably(&blocks());
+    // Another generation alone is no reason to open anything again.
+    claims["claims"][0]["generation"] = json!(2);
+    node.bring("the generation is applied", claims.clone(), |status| {
+        status["applied"]["pools"][0]["generation"] == 2
+    });
+    let opened = |node: &Node<'_>| {
+        let log = std::fs::read_to_string(&node.agent.files().log).expect("a log");
+        log.matches("pool device ready").count()
+    };
+    assert_eq!(opened(&node), 1);
+    claims["claims"][0]["engine"] = json!("IoUring");
+    claims["claims"][0]["fallbackEngine"] = json!("Plain");
+    node.bring("the pool is open again", claims, |status| {
+        state(status, "/p1-file") == Some("Open") && status["applied"]["pools"][0]["generation"] == 2
+    });
+    assert_eq!(opened(&node), 2);
+    engine.trim();
+    assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
+}
