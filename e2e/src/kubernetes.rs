@@ -177,7 +177,7 @@ impl ApiServer {
     /// # Panics
     /// When it does not run.
     pub fn pause(&self) {
-        self.running.as_ref().expect("the API server runs").signal(Signal::STOP);
+        self.running.as_ref().expect("the API server runs").pause();
     }
 
     /// SIGCONT.
