@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds Helm from its Go module (go.mod and go.sum beside this file) into the cache folder. Prints the path of
-# the binary. It takes minutes, once.
+# Builds Helm from its Go module (go.mod and go.sum beside this file) into the cache folder. Prints the path of the binary. It
+# takes minutes, once.
 set -euo pipefail
 cd "$(dirname "$0")"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
@@ -11,7 +11,7 @@ if [ ! -x "$binary" ]; then
     # Whoever comes while another builds waits, and finds it built.
     exec {lock}> "$cache/bin/helm.lock"
     flock "$lock"
-    what='Helm'
+    what=Helm
     . ../go.sh
     if [ ! -x "$binary" ]; then
         echo "building helm $version, which takes minutes" >&2
