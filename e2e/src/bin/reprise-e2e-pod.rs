@@ -5,7 +5,7 @@
 //! * `pod get HOST:PORT[/PATH]`: prints what it is answered.
 
 use std::env;
-use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result, Write};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::process::ExitCode;
 use std::thread;
@@ -15,7 +15,7 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Bytes of a request that are looked at.
-const REQUEST_MAX: usize = 1024;
+const REQUEST_MAX: u64 = 1024;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -52,9 +52,15 @@ fn serve(port: &str) -> Result<()> {
 /// Answers one request; who asked has gone when it fails.
 fn answer(mut stream: TcpStream) -> Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
-    let mut request = [0; REQUEST_MAX];
-    let read = stream.read(&mut request)?;
-    let request = String::from_utf8_lossy(&request[..read]).into_owned();
+    let mut request = String::new();
+    // All of it: what is not read makes the answer's end a reset.
+    for line in BufReader::new((&stream).take(REQUEST_MAX)).lines() {
+        let line = line?;
+        if line.is_empty() {
+            break;
+        }
+        request.push_str(&line);
+    }
     let path = request.split(' ').nth(1).unwrap_or_default();
     let own = || Ok(format!("{} on {}\n", of("POD_NAME"), of("NODE_NAME")));
     let (status, body) = match path.strip_prefix("/via/").map_or_else(own, get) {

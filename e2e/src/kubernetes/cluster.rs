@@ -205,7 +205,7 @@ impl Cluster {
     pub fn helm(&self, arguments: &[&str]) -> Result<String, String> {
         let mut command = self.command(&programs::helm());
         for home in ["CACHE", "CONFIG", "DATA"] {
-            command.env(format!("HELM_{home}_HOME"), self.folder().join("helm"));
+            command.env(format!("HELM_{home}_HOME"), self.folder().join("helm-files"));
         }
         result(command.args(arguments).output().expect("Helm can be run"))
     }
@@ -214,7 +214,7 @@ impl Cluster {
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         // Discovered kinds are kept by kubectl in a folder of the user's, else.
-        command.env("KUBECONFIG", self.kubeconfig()).env("KUBECACHEDIR", self.folder().join("kubectl"));
+        command.env("KUBECONFIG", self.kubeconfig()).env("KUBECACHEDIR", self.folder().join("kubectl-files"));
         command
     }
 

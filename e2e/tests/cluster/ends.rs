@@ -24,7 +24,7 @@ pub(crate) fn leftovers_are_seen(cluster: &mut Cluster) {
     assert_eq!(before.leftovers(), Vec::<String>::new(), "nothing new without anything new");
     let folder = tempfile::tempdir().expect("a folder");
     run("ip", &["netns", "add", "stray"]);
-    run("ip", &["link", "add", "stray0", "type", "dummy"]);
+    run("ip", &["link", "add", "stray0", "type", "bridge"]);
     run("mount", &["-t", "tmpfs", "none", folder.path().to_str().expect("UTF-8")]);
     let mut process = Command::new("sleep");
     let process = Running::spawn({
