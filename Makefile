@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab wheel etcd kubernetes kubernetes-all bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab wheel etcd kubernetes bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -63,21 +63,18 @@ test-vllm:
 	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
 	python/test-vllm.sh
 
-e2e-k8s: etcd kubernetes-all
+e2e-k8s: etcd kubernetes
 	cargo build --locked --workspace --bins
 	cargo test --locked -p reprise-e2e --test cluster
 
-k8s-lab: etcd kubernetes-all
+k8s-lab: etcd kubernetes
 	cargo run --locked -p reprise-e2e --bin k8s-lab
 
 etcd:
 	e2e/etcd/build.sh
 
-# Once, 8 minutes on two cores; afterwards nothing is built.
+# Once; afterwards nothing is built. The distribution's part of a node is installed, which needs root.
 kubernetes:
-	e2e/kubernetes/build.sh kube-apiserver
-
-kubernetes-all:
 	e2e/kubernetes/packages.sh
 	e2e/kubernetes/build.sh kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
 	e2e/coredns/build.sh

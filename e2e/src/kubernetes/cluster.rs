@@ -19,7 +19,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{Node as NodeObject, ServiceAccount};
 use kube::api::{Api, ListParams};
@@ -46,8 +46,8 @@ pub const POD_PROGRAM: &str = "/pod";
 /// Nodes that fit into the addresses that are given away.
 const NODES_MAX: u8 = 9;
 
-/// From the start of nodes until all of them take pods: some 15 s on two cores that do nothing else.
-const READY_WITHIN: Duration = Duration::from_secs(120);
+/// From the start of nodes until all of them take pods: some 10 s on two cores that do nothing else.
+const READY_WITHIN: Duration = Duration::from_secs(300);
 
 /// A node that is silent for this long is not ready. Its kubelet says every 2 s that it lives.
 const SILENT_SECONDS: u32 = 8;
@@ -107,6 +107,7 @@ impl Cluster {
     /// When it does not start, or [`enter`] has not been called.
     pub fn start(nodes: u8) -> Cluster {
         assert!((1..=NODES_MAX).contains(&nodes), "1 to {NODES_MAX} nodes");
+        let started = Instant::now();
         remove_abandoned();
         let world = World::new();
         let name = name_of(world.folder());
@@ -136,6 +137,7 @@ impl Cluster {
         cluster.start_programs();
         cluster.import_own_images();
         cluster.wait_until_ready();
+        say(&format!("a cluster of {} nodes is ready after {:.1?}", cluster.nodes.len(), started.elapsed()));
         cluster
     }
 

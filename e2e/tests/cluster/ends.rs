@@ -57,6 +57,9 @@ pub(crate) fn a_killed_laboratory() {
     let kubectl = Command::new(folder.join("kubectl")).args(["get", "nodes", "--output=name"]).output();
     let kubectl = kubectl.expect("the laboratory has laid down how to look around");
     assert_eq!(String::from_utf8_lossy(&kubectl.stdout), "node/node1\n", "{kubectl:?}");
+    let there = Command::new(folder.join("on-node1")).args(["ls", "/var/lib"]).output();
+    let there = there.expect("and at the node");
+    assert!(String::from_utf8_lossy(&there.stdout).contains("kubelet"), "{there:?}");
     assert_ne!(cgroups(), cgroups_before, "it has control groups");
     laboratory.kill();
     wait_until("its processes to be gone", LABORATORY_WITHIN, || {

@@ -13,7 +13,7 @@ use serde_json::Value;
 pub(crate) const PORT: u16 = 8080;
 
 /// From `apply` to a pod that answers, on a machine that is busy.
-const PODS_WITHIN: Duration = Duration::from_secs(60);
+const PODS_WITHIN: Duration = Duration::from_secs(120);
 
 /// One request.
 const REQUEST_WITHIN: Duration = Duration::from_secs(3);
@@ -29,16 +29,23 @@ spec:
     metadata: { labels: { app: server } }
     spec:
       terminationGracePeriodSeconds: 0
-      securityContext: { runAsNonRoot: true }
+      securityContext: { runAsNonRoot: true, seccompProfile: { type: RuntimeDefault } }
       containers:
         - name: server
           image: localhost/reprise-e2e/made-here:1
           imagePullPolicy: Never
           args: [serve, "8080"]
-          securityContext: { readOnlyRootFilesystem: true }
+          securityContext:
+            readOnlyRootFilesystem: true
+            allowPrivilegeEscalation: false
+            capabilities: { drop: [ALL] }
+          resources: { limits: { cpu: 200m, memory: 64Mi } }
+          volumeMounts: [{ name: of-the-node, mountPath: /of-the-node, readOnly: true }]
           env:
             - { name: POD_NAME, valueFrom: { fieldRef: { fieldPath: metadata.name } } }
             - { name: NODE_NAME, valueFrom: { fieldRef: { fieldPath: spec.nodeName } } }
+      volumes:
+        - { name: of-the-node, hostPath: { path: /var/lib/reprise/test, type: DirectoryOrCreate } }
 ---
 apiVersion: v1
 kind: Service
@@ -135,12 +142,14 @@ pub(crate) fn nodes_say_what_they_are(cluster: &mut Cluster) {
         let internal = addresses.iter().find(|address| address["type"] == "InternalIP");
         assert_eq!(internal.expect("as it was told")["address"], own.address().to_string());
         let info = &node["status"]["nodeInfo"];
-        assert_eq!(info["kubeletVersion"], "v1.36.3");
-        assert!(
-            info["containerRuntimeVersion"].as_str().is_some_and(|text| text.starts_with("containerd://"))
-        );
+        for (field, begins) in [("kubeletVersion", "v1.36."), ("containerRuntimeVersion", "containerd://")] {
+            assert!(info[field].as_str().is_some_and(|text| text.starts_with(begins)), "{field}: {info}");
+        }
         assert!(cluster.is_ready(own));
     }
+    assert_eq!(cluster.helm(&["list", "--all-namespaces", "--output=json"]).as_deref(), Ok("[]\n"));
+    let refused = cluster.helm(&["install", "nothing", "no-such-chart"]).expect_err("there is no such chart");
+    assert!(refused.contains("no-such-chart"), "{refused}");
 }
 
 pub(crate) fn run_on_each_node(cluster: &mut Cluster) {
@@ -152,7 +161,33 @@ pub(crate) fn run_on_each_node(cluster: &mut Cluster) {
         let itself = format!("localhost:{PORT}");
         let said = cluster.kubectl(&["exec", &server.name, "--", "/bin/made-here", "get", &itself]);
         assert_eq!(said, server.introduction());
+        assert!(node.root().join("var/lib/reprise/test").is_dir(), "a folder of the node was made");
     }
+    let [first, second] = servers.map(|server| cgroup_limit(cluster, &server));
+    assert_eq!(first, 64 << 20, "its control group has the pod's limit");
+    assert_eq!(second, first);
+}
+
+/// Bytes of memory that the control group of a server's pod allows.
+fn cgroup_limit(cluster: &Cluster, server: &Server) -> u64 {
+    let id = cluster.kubectl(&["get", "pod", &server.name, "--output=jsonpath={.metadata.uid}"]);
+    let file = |name: &str| format!("/sys/fs/cgroup/*/pod{id}/{name}");
+    let node = cluster.nodes().iter().find(|node| node.name() == server.node).expect("one of them");
+    let mut command = node.command("find");
+    // Version 1 and version 2.
+    command.args([
+        "/sys/fs/cgroup",
+        "-path",
+        &file("memory.limit_in_bytes"),
+        "-o",
+        "-path",
+        &file("memory.max"),
+    ]);
+    let output = command.output().expect("findutils are there");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let found = said.lines().next().unwrap_or_else(|| panic!("no control group of {server:?}"));
+    let limit = fs::read_to_string(found).expect("control groups are the same on every node");
+    limit.trim().parse().unwrap_or_else(|_| panic!("'{limit}' is a number of bytes"))
 }
 
 pub(crate) fn reach_each_other(cluster: &mut Cluster) {
