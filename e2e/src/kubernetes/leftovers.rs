@@ -2,13 +2,26 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::{cgroups, machine};
 
-/// Where programs put files without being told to.
-const FOLDERS: [&str; 8] = ["/", "/etc", "/mnt", "/opt", "/var/lib", "/var/log", "/usr/libexec", "/etc/cni"];
+/// Where its programs put files when they are not told to put them elsewhere. Whole folders are not compared: others work there.
+const PLACES: [&str; 12] = [
+    "/etc/cni",
+    "/etc/kubernetes",
+    "/opt/cni",
+    "/opt/containerd",
+    "/usr/libexec/kubernetes",
+    "/var/lib/cni",
+    "/var/lib/containerd",
+    "/var/lib/kubelet",
+    "/var/lib/reprise",
+    "/var/log/containers",
+    "/var/log/pods",
+    "/var/run/kubernetes",
+];
 
 /// What is there, by kind and name.
 #[derive(Debug)]
@@ -28,11 +41,10 @@ impl Inventory {
         add("mount", mounts());
         add("network namespace", entries("/run/netns"));
         add("network interface", interfaces());
-        add("control group", paths(cgroups::of_cluster(cluster)));
+        add("control group", paths(&cgroups::of_cluster(cluster)));
         add("loop device", loop_devices());
-        for folder in FOLDERS {
-            add("file", entries(folder).iter().map(|name| format!("{folder}/{name}")).collect());
-        }
+        let is_there = |place: &&str| Path::new(place).exists();
+        add("file", PLACES.into_iter().filter(is_there).map(str::to_owned).collect());
         let settings = machine::settings();
         add("setting", settings.iter().map(|(name, value)| format!("{name} = {}", value.trim())).collect());
         Inventory { cluster: cluster.to_owned(), items }
@@ -79,6 +91,6 @@ fn entries(folder: &str) -> Vec<String> {
     entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-fn paths(all: Vec<std::path::PathBuf>) -> Vec<String> {
+fn paths(all: &[PathBuf]) -> Vec<String> {
     all.iter().map(|path| path.display().to_string()).collect()
 }

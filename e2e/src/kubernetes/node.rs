@@ -133,7 +133,7 @@ impl Node {
     /// # Panics
     /// When it does not run.
     pub fn kill(&mut self) {
-        self.running.take().expect("the node runs").end();
+        drop(self.running.take().expect("the node runs"));
     }
 
     /// Starts it, as after a power cut.
@@ -283,19 +283,14 @@ impl Node {
     }
 }
 
-impl Machine {
-    fn end(&mut self) {
-        // Its namespace ends with it: when it is gone, all of them are, and so is who waited for it. It may have ended by itself.
-        let _ = kill_process(self.first, Signal::KILL);
-        self.outer.wait(PATIENCE).expect("SIGKILL ends a node within a bound");
-    }
-}
-
 impl Drop for Machine {
     fn drop(&mut self) {
-        let _ = kill_process(self.first, Signal::KILL);
-        // Killed by its handle when it does not end.
-        let _ = self.outer.wait(PATIENCE);
+        // As long as it is there, so is the first process's number.
+        if self.outer.is_alive() {
+            // All on the node ends with the first process, and who waited for it once that is so; else its handle kills it.
+            let _ = kill_process(self.first, Signal::KILL);
+            let _ = self.outer.wait(PATIENCE);
+        }
     }
 }
 
