@@ -57,7 +57,9 @@ pub struct Refused {
 /// When it has not been built.
 pub fn binary(program: &str) -> PathBuf {
     let own = std::env::current_exe().expect("a process knows its executable");
-    let folder = own.parent().and_then(Path::parent).expect("tests are run from <target>/<profile>/deps");
+    let folder = own.parent().expect("an executable lies in a folder");
+    // Tests are run from <target>/<profile>/deps, programs from above it.
+    let folder = if folder.ends_with("deps") { folder.parent().expect("a folder above") } else { folder };
     let path = folder.join(program);
     assert!(path.exists(), "{} is missing: run `cargo build --workspace --bins` first", path.display());
     path
