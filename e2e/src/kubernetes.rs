@@ -144,6 +144,28 @@ impl ApiServer {
         self.connect(AuthInfo { client_certificate, client_key, ..AuthInfo::default() })
     }
 
+    /// A file by which programs talk to it as a user, who may do what has been granted.
+    ///
+    /// # Panics
+    /// When it cannot be written.
+    pub fn kubeconfig(&self, user: &User<'_>) -> PathBuf {
+        let Issued { certificate, key } = self.authority.user(user);
+        let config = serde_json::json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{ "name": "test", "cluster": {
+                "server": self.url(), "certificate-authority": self.authority.file("ca.crt"),
+            } }],
+            "users": [{ "name": user.name, "user": { "client-certificate": certificate, "client-key": key } }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": user.name } }],
+        });
+        // JSON is YAML.
+        let file = certificate.with_extension("kubeconfig");
+        fs::write(&file, config.to_string()).expect("one's own folder takes files");
+        file
+    }
+
     /// A client of whose token it is.
     pub fn client_with_token(&self, token: String) -> Client {
         self.connect(AuthInfo { token: Some(token.into()), ..AuthInfo::default() })

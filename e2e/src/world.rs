@@ -18,6 +18,7 @@ use crate::etcd::Etcd;
 use crate::host::Host;
 use crate::kubernetes::{self, ApiServer};
 use crate::logs::Logs;
+use crate::operator::OperatorFiles;
 use crate::process::{Refused, Starting};
 use crate::seed::say;
 
@@ -147,6 +148,13 @@ impl World {
     /// A process logs there from now on.
     pub(crate) fn watch_log(&self, file: PathBuf) {
         self.logs().add(file);
+    }
+
+    /// Files of an operator on an API server, with its lease in a namespace.
+    pub fn operator(&self, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
+        let files = OperatorFiles::new(self.folder(), server, name, namespace);
+        self.logs().add(files.log().to_owned());
+        files
     }
 
     /// Says the ends of all logs, for whoever looks at a failure. A world that is dropped in a panic does so by itself.
