@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd kubernetes bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd kubernetes helm images bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -19,6 +19,7 @@ help:
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
+	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 
@@ -42,7 +43,7 @@ test-quick: lint
 	cargo test --locked -p reprise-e2e --test tidy
 
 # The end-to-end tests start the binaries that lie beside them, so those are built first.
-test: lint etcd kubernetes
+test: lint etcd kubernetes helm
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
 	python/test.sh
@@ -66,6 +67,15 @@ etcd:
 # Once, 8 minutes on two cores; afterwards nothing is built.
 kubernetes:
 	e2e/kubernetes/build.sh kube-apiserver
+
+# Once, 4 minutes, and Kubernetes' schemas of four versions for the tests of the chart.
+helm:
+	e2e/helm/build.sh
+	e2e/kubernetes/schemas.sh
+
+# Into $REPRISE_CACHE/images. Needs Rust's target for musl, musl-gcc and buildah, which it installs where it may.
+images:
+	images/build.sh
 
 bench: build etcd
 	$(RELEASE)/reprise bench all --json
