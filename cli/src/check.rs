@@ -18,7 +18,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use clap::builder::RangedU64ValueParser;
-use reprise_client::{BlockStatus, Client, ClientError, ConnectOptions, LoadRequest, Priority, Scope, Source};
+use reprise_client::{
+    BlockStatus, Client, ClientError, ConnectOptions, LoadRequest, Priority, Scope, Source,
+};
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 use serde::Serialize;
@@ -173,7 +175,9 @@ impl Check {
         let block = block(&self.namespace, index);
         let reserved = self.client.reserve(1, RESERVE_WAIT).context("saving a block")?;
         let Some(mut reservation) = reserved.into_iter().next() else {
-            bail!("the agent's arena had no room for a block of 64 KiB within {RESERVE_WAIT:?}: is its cache.dram too small?")
+            bail!(
+                "the agent's arena had no room for a block of 64 KiB within {RESERVE_WAIT:?}: is its cache.dram too small?"
+            )
         };
         let mut bytes = self.object();
         for object in 0..self.layout.objects() {

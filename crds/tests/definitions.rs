@@ -87,7 +87,8 @@ fn the_charts_definitions_differ_by_what_keeps_them() {
             serde_yaml_ng::from_str(&files[&Path::new(folder).join(&name)]).expect("YAML")
         };
         let mut kept = read(generated::CHART_DEFINITIONS_FOLDER);
-        let annotations = kept["metadata"].as_object_mut().and_then(|metadata| metadata.remove("annotations"));
+        let annotations =
+            kept["metadata"].as_object_mut().and_then(|metadata| metadata.remove("annotations"));
         assert_eq!(annotations, Some(json!({ "helm.sh/resource-policy": "keep" })), "{name}");
         assert_eq!(kept, read(generated::DEFINITIONS_FOLDER), "{name}");
     }

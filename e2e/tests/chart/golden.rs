@@ -73,7 +73,10 @@ fn what_people_are_told_fits_what_they_have() {
         let has_cluster = name != "default";
         assert_eq!(notes.contains("helm -n reprise-system test reprise"), has_cluster, "{name}: {notes}");
         assert_eq!(notes.contains("There is no cluster yet"), !has_cluster, "{name}: {notes}");
-        assert_eq!(notes.contains("reprise-seccomp runs as root"), ["raw-devices", "everything"].contains(&name));
+        assert_eq!(
+            notes.contains("reprise-seccomp runs as root"),
+            ["raw-devices", "everything"].contains(&name)
+        );
         assert!(!notes.contains("does not use it"), "{name}: {notes}");
     }
 }

@@ -25,7 +25,13 @@ fn is_listed(list: &[(&str, &str)], name: &str) -> bool {
 #[test]
 fn pods_are_as_restricted_as_they_can_be() {
     let workloads = workloads();
-    for name in ["reprise-operator", "reprise-definitions", "reprise-objects", "reprise-round-trip", "reprise-seccomp"] {
+    for name in [
+        "reprise-operator",
+        "reprise-definitions",
+        "reprise-objects",
+        "reprise-round-trip",
+        "reprise-seccomp",
+    ] {
         assert!(workloads.iter().any(|(one, _)| one == name), "{name} is rendered by some set");
     }
     for (name, workload) in workloads {
@@ -37,7 +43,11 @@ fn pods_are_as_restricted_as_they_can_be() {
             assert_eq!(pod[share], Value::Null, "{name}: {share}");
         }
         for volume in pod["volumes"].as_array().into_iter().flatten() {
-            assert_eq!(volume.get("hostPath").is_some(), volume["name"] == "socket" || volume["name"] == "seccomp", "{name}");
+            assert_eq!(
+                volume.get("hostPath").is_some(),
+                volume["name"] == "socket" || volume["name"] == "seccomp",
+                "{name}"
+            );
             assert!(volume.get("hostPath").is_none() || is_listed(&ON_THE_NODE, &name), "{name}: {volume}");
         }
         for container in pod["containers"].as_array().expect("containers") {

@@ -18,7 +18,10 @@ const BAD: &[(&str, &[&str])] = &[
     ("images: {pullPolicy: Sometimes}", &["/images/pullPolicy", "one of"]),
     ("crds: {install: 'yes'}", &["/crds/install", "boolean"]),
     ("monitoring: {podMonitor: true}", &["/monitoring/podMonitor", "one of"]),
-    ("seccomp: {installer: {kubeletDirectory: kubelet}}", &["/seccomp/installer/kubeletDirectory", "pattern"]),
+    (
+        "seccomp: {installer: {kubeletDirectory: kubelet}}",
+        &["/seccomp/installer/kubeletDirectory", "pattern"],
+    ),
     ("test: {nodes: 0}", &["/test/nodes", "minimum"]),
     ("clusterName: Chat", &["/clusterName", "pattern"]),
     ("clusterName: a-name-that-is-much-too-long-for-what-is-made-of-it", &["/clusterName", "maxLength"]),
@@ -43,7 +46,10 @@ const BAD: &[(&str, &[&str])] = &[
         "pools: {fast: {directory: {path: /mnt/a, size: 1Gi}, devices: {globs: [/dev/disk/by-id/nvme-a]}}}",
         &["pools.fast", "devices, directory"],
     ),
-    ("pools: {fast: {claims: {storageClassName: a, size: 1Gi}}}", &["pools.fast.claims", "not in this release"]),
+    (
+        "pools: {fast: {claims: {storageClassName: a, size: 1Gi}}}",
+        &["pools.fast.claims", "not in this release"],
+    ),
     (
         "pools: {fast: {directory: {path: /mnt/a, size: 1Gi}, deletionPolicy: Wipe}}",
         &["pools.fast", "wipeConfirmation: yes-really-destroy-the-data"],
@@ -55,7 +61,10 @@ const BAD: &[(&str, &[&str])] = &[
     ),
     ("cluster: {etcd: {external: {endpoints: ['http://a:2379']}}}", &["remove cluster.etcd.external"]),
     ("cluster: {agents: {seccomp: {mode: Localhost}}}", &["seccomp.localhostProfile", "mode Localhost"]),
-    ("cluster: {agents: {seccomp: {localhostProfile: a.json}}}", &["seccomp.localhostProfile", "mode Localhost"]),
+    (
+        "cluster: {agents: {seccomp: {localhostProfile: a.json}}}",
+        &["seccomp.localhostProfile", "mode Localhost"],
+    ),
     ("cluster: {pools: [{name: a}, {name: a}]}", &["cluster.pools names a twice"]),
 ];
 

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Secret, ServiceAccount};
 use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
-use kube::api::{Api, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams, PostParams, ValidationDirective};
+use kube::api::{Api, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams, PostParams};
+use kube::core::params::ValidationDirective;
 use kube::discovery::{self, Scope};
 use kube::{Client, ResourceExt};
 use reprise_e2e::{ApiServer, PATIENCE, World, tree, wait_until};
@@ -81,7 +82,8 @@ impl Cluster {
     fn names(&self, group: &str, kind: &str) -> Vec<String> {
         let kind = GroupVersionKind::gvk(group, "v1", kind);
         self.server.block_on(async {
-            let (resource, _) = discovery::pinned_kind(&self.admin, &kind).await.expect("a kind of Kubernetes");
+            let (resource, _) =
+                discovery::pinned_kind(&self.admin, &kind).await.expect("a kind of Kubernetes");
             let api: Api<DynamicObject> = Api::all_with(self.admin.clone(), &resource);
             let found = api.list(&ListParams::default()).await.expect("the administrator may list");
             let mut names: Vec<String> = found.items.iter().map(ResourceExt::name_any).collect();
@@ -112,7 +114,8 @@ async fn helms_token(admin: &Client) -> String {
     let spaces: Api<Namespace> = Api::all(admin.clone());
     spaces.patch(NAMESPACE, &params, &Patch::Apply(&space)).await.expect("a namespace");
     let accounts: Api<ServiceAccount> = Api::namespaced(admin.clone(), NAMESPACE);
-    let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "installer" } });
+    let account =
+        json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "installer" } });
     accounts.patch("installer", &params, &Patch::Apply(&account)).await.expect("an account");
     let rights = "rbac.authorization.k8s.io";
     let binding = json!({
@@ -131,7 +134,9 @@ async fn helms_token(admin: &Client) -> String {
 /// The objects that the hook's Job applies, out of the ConfigMap that it mounts.
 fn initial_objects(files: &[PathBuf]) -> Vec<Value> {
     let documents = render_set(files);
-    let map = documents.iter().find(|one| one.object["metadata"]["name"] == "reprise-objects" && one.object["kind"] == "ConfigMap");
+    let map = documents
+        .iter()
+        .find(|one| one.object["metadata"]["name"] == "reprise-objects" && one.object["kind"] == "ConfigMap");
     let data = map.map(|one| one.object["data"].clone()).unwrap_or_default();
     let texts = data.as_object().into_iter().flat_map(|data| data.values());
     texts.map(|text| serde_yaml_ng::from_str(text.as_str().expect("text")).expect("YAML")).collect()
@@ -240,7 +245,8 @@ fn takes_the_initial_objects(cluster: &Cluster) {
         object["metadata"].as_object_mut().expect("metadata").remove("namespace");
         object["metadata"]["name"] = json!("engine");
         // Nobody makes the account that every pod has by default.
-        let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "default" } });
+        let account =
+            json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "default" } });
         cluster.apply(&account, Dry::Real).expect("an account");
         cluster.apply(&object, Dry::Run).expect("an engine's pod");
     }

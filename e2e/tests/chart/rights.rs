@@ -39,7 +39,9 @@ fn nothing_is_granted_on_everything_nor_on_pods() {
     for role in roles() {
         for (rule, _) in rules(&role) {
             let name = &role.object["metadata"]["name"];
-            let all = ["apiGroups", "resources", "verbs"].iter().flat_map(|part| rule[part].as_array().expect("a list"));
+            let all = ["apiGroups", "resources", "verbs"]
+                .iter()
+                .flat_map(|part| rule[part].as_array().expect("a list"));
             for word in all {
                 let word = word.as_str().expect("a word");
                 let wide = ["*", "escalate", "impersonate"].contains(&word) || word.starts_with("pods");
@@ -55,7 +57,8 @@ fn nothing_is_granted_on_everything_nor_on_pods() {
 
 #[test]
 fn without_rbac_no_role_is_made_and_pods_keep_their_accounts() {
-    let documents = crate::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
+    let documents =
+        crate::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
     let kinds: Vec<&str> = documents.iter().filter_map(|one| one.object["kind"].as_str()).collect();
     assert!(!kinds.iter().any(|kind| kind.contains("Role")), "{kinds:?}");
     assert_eq!(kinds.iter().filter(|kind| **kind == "ServiceAccount").count(), 3);

@@ -62,7 +62,8 @@ impl Schemas {
         match (schema["type"].as_str(), value) {
             (Some("object"), Value::Object(fields)) => {
                 for (name, value) in fields {
-                    let property = schema["properties"].get(name).or_else(|| schema.get("additionalProperties"));
+                    let property =
+                        schema["properties"].get(name).or_else(|| schema.get("additionalProperties"));
                     let at = format!("{at}.{name}");
                     match property {
                         Some(property) => self.faults(&at, value, property, faults),

@@ -78,7 +78,8 @@ fn the_seccomp_profile_is_one_that_runtimes_read() {
     for name in ["io_uring_setup", "io_uring_enter", "io_uring_register"] {
         assert!(names.contains(&name), "{name}");
     }
-    for name in ["mount", "ptrace", "bpf", "setns", "unshare", "kexec_load", "init_module", "perf_event_open"] {
+    for name in ["mount", "ptrace", "bpf", "setns", "unshare", "kexec_load", "init_module", "perf_event_open"]
+    {
         assert!(!names.contains(&name), "{name}");
     }
 }
@@ -88,9 +89,13 @@ fn the_profile_is_the_same_for_kubelets_and_for_the_profiles_operator() {
     let everything = sets().pop().expect("the last set is everything").1;
     let documents = render_set(&everything);
     let written: Value = serde_json::from_str(&read("files/seccomp-agent.json")).expect("JSON");
-    let of = |kind: &str| documents.iter().find(|one| one.object["kind"] == kind).expect("rendered").object.clone();
+    let of = |kind: &str| {
+        documents.iter().find(|one| one.object["kind"] == kind).expect("rendered").object.clone()
+    };
     assert_eq!(of("SeccompProfile")["spec"], written);
-    let map = documents.iter().find(|one| one.object["metadata"]["name"] == "reprise-seccomp" && one.object["kind"] == "ConfigMap");
+    let map = documents
+        .iter()
+        .find(|one| one.object["metadata"]["name"] == "reprise-seccomp" && one.object["kind"] == "ConfigMap");
     let text = map.expect("rendered").object["data"]["reprise-agent.json"].as_str().expect("text").to_owned();
     assert_eq!(serde_json::from_str::<Value>(&text).expect("JSON"), written);
 }
