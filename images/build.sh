@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds all images without a daemon, each into an OCI archive in the cache folder, and prints archive, size and name of each.
 # They are those of the Dockerfile: its stages that compile are replaced by folders with programs that were built here, so
-# nothing is fetched and nothing runs in a container. Two builds of one commit with one toolchain give the same bytes.
+# nothing is fetched and nothing runs in a container. Two builds of one commit with one toolchain give images of one digest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}

@@ -9,7 +9,10 @@ const ON_THE_NODE: [(&str, &str); 2] =
     [("reprise-round-trip", "the agents' socket"), ("reprise-seccomp", "the kubelet's profiles")];
 
 /// Objects with pods of the user root, and why.
-const AS_ROOT: [(&str, &str); 1] = [("reprise-seccomp", "the kubelet's directory is root's")];
+const AS_ROOT: [(&str, &str); 2] = [
+    ("reprise-round-trip", "agents let root connect, unless values name another user"),
+    ("reprise-seccomp", "the kubelet's directory is root's"),
+];
 
 /// All objects that have pods, by their names.
 fn workloads() -> Vec<(String, Document)> {
@@ -37,7 +40,8 @@ fn pods_are_as_restricted_as_they_can_be() {
     for (name, workload) in workloads {
         let pod = &workload.object["spec"]["template"]["spec"];
         assert_eq!(pod["securityContext"]["seccompProfile"], json!({ "type": "RuntimeDefault" }), "{name}");
-        let is_root = is_listed(&AS_ROOT, &name);
+        let is_root = pod["securityContext"]["runAsUser"] == json!(0);
+        assert!(!is_root || is_listed(&AS_ROOT, &name), "{name} is root");
         assert_eq!(pod["securityContext"]["runAsNonRoot"] == json!(true), !is_root, "{name}");
         for share in ["hostNetwork", "hostPID", "hostIPC"] {
             assert_eq!(pod[share], Value::Null, "{name}: {share}");
