@@ -31,8 +31,7 @@ fi
 # The time of the commit, not that of the build.
 moment=$(git log -1 --format=%ct 2> /dev/null || echo 0)
 
-images=(reprise-agent reprise-controlplane reprise reprise-etcd)
-[ ! -d operator ] || images+=(reprise-operator)
+images=(reprise-agent reprise-controlplane reprise-operator reprise reprise-etcd)
 for image in "${images[@]}"; do
     name=localhost/$image:$version
     archive=$cache/images/$image-$version.tar

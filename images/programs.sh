@@ -16,8 +16,7 @@ if ! command -v musl-gcc > /dev/null; then
         { echo "images need musl-gcc, which compiles the C of dependencies: install musl-tools" >&2; exit 1; }
 fi
 
-packages=(reprise-agent reprise-controlplane reprise)
-[ ! -d operator ] || packages+=(reprise-operator)
+packages=(reprise-agent reprise-controlplane reprise-operator reprise)
 cargo build --locked --release --target "$target" --bins "${packages[@]/#/--package=}" >&2
 mkdir -p "$folder"
 for program in "${packages[@]}"; do

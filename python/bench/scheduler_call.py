@@ -7,7 +7,8 @@ kinds, in turn, each with one new request of so many blocks:
     save    none of them is: match, plan the save of what the step computes; the end of the save before, which frees its blocks
 
 ``load.step`` and ``save.step`` are the sums of a step's calls. Keys, the question to the agent and its answer are part of the match; a
-step in which the answer has not come is a step as well. Another request computes in every step, so that waiting has a price. Blocks are references in vLLM's own pool; nothing is copied.
+step in which the answer has not come is a step as well. Another request computes in every step, so that waiting has a price. Blocks are
+references in vLLM's own pool; nothing is copied.
 """
 
 from __future__ import annotations
