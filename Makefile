@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm wheel etcd kubernetes bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab wheel etcd kubernetes cluster helm images bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -19,11 +19,15 @@ help:
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
+	@echo "make e2e-k8s     the tests with a whole Kubernetes: two nodes and real pods; needs root, and installs what it lacks"
+	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
+	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 
+# Without the end-to-end tests' own programs, which only they run.
 build:
-	cargo build --locked --release --workspace --bins
+	cargo build --locked --release --workspace --exclude reprise-e2e --bins
 
 demo: build
 	$(RELEASE)/reprise demo $(if $(TRACE),--trace $(TRACE))
@@ -42,7 +46,7 @@ test-quick: lint
 	cargo test --locked -p reprise-e2e --test tidy
 
 # The end-to-end tests start the binaries that lie beside them, so those are built first.
-test: lint etcd kubernetes
+test: lint etcd kubernetes helm
 	cargo build --locked --workspace --bins
 	cargo test --locked --workspace
 	python/test.sh
@@ -60,12 +64,35 @@ test-vllm:
 	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
 	python/test-vllm.sh
 
+e2e-k8s: etcd cluster
+	cargo build --locked --workspace --bins
+	cargo test --locked -p reprise-e2e --test cluster
+
+k8s-lab: etcd cluster
+	cargo run --locked -p reprise-e2e --bin k8s-lab
+
 etcd:
 	e2e/etcd/build.sh
 
 # Once, 8 minutes on two cores; afterwards nothing is built.
 kubernetes:
 	e2e/kubernetes/build.sh kube-apiserver
+
+# Once, 20 minutes; afterwards nothing is built. The distribution's part of a node is installed, which needs root.
+cluster:
+	e2e/kubernetes/packages.sh
+	e2e/kubernetes/build.sh kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
+	e2e/coredns/build.sh
+	e2e/helm/build.sh
+
+# Once, 4 minutes, and Kubernetes' schemas of four versions for the tests of the chart.
+helm:
+	e2e/helm/build.sh
+	e2e/kubernetes/schemas.sh
+
+# Into $REPRISE_CACHE/images. Needs Rust's target for musl, musl-gcc and buildah, which it installs where it may.
+images:
+	images/build.sh
 
 bench: build etcd
 	$(RELEASE)/reprise bench all --json

@@ -4,6 +4,7 @@
 //! measured or decided lives in the crates it calls.
 
 mod bench;
+mod check;
 mod cluster;
 mod config;
 mod demo;
@@ -15,6 +16,7 @@ mod explain;
 mod forget;
 mod http;
 mod interrupt;
+mod keep_file;
 mod kv_function;
 mod model;
 mod modes;
@@ -78,8 +80,13 @@ enum Command {
     Drain(modes::DrainArgs),
     /// Take a node that has left for good off the list; refused while it lives.
     Forget(modes::ModeArgs),
+    /// Save a block on this node and load those of other nodes, every byte checked.
+    Check(check::CheckArgs),
     /// What this machine can do, and what Reprise will use in consequence.
     Doctor(doctor::DoctorArgs),
+    /// Keep a file of a node as it should be; started by the chart, for seccomp profiles.
+    #[command(hide = true)]
+    KeepFile(keep_file::KeepFileArgs),
     /// The reference engine as a process; started by demo and replay.
     #[command(hide = true)]
     Engine {
@@ -131,6 +138,8 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Uncordon(args)) => modes::uncordon(&args, &config, audience),
         Some(Command::Drain(args)) => modes::drain(&args, &config, audience),
         Some(Command::Forget(args)) => forget::command(&args, &config, audience),
+        Some(Command::Check(args)) => check::command(&args, audience),
+        Some(Command::KeepFile(args)) => keep_file::command(&args, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout, tenant }) => {
             engine_process::serve(&engine::EngineSettings { socket, layout, tenant })

@@ -1,20 +1,35 @@
 //! Files that are made from the types, and what of them has drifted.
 //!
-//! `crds/definitions/<plural>.yaml`, one definition each, and `docs/RESOURCES.md`. Nothing else may be in the first folder: a
-//! definition that was renamed would be installed for ever otherwise.
+//! `crds/definitions/<plural>.yaml`, one definition each, `docs/RESOURCES.md`, and of the Helm chart the schema of its values and its
+//! own copies of the definitions, since Helm reads no file outside its chart: those stay when a release is uninstalled. Nothing
+//! else may be in the folders of definitions: one that was renamed would be installed for ever otherwise.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+
 use crate::definitions::definitions;
 use crate::reference;
+use crate::values::values_schema;
 
 /// Where definitions are, from the root of the repository.
 pub const DEFINITIONS_FOLDER: &str = "crds/definitions";
 /// Where the reference page is, from the root of the repository.
 pub const REFERENCE_PAGE: &str = "docs/RESOURCES.md";
+
+/// Where the chart's definitions are.
+pub const CHART_DEFINITIONS_FOLDER: &str = "charts/reprise/files/definitions";
+/// Where the schema of the chart's values is.
+pub const VALUES_SCHEMA: &str = "charts/reprise/values.schema.json";
+
+/// Folders in which nothing else may be.
+const FOLDERS: [&str; 2] = [DEFINITIONS_FOLDER, CHART_DEFINITIONS_FOLDER];
+
+/// What tells Helm to leave an object where it is.
+const KEEP: (&str, &str) = ("helm.sh/resource-policy", "keep");
 
 /// The first lines of every definition.
 const HEADER: &str =
@@ -34,16 +49,27 @@ pub enum Drift {
 /// All files by their path from the root of the repository.
 pub fn files() -> BTreeMap<PathBuf, String> {
     let definitions = definitions();
-    let mut files: BTreeMap<PathBuf, String> = definitions
-        .iter()
-        .map(|definition| {
-            let path = Path::new(DEFINITIONS_FOLDER).join(format!("{}.yaml", definition.spec.names.plural));
-            let yaml = serde_yaml_ng::to_string(definition).expect("a definition is YAML");
-            (path, format!("{HEADER}{yaml}"))
-        })
-        .collect();
+    let mut files = BTreeMap::new();
+    for definition in &definitions {
+        let name = format!("{}.yaml", definition.spec.names.plural);
+        files.insert(Path::new(DEFINITIONS_FOLDER).join(&name), yaml(definition));
+        files.insert(Path::new(CHART_DEFINITIONS_FOLDER).join(&name), yaml(&kept(definition)));
+    }
     files.insert(REFERENCE_PAGE.into(), reference::page(&definitions));
+    files.insert(VALUES_SCHEMA.into(), values_schema(&definitions));
     files
+}
+
+fn yaml(definition: &CustomResourceDefinition) -> String {
+    format!("{HEADER}{}", serde_yaml_ng::to_string(definition).expect("a definition is YAML"))
+}
+
+/// The same definition, which outlives the release that brought it: with it would go every object of its kind.
+fn kept(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
+    let mut kept = definition.clone();
+    let (name, value) = KEEP;
+    kept.metadata.annotations.get_or_insert_default().insert(name.to_owned(), value.to_owned());
+    kept
 }
 
 /// What differs below a repository's root.
@@ -95,14 +121,17 @@ pub fn repository_above(folder: &Path) -> Option<PathBuf> {
 }
 
 fn present(root: &Path) -> io::Result<Vec<PathBuf>> {
-    let folder = match std::fs::read_dir(root.join(DEFINITIONS_FOLDER)) {
-        Ok(folder) => folder,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
-    let mut paths = folder
-        .map(|entry| Ok(Path::new(DEFINITIONS_FOLDER).join(entry?.file_name())))
-        .collect::<io::Result<Vec<PathBuf>>>()?;
+    let mut paths = Vec::new();
+    for folder in FOLDERS {
+        let entries = match std::fs::read_dir(root.join(folder)) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            paths.push(Path::new(folder).join(entry?.file_name()));
+        }
+    }
     paths.sort();
     Ok(paths)
 }

@@ -35,6 +35,7 @@ mod reference;
 pub mod slack;
 pub mod status;
 pub mod tenant;
+mod values;
 
 pub use cluster::{KVCacheCluster, KVCacheClusterSpec, KVCacheClusterStatus};
 pub use definitions::definitions;

@@ -99,7 +99,7 @@ impl Agent {
 
     /// SIGSTOP: its sockets stay open and nothing answers.
     pub fn freeze(&self) {
-        self.signal(Signal::STOP);
+        self.running.as_ref().expect("the agent runs").pause();
     }
 
     /// SIGCONT.

@@ -112,7 +112,7 @@ impl ControlPlane {
 
     /// SIGSTOP: it keeps its connections and answers nothing.
     pub fn pause(&self) {
-        self.running.as_ref().expect("the control plane runs").signal(Signal::STOP);
+        self.running.as_ref().expect("the control plane runs").pause();
     }
 
     /// SIGCONT.

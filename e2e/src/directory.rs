@@ -12,6 +12,7 @@ use reprise_client::{Scope, Source};
 use serde_json::Value;
 
 use crate::process::binary;
+use crate::wait::{PATIENCE, wait_until};
 use crate::{Agent, ControlPlane, Engine, content};
 
 /// Replicas by the number of their node and their tier (`dram` or `nvme`), as keys in hexadecimal.
@@ -69,10 +70,13 @@ impl Told {
     pub fn assert_is_had(&self, agent: &Agent, engine: &Engine, numbers: &Numbers, asked: &ControlPlane) {
         let status = agent.admin().json("/status");
         let name = &status["node"]["name"];
-        // Numbers are the store's: an agent may not have heard of its new one from every member yet.
-        let nodes = asked.admin().json("/nodes");
-        let node = nodes.as_array().into_iter().flatten().find(|node| node["name"] == *name);
-        let node = node.and_then(|node| node["node"].as_u64()).expect("a member knows it");
+        // Numbers are the store's: an agent may not have heard of its new one from every member yet. One that has no blocks is
+        // not waited for before.
+        let node = wait_until("a member knows the node", PATIENCE, || {
+            let nodes = asked.admin().json("/nodes");
+            let node = nodes.as_array().into_iter().flatten().find(|node| node["name"] == *name);
+            node.and_then(|node| node["node"].as_u64())
+        });
         let [dram, nvme] = ["dram", "nvme"].map(|tier| self.of(node, tier));
         for (tier, told) in [("dram_blocks", &dram), ("nvme_blocks", &nvme)] {
             assert_eq!(Some(told.len() as u64), status["counters"][tier].as_u64(), "{tier} of {name}");

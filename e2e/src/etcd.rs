@@ -113,7 +113,7 @@ impl Etcd {
 
     /// SIGSTOP: it keeps its connections and answers nothing.
     pub fn pause(&self) {
-        self.running.as_ref().expect("etcd runs").signal(Signal::STOP);
+        self.running.as_ref().expect("etcd runs").pause();
     }
 
     /// SIGCONT.

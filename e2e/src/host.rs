@@ -2,11 +2,13 @@
 //!
 //! A [`Network`] is a bridge in a network namespace of the test's own process, and a namespace for each host, joined to the bridge
 //! by a pair of virtual interfaces. Two hosts are cut off from each other by routes into nowhere: packets vanish, connections
-//! stay open, as with a switch that has lost a path. Nothing of it touches the network of the machine, and all of it goes
-//! with the test's process.
+//! stay open, as with a switch that has lost a path; a host whose cable is pulled reaches nobody. Nothing of it touches the network of
+//! the machine. It goes with its handle, and at the latest with the test's process.
 
 use std::env;
 use std::net::Ipv4Addr;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::etcd;
@@ -17,6 +19,12 @@ const INSIDE: &str = "REPRISE_E2E_NAMESPACE";
 
 /// Set to 1, tests that need namespaces are passed over where nobody can make any.
 const WITHOUT: &str = "REPRISE_WITHOUT_NAMESPACES";
+
+/// The program's process id as the machine sees it, whose namespaces are those that it runs in.
+const OUTSIDE: &str = "REPRISE_E2E_OUTSIDE";
+
+/// Where the bridge is reached, by which the machine itself is on the network.
+const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 
 /// All that a network is made with.
 const PROBE: &str = "mount -t tmpfs none /run && ip netns add probe && ip netns exec probe true && ip link add hub type \
@@ -60,8 +68,21 @@ impl Host {
         there
     }
 
+    /// The file that stands for its network namespace.
+    ///
+    /// # Panics
+    /// When it is not a host of a network.
+    pub fn namespace(&self) -> PathBuf {
+        Path::new("/run/netns").join(self.name())
+    }
+
     fn name(&self) -> &str {
         self.namespace.as_deref().expect("a host of a network")
+    }
+
+    /// The hub's end of its cable.
+    fn cable(&self) -> String {
+        self.name().replace("host", "far")
     }
 }
 
@@ -101,19 +122,93 @@ pub fn in_own_namespace(test: &str) -> bool {
     false
 }
 
+/// Runs this program again, with the same arguments, as root in network, mount and process namespaces of its own, unless it is
+/// there: it returns there. What the program starts ends with it, however it ends.
+///
+/// # Errors
+/// Why it cannot be: in words, with what to do. It does not return from where it was called first otherwise.
+pub fn enter_own_namespaces() -> Result<(), String> {
+    if is_in_own_namespaces() {
+        return Ok(());
+    }
+    let flags = ["--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"];
+    let probe = Command::new("unshare").args(flags).args(["sh", "-c", PROBE]).output();
+    let probe = probe.map_err(|error| format!("unshare cannot be run ({error}): install util-linux"))?;
+    if !probe.status.success() {
+        let said = String::from_utf8_lossy(&probe.stderr);
+        return Err(format!(
+            "this user can make no namespaces with a network in them: {}. Run as root, with the capabilities \
+             CAP_SYS_ADMIN and CAP_NET_ADMIN",
+            said.trim()
+        ));
+    }
+    let own = env::current_exe().expect("a process knows its executable");
+    let mut again = Command::new("unshare");
+    again.args(flags).arg(own).args(env::args_os().skip(1)).env(INSIDE, "1");
+    // This process becomes `unshare`, which enters the namespaces itself and stays until the program has ended.
+    again.env(OUTSIDE, std::process::id().to_string());
+    Err(format!("unshare cannot be run: {}", again.exec()))
+}
+
+/// Whether this program runs in namespaces of its own.
+pub fn is_in_own_namespaces() -> bool {
+    env::var_os(INSIDE).is_some()
+}
+
+/// The process id under which the machine can enter this program's namespaces, when it has some.
+pub fn seen_from_outside() -> Option<u32> {
+    env::var(OUTSIDE).ok()?.parse().ok()
+}
+
+/// A command that runs outside of what this program believes to be in: it enters namespaces of its own when it wants some.
+pub fn apart(mut command: Command) -> Command {
+    command.env_remove(INSIDE).env_remove(OUTSIDE);
+    command
+}
+
 impl Network {
     /// A network without hosts; only in a namespace of one's own.
     ///
     /// # Panics
     /// Elsewhere, or when the system refuses.
     pub fn new() -> Network {
-        assert!(env::var_os(INSIDE).is_some(), "only in a namespace of one's own");
+        assert!(is_in_own_namespaces(), "only in a namespace of one's own");
         run("mount -t tmpfs none /run");
         run("ip link set lo up");
         run("ip link add hub type bridge");
-        run("ip addr add 10.77.0.1/24 dev hub");
+        run(&format!("ip addr add {HUB}/24 dev hub"));
         run("ip link set hub up");
         Network { hosts: 0 }
+    }
+
+    /// The test's own namespace, as the hosts reach it.
+    pub fn hub(&self) -> Host {
+        Host { address: HUB, namespace: None }
+    }
+
+    /// What is not of the network is found through this host.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn route(&self, from: &Host, to: &str, through: &Host) {
+        let place = from.namespace.as_ref().map_or(String::new(), |namespace| format!("-n {namespace} "));
+        run(&format!("ip {place}route add {to} via {}", through.address));
+    }
+
+    /// Pulls the host's cable.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn unplug(&self, host: &Host) {
+        run(&format!("ip link set {} down", host.cable()));
+    }
+
+    /// Puts the host's cable in again.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn plug(&self, host: &Host) {
+        run(&format!("ip link set {} up", host.cable()));
     }
 
     /// One more host.
@@ -153,6 +248,17 @@ impl Network {
     fn change(what: &str, one: &Host, other: &Host) {
         for (here, there) in [(one, other), (other, one)] {
             run(&format!("ip -n {} route {what} blackhole {}/32", here.name(), there.address));
+        }
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        let of_host = |number| [format!("ip link del far{number}"), format!("ip netns del host{number}")];
+        let of_all = ["ip link del hub".to_owned(), "umount --recursive /run".to_owned()];
+        for line in (1..=self.hosts).flat_map(of_host).chain(of_all) {
+            // What stays goes with the test's process; a cluster looks for itself what has stayed.
+            let _ = Command::new("sh").args(["-c", &line]).output();
         }
     }
 }

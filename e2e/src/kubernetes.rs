@@ -1,8 +1,7 @@
-//! A real API server of Kubernetes on loopback, over an etcd of its own: all that has to do with resources, validation,
-//! rights and admission, and nothing that runs pods.
+//! A real Kubernetes. [`ApiServer`] is its API server alone, over an etcd of its own: all that has to do with resources, validation,
+//! rights and admission, and nothing that runs pods. [`Cluster`] is all of it, with nodes and pods.
 //!
-//! The binary is built from Kubernetes' Go modules by `e2e/kubernetes/build.sh` into the cache folder. Certificates
-//! ([`certificates`]) are made anew for every server; who talks to it is a [`User`] with one of these, or a pod's service account
+//! The binaries ([`programs`]) are built from Go modules into the cache folder. Certificates ([`certificates`]) are made anew for every server; who talks to it is a [`User`] with one of these, or a pod's service account
 //! ([`accounts`]). Rights are checked as in a cluster (RBAC, the node authorizer, NodeRestriction).
 //!
 //! Invariants:
@@ -10,14 +9,13 @@
 //! * clients belong to the server's own runtime and are used within [`ApiServer::block_on`]; no call lasts longer than
 //!   [`PATIENCE`] without a byte of an answer.
 //!
-//! Deliberately absent: controllers and the scheduler. Nothing makes default service accounts, removes orphans or empties a
+//! Deliberately absent from the API server alone: controllers and the scheduler. Nothing makes default service accounts, removes orphans or empties a
 //! namespace that is deleted; a test does what it needs of that.
 
 use std::fs::{self, File};
-use std::net::TcpListener;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use kube::config::AuthInfo;
@@ -33,9 +31,20 @@ use certificates::{Authority, Issued};
 
 pub mod accounts;
 pub mod certificates;
+mod cgroups;
+pub mod cluster;
+pub mod image;
+pub mod leftovers;
+pub mod machine;
+pub mod node;
+pub mod programs;
+mod users;
 
 pub use accounts::PodAccount;
 pub use certificates::User;
+pub use cluster::Cluster;
+pub use image::Image;
+pub use node::Node;
 
 /// A start takes some 3 s on a machine that does nothing else.
 const READY_WITHIN: Duration = Duration::from_secs(120);
@@ -49,14 +58,20 @@ const ATTEMPTS_MAX: usize = 5;
 /// Who issues the tokens of service accounts.
 const ISSUER: &str = "https://kubernetes.default.svc";
 
-/// Addresses of services. Nothing routes them.
+/// Addresses of services. Only a [`Cluster`]'s nodes route them.
 const SERVICES: &str = "10.96.0.0/16";
+
+/// The first of them is the API server's own, for pods.
+const OWN_SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
+
+/// Names of that service.
+const OWN_NAMES: [&str; 3] = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
 
 /// A server that runs, or was killed and can be started again under the same address, with all that it had stored.
 #[derive(Debug)]
 pub struct ApiServer {
     folder: PathBuf,
-    host: Host,
+    address: Ipv4Addr,
     port: u16,
     authority: Authority,
     running: Option<Running>,
@@ -64,33 +79,22 @@ pub struct ApiServer {
     runtime: Runtime,
 }
 
-/// The binary, built when it is not there yet.
-fn binary() -> &'static Path {
-    static BINARY: OnceLock<PathBuf> = OnceLock::new();
-    BINARY.get_or_init(|| {
-        let mut build = Command::new(crate::tree().join("e2e/kubernetes/build.sh"));
-        let output =
-            build.arg("kube-apiserver").stderr(Stdio::inherit()).output().expect("the script can be run");
-        assert!(output.status.success(), "kube-apiserver cannot be built");
-        PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
-    })
-}
-
 impl ApiServer {
-    /// Starts one and its etcd on a host, with its files in `folder`.
+    /// Starts one that listens at an address, and its etcd on loopback, with its files in `folder`.
     ///
     /// # Panics
     /// When it does not start.
-    pub fn start_in(folder: &Path, host: &Host) -> ApiServer {
+    pub fn start_in(folder: &Path, address: Ipv4Addr) -> ApiServer {
         fs::create_dir_all(folder).expect("a folder can be made");
-        let etcd = Etcd::start_in(folder, host);
+        let etcd = Etcd::start_in(folder, &Host::LOOPBACK);
         let authority = Authority::new(folder);
-        authority.server("server", host.address().into());
+        let addresses = [address, OWN_SERVICE].map(IpAddr::from);
+        authority.server("server", &addresses, &OWN_NAMES);
         authority.accounts_key();
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let mut server = ApiServer {
             folder: folder.to_owned(),
-            host: host.clone(),
+            address,
             port: 0,
             authority,
             running: None,
@@ -108,7 +112,7 @@ impl ApiServer {
 
     /// Where it is reached.
     pub fn url(&self) -> String {
-        format!("https://{}:{}", self.host.address(), self.port)
+        format!("https://{}:{}", self.address, self.port)
     }
 
     /// What it stores in.
@@ -138,6 +142,28 @@ impl ApiServer {
         let path = |path: PathBuf| Some(path.to_str().expect("folders of tests are UTF-8").to_owned());
         let (client_certificate, client_key) = (path(certificate), path(key));
         self.connect(AuthInfo { client_certificate, client_key, ..AuthInfo::default() })
+    }
+
+    /// A file by which programs talk to it as a user, who may do what has been granted.
+    ///
+    /// # Panics
+    /// When it cannot be written.
+    pub fn kubeconfig(&self, user: &User<'_>) -> PathBuf {
+        let Issued { certificate, key } = self.authority.user(user);
+        let config = serde_json::json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{ "name": "test", "cluster": {
+                "server": self.url(), "certificate-authority": self.authority.file("ca.crt"),
+            } }],
+            "users": [{ "name": user.name, "user": { "client-certificate": certificate, "client-key": key } }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": user.name } }],
+        });
+        // JSON is YAML.
+        let file = certificate.with_extension("kubeconfig");
+        fs::write(&file, config.to_string()).expect("one's own folder takes files");
+        file
     }
 
     /// A client of whose token it is.
@@ -177,7 +203,7 @@ impl ApiServer {
     /// # Panics
     /// When it does not run.
     pub fn pause(&self) {
-        self.running.as_ref().expect("the API server runs").signal(Signal::STOP);
+        self.running.as_ref().expect("the API server runs").pause();
     }
 
     /// SIGCONT.
@@ -211,11 +237,11 @@ impl ApiServer {
 
     fn command(&self) -> Command {
         let log = File::options().create(true).append(true).open(log_in(&self.folder));
-        let mut command = Command::new(binary());
+        let mut command = Command::new(programs::kubernetes("kube-apiserver"));
         let mut set = |flag: &str, value: &str| {
             command.arg(format!("--{flag}={value}"));
         };
-        let address = self.host.address().to_string();
+        let address = self.address.to_string();
         let file = |name: &str| self.authority.file(name).display().to_string();
         set("etcd-servers", &self.etcd.endpoint());
         set("bind-address", &address);
@@ -229,10 +255,16 @@ impl ApiServer {
         set("authorization-mode", "Node,RBAC");
         set("enable-admission-plugins", "NodeRestriction");
         set("service-cluster-ip-range", SERVICES);
-        // Pods reach the server through the address that it advertises, which must not be loopback. There are none here.
+        // Pods reach the server through the address that it advertises, which must not be loopback: there are none then.
         set("advertise-address", &address);
-        set("endpoint-reconciler-type", "none");
-        let mut command = self.host.command(command);
+        set("endpoint-reconciler-type", if self.address.is_loopback() { "none" } else { "lease" });
+        let Issued { certificate, key } = self.authority.user(&users::TO_KUBELETS);
+        set("kubelet-client-certificate", &certificate.display().to_string());
+        set("kubelet-client-key", &key.display().to_string());
+        set("kubelet-certificate-authority", &file("ca.crt"));
+        set("kubelet-preferred-address-types", "InternalIP");
+        // As everywhere: what a namespace lets its pods do is decided by its labels.
+        set("allow-privileged", "true");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.expect("a log file can be written"));
         command
     }

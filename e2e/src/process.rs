@@ -13,14 +13,17 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process, pidfd_open, waitid};
 use serde_json::Value;
 
 use crate::logs;
 use crate::wait::PATIENCE;
+
+/// Between two looks whether a process has stopped.
+const STOP_PAUSE: Duration = Duration::from_millis(1);
 
 /// A process that has not said yet that it is ready.
 #[derive(Debug)]
@@ -54,7 +57,9 @@ pub struct Refused {
 /// When it has not been built.
 pub fn binary(program: &str) -> PathBuf {
     let own = std::env::current_exe().expect("a process knows its executable");
-    let folder = own.parent().and_then(Path::parent).expect("tests are run from <target>/<profile>/deps");
+    let folder = own.parent().expect("an executable lies in a folder");
+    // Tests are run from <target>/<profile>/deps, programs from above it.
+    let folder = if folder.ends_with("deps") { folder.parent().expect("a folder above") } else { folder };
     let path = folder.join(program);
     assert!(path.exists(), "{} is missing: run `cargo build --workspace --bins` first", path.display());
     path
@@ -152,6 +157,21 @@ impl Running {
     /// Sends a signal.
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).expect("one's own child takes signals");
+    }
+
+    /// SIGSTOP, and waits until no thread of it runs: on a busy machine some go on for a while.
+    ///
+    /// # Panics
+    /// When it does not stop in time, or is stopped already.
+    pub fn pause(&self) {
+        self.signal(Signal::STOP);
+        let pid = WaitId::Pid(Pid::from_child(&self.child));
+        let give_up = Instant::now() + PATIENCE;
+        let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG;
+        while waitid(pid.clone(), options).expect("one's own child can be waited for").is_none() {
+            assert!(Instant::now() < give_up, "SIGSTOP stops a process within a bound");
+            std::thread::sleep(STOP_PAUSE);
+        }
     }
 
     /// SIGTERM, and waits for the end.

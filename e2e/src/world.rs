@@ -18,6 +18,7 @@ use crate::etcd::Etcd;
 use crate::host::Host;
 use crate::kubernetes::{self, ApiServer};
 use crate::logs::Logs;
+use crate::operator::OperatorFiles;
 use crate::process::{Refused, Starting};
 use crate::seed::say;
 
@@ -29,7 +30,7 @@ pub struct World {
 }
 
 /// Where this machine's clusters, downloads and builds live.
-fn cache() -> PathBuf {
+pub(crate) fn cache() -> PathBuf {
     let home =
         || std::env::var_os("HOME").map_or_else(std::env::temp_dir, PathBuf::from).join(".cache/reprise");
     std::env::var_os("REPRISE_CACHE").map_or_else(home, PathBuf::from)
@@ -148,7 +149,19 @@ impl World {
         for log in kubernetes::logs_in(&folder) {
             self.logs().add(log);
         }
-        ApiServer::start_in(&folder, &Host::LOOPBACK)
+        ApiServer::start_in(&folder, Host::LOOPBACK.address())
+    }
+
+    /// A process logs there from now on.
+    pub(crate) fn watch_log(&self, file: PathBuf) {
+        self.logs().add(file);
+    }
+
+    /// Files of an operator on an API server, with its lease in a namespace.
+    pub fn operator(&self, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
+        let files = OperatorFiles::new(self.folder(), server, name, namespace);
+        self.logs().add(files.log().to_owned());
+        files
     }
 
     /// Says the ends of all logs, for whoever looks at a failure. A world that is dropped in a panic does so by itself.

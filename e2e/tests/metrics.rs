@@ -5,7 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{Api, ObjectMeta, PostParams};
 use reprise_client::{Scope, Source};
+use reprise_crds::KVCacheCluster;
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::{Admin, AgentConfig, Loading, PATIENCE, World, wait_until};
@@ -16,6 +19,7 @@ const HISTOGRAM_SUFFIXES: [&str; 3] = ["_bucket", "_count", "_sum"];
 /// What stands above the tables of the page.
 const AGENT_TITLE: &str = "\n## Agent\n\n";
 const CONTROL_PLANE_TITLE: &str = "\n## Control plane\n\n";
+const OPERATOR_TITLE: &str = "\n## Operator\n\n";
 
 /// One row of the documentation.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -81,6 +85,29 @@ fn table(metrics: &BTreeMap<String, Metric>) -> String {
     text
 }
 
+/// The metrics of an operator with a cluster, whose configuration's name somebody else has.
+fn operator(world: &World) -> BTreeMap<String, Metric> {
+    let server = world.api_server();
+    let files = world.operator(&server, "operator", "default");
+    let applied = files.command(&["apply-definitions"]).output().expect("the operator can be started");
+    assert!(applied.status.success(), "{}", String::from_utf8_lossy(&applied.stderr));
+    let (maps, name) = (Api::<ConfigMap>::default_namespaced(server.admin()), "c-agent");
+    let theirs = ConfigMap {
+        metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
+        ..ConfigMap::default()
+    };
+    server.block_on(maps.create(&PostParams::default(), &theirs)).expect("a ConfigMap");
+    let clusters = Api::<KVCacheCluster>::default_namespaced(server.admin());
+    let cluster = KVCacheCluster::new("c", reprise_crds::KVCacheClusterSpec::default());
+    server.block_on(clusters.create(&PostParams::default(), &cluster)).expect("a cluster");
+    let operator = files.start().expect("the operator starts");
+    wait_until("the operator has met everything", PATIENCE, || {
+        let met = |name: &str| operator.metric(&format!("reprise_operator_{name}_total"), "") > 0.0;
+        (met("conflicts") && met("writes") && met("reconciles")).then_some(())
+    });
+    scrape(operator.admin())
+}
+
 #[test]
 fn the_documentation_lists_exactly_what_is_served() {
     let world = World::new();
@@ -108,11 +135,12 @@ fn the_documentation_lists_exactly_what_is_served() {
     for (name, metric) in scrape(second.admin()) {
         agent.entry(name).or_default().labels.extend(metric.labels.iter().cloned());
     }
+    let operator = operator(&world);
     let path = reprise_e2e::tree().join("docs/METRICS.md");
     let page = std::fs::read_to_string(path).expect("docs/METRICS.md is there");
     let text = page.split(AGENT_TITLE).next().expect("a split has a first part");
-    let (agent, plane) = (table(&agent), table(&scrape(plane.admin())));
-    let right = format!("{text}{AGENT_TITLE}{agent}{CONTROL_PLANE_TITLE}{plane}");
+    let (agent, plane, operator) = (table(&agent), table(&scrape(plane.admin())), table(&operator));
+    let right = format!("{text}{AGENT_TITLE}{agent}{CONTROL_PLANE_TITLE}{plane}{OPERATOR_TITLE}{operator}");
     if page != right {
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("METRICS.md");
         std::fs::write(&path, right).expect("the target folder takes a file");

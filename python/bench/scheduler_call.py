@@ -7,7 +7,8 @@ kinds, in turn, each with one new request of so many blocks:
     save    none of them is: match, plan the save of what the step computes; the end of the save before, which frees its blocks
 
 ``load.step`` and ``save.step`` are the sums of a step's calls. Keys, the question to the agent and its answer are part of the match; a
-step in which the answer has not come is a step as well. Blocks are references in vLLM's own pool; nothing is copied.
+step in which the answer has not come is a step as well. Another request computes in every step, so that waiting has a price. Blocks are
+references in vLLM's own pool; nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.core.block_pool import BlockPool
 
 from reprise import Client, KvMemory, Layout, Namespace, Session, block_keys
@@ -37,6 +39,8 @@ LAYERS = 2
 BLOCK_TOKENS = 16
 HEAD_DIM = 64
 CONNECTED_WITHIN_S = 10.0
+OTHER = "other"
+"""The request that is computed in every step; Reprise has nothing of it."""
 REQUESTS_PINNED = 2
 """How many requests' saves may be under way: that of this step and that of the one before."""
 
@@ -68,6 +72,8 @@ def main() -> None:
         num_gpu_blocks=REQUESTS_PINNED * PINNED_SHARE * blocks + 1, enable_caching=True, hash_block_size=BLOCK_TOKENS
     )
     bench = Bench(Connector(side), side.pool, blocks)
+    # As vLLM's engine core does when it has started.
+    freeze_gc_heap()
     for step in range(steps):
         if step % 2 == 0:
             bench.load(f"load-{step}", there)
@@ -110,7 +116,7 @@ class Bench:
             self._timed(
                 "load.get_external_cache_hit_sources", lambda: connector.get_external_cache_hit_sources(request, tokens)
             )
-            (plan,) = self._timed("load.build_connector_meta", lambda: connector.build_connector_meta(idle())).loads
+            (plan,) = self._timed("load.build_connector_meta", lambda: connector.build_connector_meta(others())).loads
             ended = Counter({plan.request_id: 1})
             self._said("load", RepriseWorkerMetadata(whole_loads=ended, ended_loads=ended))
         self._over(request, room)
@@ -140,6 +146,7 @@ class Bench:
             num_prompt_tokens=self._tokens,
         )
         self._spent = 0.0
+        self._timed(f"{kind}.on_new_request", lambda: self.connector.on_new_request(request))
         while True:
             tokens, _ = self._timed(
                 f"{kind}.get_num_new_matched_tokens", lambda: self.connector.get_num_new_matched_tokens(request, 0)
@@ -147,7 +154,7 @@ class Bench:
             if tokens is not None:
                 break
             with self._step(kind):
-                self._timed(f"{kind}.build_connector_meta", lambda: self.connector.build_connector_meta(idle()))
+                self._timed(f"{kind}.build_connector_meta", lambda: self.connector.build_connector_meta(others()))
             self._spent = 0.0
         if tokens != found * BLOCK_TOKENS:
             raise RuntimeError(f"{tokens} tokens were found of {found * BLOCK_TOKENS}")
@@ -164,7 +171,7 @@ class Bench:
     def _over(self, request: Any, room: list[Any]) -> None:
         """The request is over; blocks that are being saved stay. Not timed: vLLM's part is most of it."""
         self.pool.free_blocks(room)
-        self.connector.build_connector_meta(idle([request.request_id]))
+        self.connector.build_connector_meta(others([request.request_id]))
 
     @contextmanager
     def _step(self, kind: str) -> Iterator[None]:
@@ -181,18 +188,23 @@ class Bench:
         return result
 
 
-def idle(finished: list[str] | None = None) -> Any:
-    """A step of the scheduler in which nothing is computed."""
-    nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=nothing, finished_req_ids=finished or [])
+def others(finished: list[str] | None = None) -> Any:
+    """A step of the scheduler in which only another request computes, which is in all steps: it waits as long as the scheduler does."""
+    running = SimpleNamespace(req_ids=[OTHER], num_computed_tokens=[0])
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=running,
+        num_scheduled_tokens={OTHER: 1},
+        finished_req_ids=finished or [],
+    )
 
 
 def computing(name: str, tokens: int, ids: list[int]) -> Any:
     """A step of the scheduler that computes a new request from its beginning to its end."""
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={name: tokens},
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[OTHER], num_computed_tokens=[0]),
+        num_scheduled_tokens={name: tokens, OTHER: 1},
         finished_req_ids=[],
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids,)),
     )

@@ -1,4 +1,4 @@
-//! `crdgen`: writes the definitions and the reference page from the types, or with `--check` says what has drifted.
+//! `crdgen`: writes the definitions, the reference page and the chart's schema of values from the types, or with `--check` says what has drifted.
 //!
 //! Works from anywhere in the repository. Exit code 0: all is as it should be; 1: something had drifted (`--check`), or could not
 //! be read or written; 2: wrong arguments.
@@ -10,7 +10,8 @@ use std::process::ExitCode;
 use reprise_crds::generated::{self, Drift};
 
 const USAGE: &str = "usage: crdgen [--check]\n\
-                     Writes crds/definitions/*.yaml and docs/RESOURCES.md; with --check, says what differs and exits with 1.\n";
+                     Writes crds/definitions/*.yaml, docs/RESOURCES.md and, in charts/reprise, files/definitions/*.yaml and\n\
+                     values.schema.json; with --check, says what differs and exits with 1.\n";
 
 /// What was asked for.
 #[derive(Clone, Copy, PartialEq, Eq)]

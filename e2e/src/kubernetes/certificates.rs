@@ -73,10 +73,12 @@ impl Authority {
         self.issuer.der().to_vec()
     }
 
-    /// Makes the certificate of a server at an address, and its key.
-    pub(super) fn server(&self, name: &str, address: IpAddr) -> Issued {
+    /// Makes the certificate of a server that is reached at these addresses and under these names, and its key.
+    pub(super) fn server(&self, name: &str, addresses: &[IpAddr], names: &[&str]) -> Issued {
         let mut params = params(name);
-        params.subject_alt_names = vec![SanType::IpAddress(address)];
+        let dns = |name: &&str| SanType::DnsName((*name).try_into().expect("names of tests are ASCII"));
+        let addresses = addresses.iter().copied().map(SanType::IpAddress);
+        params.subject_alt_names = addresses.chain(names.iter().map(dns)).collect();
         self.issue(name, &params)
     }
 

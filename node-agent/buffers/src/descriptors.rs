@@ -96,7 +96,8 @@ pub fn recv_with_fds(
     let mut vector = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
     let mut message = message_header(&raw mut vector);
     message.msg_control = control.0.as_mut_ptr().cast();
-    message.msg_controllen = CONTROL_BYTES;
+    // Lengths in these structures are of one type in glibc and of another in musl.
+    message.msg_controllen = CONTROL_BYTES as _;
     let received = loop {
         // SAFETY: the header names one vector over `buf` and a control buffer of the stated length, all alive and
         // exclusively ours during the call (recvmsg(2)).
@@ -160,7 +161,7 @@ fn send_once(
     let mut message = message_header((&raw const vector).cast_mut().cast());
     if !fds.is_empty() {
         message.msg_control = control.0.as_mut_ptr().cast();
-        message.msg_controllen = put_descriptors(&mut control, fds);
+        message.msg_controllen = put_descriptors(&mut control, fds) as _;
     }
     loop {
         // SAFETY: the header names one vector over `bytes` and the filled part of `control`, alive during the call;
@@ -193,14 +194,13 @@ fn put_descriptors(control: &mut Control, fds: &[BorrowedFd<'_>]) -> usize {
     let header = control.0.as_mut_ptr().cast::<libc::cmsghdr>();
     // SAFETY: arithmetic on its argument.
     let header_bytes = unsafe { libc::CMSG_LEN(data_bytes) };
+    // SAFETY: `cmsghdr` is plain data for which zero is valid. Musl's has padding that must be zero.
+    let mut first: libc::cmsghdr = unsafe { std::mem::zeroed() };
+    first.cmsg_len = header_bytes as _;
+    first.cmsg_level = libc::SOL_SOCKET;
+    first.cmsg_type = libc::SCM_RIGHTS;
     // SAFETY: the buffer is aligned for a `cmsghdr` and has room for it.
-    unsafe {
-        header.write(libc::cmsghdr {
-            cmsg_len: header_bytes as usize,
-            cmsg_level: libc::SOL_SOCKET,
-            cmsg_type: libc::SCM_RIGHTS,
-        });
-    }
+    unsafe { header.write(first) };
     // SAFETY: the header lies in our buffer; its data follows it there.
     let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
     for (index, fd) in fds.iter().enumerate() {
@@ -221,7 +221,8 @@ fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
         let found = unsafe { header.read() };
         if found.cmsg_level == libc::SOL_SOCKET && found.cmsg_type == libc::SCM_RIGHTS {
             // SAFETY: arithmetic.
-            let data_bytes = found.cmsg_len - unsafe { libc::CMSG_LEN(0) } as usize;
+            let header_bytes = unsafe { libc::CMSG_LEN(0) } as usize;
+            let data_bytes = found.cmsg_len as usize - header_bytes;
             // SAFETY: the data follows the header in the buffer.
             let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
             for index in 0..data_bytes / size_of::<RawFd>() {

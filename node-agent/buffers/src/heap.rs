@@ -11,6 +11,7 @@
 //! the data path makes one.
 
 /// From so many bytes on an allocation is a mapping of its own: what glibc starts with.
+#[cfg(target_env = "gnu")]
 const MAPPED_BYTES_MIN: i32 = 128 << 10;
 
 /// Keeps large allocations apart from the heap, whatever was freed before. Call once, first thing in `main`. With

@@ -55,7 +55,8 @@ impl<'a> Gather<'a> {
         // SAFETY: all fields of msghdr are integers and pointers, for which zero is valid (no name, no control data).
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = rest.as_mut_ptr();
-        message.msg_iovlen = rest.len().min(GATHER_MAX);
+        // Of one type in glibc and of another in musl; GATHER_MAX fits both.
+        message.msg_iovlen = rest.len().min(GATHER_MAX) as _;
         // SAFETY: every buffer is readable for its length: `self` borrows the slices and spans that it names; the
         // message and the list of buffers outlive the call (sendmsg(2)).
         let sent = unsafe {

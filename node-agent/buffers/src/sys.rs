@@ -76,7 +76,7 @@ pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
 pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) -> io::Result<()> {
     let limit = libc::timespec {
         // Saturates at 292 billion years.
-        tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
         tv_nsec: libc::c_long::from(timeout.subsec_nanos()),
     };
     // SAFETY: futex(2) FUTEX_WAIT reads an aligned u32 that `word` keeps alive, and a timespec (relative time).

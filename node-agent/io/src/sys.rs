@@ -129,7 +129,7 @@ pub(crate) fn memlock_limit() -> Option<u64> {
 
 fn timespec(time: Duration) -> libc::timespec {
     libc::timespec {
-        tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
         tv_nsec: libc::c_long::from(time.subsec_nanos()),
     }
 }

@@ -7,11 +7,13 @@ ask ── answered in time ──▶ sources of the leading blocks
  └─ the step's budget is gone: not asked, so that it is asked about in a later step
 ```
 
-Asking costs as well: keys are derived and queued, about 1 ms for 1,024 blocks of eight ranks. Both it and the wait are charged.
+Asking costs as well: keys are derived and queued, about 1 ms for 1,024 blocks of eight ranks. Both it and the wait are charged. What
+a step waits is bounded further by the patience of whoever looks.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +46,7 @@ class Asker:
     options: MatchOptions
     counted: Counted
     _budget_left: float = field(init=False)
+    _waited: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.begin_step()
@@ -51,6 +54,7 @@ class Asker:
     def begin_step(self) -> None:
         """A new step, with a budget of its own."""
         self._budget_left = self.options.match_budget_ms / 1e3
+        self._waited = 0.0
 
     def ask(self, keys: Callable[[], bytes]) -> Question | None:
         """Asks about leading blocks; None: this step has no time left for it.
@@ -67,14 +71,20 @@ class Asker:
         self.counted.add("queries", 1)
         return Question(pending, asked_at)
 
-    def look(self, question: Question) -> Sequence[int] | None:
-        """The answer: sources of the leading blocks. None: not yet, look again in the next step."""
+    def look(self, question: Question, patience_ms: float = math.inf) -> Sequence[int] | None:
+        """The answer: sources of the leading blocks. None: not yet, look again in the next step.
+
+        Args:
+            question: what was asked.
+            patience_ms: how long the whole step waits at the most, in all its looks.
+        """
         if question.pending is None:
             return ()
         now = time.monotonic()
-        sources = question.pending.poll(max(self._budget_left, 0.0))
+        sources = question.pending.poll(max(min(self._budget_left, patience_ms / 1e3 - self._waited), 0.0))
         waited = time.monotonic() - now
         self._budget_left -= waited
+        self._waited += waited
         self.counted.sample("match_seconds", waited)
         if sources is not None:
             return sources

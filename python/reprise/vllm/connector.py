@@ -131,7 +131,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler's side
 
     def on_new_request(self, request: Request) -> None:
-        """Notes a request."""
+        """Notes a request and asks about it."""
         self._scheduling().begin(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -165,12 +165,14 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks that are being saved have a reference of their own."""
+        self._scheduling().over(request)
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As :meth:`request_finished`."""
+        self._scheduling().over(request)
         return False, None
 
     def reset_cache(self) -> bool | None:

@@ -6,6 +6,7 @@ block pool, so that neither the end nor the preemption of their request gives th
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class RequestState:
 
     request: Request
     question: Question | None = None
+    looked: bool = False
+    """Whether its answer was looked for."""
     answer: Answer | None = None
     local_blocks: int = 0
     """Blocks that vLLM had itself when it was asked about last."""
@@ -97,14 +100,22 @@ class SchedulerSide:
     _pinned_blocks: int = 0
     _next_save: int = 0
     _adapters: Adapters = field(default_factory=Adapters)
+    _computing: set[str] = field(default_factory=set)
+    """Requests of the last step that are not over: they wait as long as the scheduler does."""
     _asker: Asker = field(init=False)
 
     def __post_init__(self) -> None:
         self._asker = Asker(self.session, self.options, self.stats)
 
     def begin(self, request: Request) -> None:
-        """Notes a request."""
-        self._state(request)
+        """Notes a request and asks about it: the answer comes while the scheduler does other things."""
+        state = self._state(request)
+        if self.may_load and state.adapter is not None and request.block_hashes:
+            self._ask(state)
+
+    def over(self, request: Request) -> None:
+        """A request computes no more."""
+        self._computing.discard(request.request_id)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond vLLM's own that can be loaded, and whether between steps; None: not known yet."""
@@ -165,6 +176,7 @@ class SchedulerSide:
     def step(self, output: SchedulerOutput) -> RepriseMetadata:
         """What the workers are to do in this step."""
         self._asker.begin_step()
+        self._computing = set(output.num_scheduled_tokens)
         metadata = RepriseMetadata(loads=self._loads, saves=self._proven_saves)
         self._loads, self._proven_saves = [], []
         if self.may_save and self.session.connected:
@@ -220,14 +232,24 @@ class SchedulerSide:
         now = time.monotonic()
         if state.answer is not None and now - state.answer.at < ANSWER_KEPT_S:
             return state.answer
-        if state.question is None:
-            state.question = self._asker.ask(lambda: self._keys(self._hashes(state, 0, KEYS_PER_MATCH // self.ranks)))
+        question = state.question
+        # What was asked when the request came may be old: others that waited before it may have saved what it begins with.
+        is_old = question is not None and not state.looked and now - question.asked_at >= ANSWER_KEPT_S
+        if question is None or is_old:
+            self._ask(state)
         if state.question is None:
             return None
-        sources = self._asker.look(state.question)
+        state.looked = True
+        patience_ms = self.options.match_busy_ms if self._computing else math.inf
+        sources = self._asker.look(state.question, patience_ms)
         if sources is None:
             return None
         return self._answered(state, sources)
+
+    def _ask(self, state: RequestState) -> None:
+        """Sends the question, if the step has time left for it."""
+        state.looked = False
+        state.question = self._asker.ask(lambda: self._keys(self._hashes(state, 0, KEYS_PER_MATCH // self.ranks)))
 
     def _answered(self, state: RequestState, sources: Sequence[int]) -> Answer:
         state.question = None

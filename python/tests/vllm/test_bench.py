@@ -64,7 +64,7 @@ def test_every_call_of_a_schedulers_step_is_timed_against_an_agent(tmp_path: Pat
     finally:
         cluster.stop()
     said = json.loads(ended.stdout.splitlines()[-1])
-    both = {"get_num_new_matched_tokens", "build_connector_meta", "update_connector_output", "step"}
+    both = {"on_new_request", "get_num_new_matched_tokens", "build_connector_meta", "update_connector_output", "step"}
     only_loads = {"update_state_after_alloc", "get_external_cache_hit_sources"}
     assert set(said) == {f"load.{name}" for name in both | only_loads} | {f"save.{name}" for name in both}
     for name, times in said.items():

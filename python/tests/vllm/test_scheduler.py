@@ -285,6 +285,38 @@ def test_an_answer_that_does_not_come_costs_the_budget_of_a_step_once_for_all_re
     assert time.monotonic() - before >= 0.015, "the next step has a budget of its own"
 
 
+def test_while_others_compute_a_step_waits_briefly_and_for_its_budget_when_they_are_over() -> None:
+    scheduler = side(FakeSession(answer=None), match_budget_ms=200.0, match_busy_ms=5.0, match_deadline_ms=10_000.0)
+    running, waiting = request(1, "running"), request(4, "waiting")
+    times = []
+    for _ in range(2):
+        scheduler.step(output({"running": (0, 1)}, {}))
+        before = time.monotonic()
+        for _ in range(10):
+            assert scheduler.matched_tokens(waiting, 0) == (None, False)
+        times.append(time.monotonic() - before)
+    assert min(times) < 0.1, "5 ms in each step, in all looks"
+    scheduler.over(running)
+    before = time.monotonic()
+    assert scheduler.matched_tokens(waiting, 0) == (None, False)
+    assert time.monotonic() - before >= 0.1, "nobody else waits"
+
+
+def test_a_request_is_asked_about_when_it_comes_and_again_when_it_has_waited_long(monkeypatch: Any) -> None:
+    session = FakeSession(answer=[Source.OWN_DRAM])
+    scheduler = side(session)
+    soon, late = request(4, "soon"), request(4, "late")
+    scheduler.begin(soon)
+    scheduler.begin(late)
+    assert len(session.questions) == 2
+    assert scheduler.matched_tokens(soon, 0) == (TOKENS, True)
+    assert len(session.questions) == 2, "the answer was on its way"
+    session.answer = [Source.OWN_DRAM] * 3
+    monkeypatch.setattr("reprise.vllm.scheduler.ANSWER_KEPT_S", 0.0)
+    assert scheduler.matched_tokens(late, 0) == (3 * TOKENS, True), "saved while it waited"
+    assert len(session.questions) == 3
+
+
 def test_a_request_goes_on_without_an_answer_after_the_deadline() -> None:
     session = FakeSession(answer=None)
     scheduler = side(session, match_budget_ms=1.0, match_deadline_ms=30.0)

@@ -1,8 +1,9 @@
 //! Questions to the directory, and `Match`, which asks one.
 //!
-//! A match is answered at once when this node has all of the chain, or when it may not look elsewhere. Otherwise one
-//! question covers all keys behind the local run that are not here. What is here may change until the answer
-//! comes, so the answer is built from the index as it is then.
+//! A match is answered at once when this node has all of the chain, or when it may not look elsewhere. Otherwise a
+//! question covers the first keys behind the local run that are not here, and when all of them are found, a second one the
+//! rest: where a chain ends early, which most do at once, nobody looks for what is behind its end. What is here may change
+//! until an answer comes, so the answer is built from the index as it is then.
 //!
 //! Without an answer, what was asked for is a miss: the runtime reports that in time, and if it does not, a timer of
 //! the core's own ends the wait.
@@ -12,7 +13,7 @@ use std::time::Duration;
 use reprise_policy::{BlockKey, SessionId, Tier};
 
 use super::AgentCore;
-use super::limits::{LOOKUP_GRACE, LOOKUPS_MAX, MATCH_KEYS_MAX};
+use super::limits::{LOOKUP_GRACE, LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
 use super::shapes::ShapeId;
 use super::slab::SlabId;
 use super::timers::Timer;
@@ -49,12 +50,16 @@ pub(super) struct WaitingMatch {
     session: SessionId,
     request: RequestId,
     shape: ShapeId,
-    /// Sources of the local run.
+    /// When both questions are to be answered.
+    deadline: reprise_policy::Tick,
+    /// Sources of the run that is known.
     sources: Vec<Source>,
-    /// Keys behind it.
+    /// Keys behind it, as far as the question goes.
     rest: Vec<BlockKey>,
     /// Which of them were asked for.
     asked: Vec<u32>,
+    /// Keys behind those.
+    later: Vec<BlockKey>,
 }
 
 impl AgentCore {
@@ -78,15 +83,33 @@ impl AgentCore {
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(session, request, sources);
         }
-        let rest = keys.split_off(sources.len());
-        let asked: Vec<u32> = (0..)
-            .zip(&rest)
-            .filter(|(_, key)| self.source_here(key, shape).is_none())
-            .map(|(at, _)| at)
-            .collect();
-        let question = asked.iter().map(|at| rest[*at as usize]).collect();
-        let waiting = WaitingMatch { session, request, shape, sources, rest, asked };
-        self.ask_directory(question, Purpose::Match(waiting), self.settings.lookup_timeout);
+        let mut rest = keys.split_off(sources.len());
+        let mut asked = self.not_here(&rest, shape);
+        // The rest of a chain that has few more costs less than a second question.
+        let later = match asked.get(MATCH_FIRST_KEYS) {
+            Some(end) if asked.len() > 2 * MATCH_FIRST_KEYS => rest.split_off(*end as usize),
+            _ => Vec::new(),
+        };
+        if !later.is_empty() {
+            asked.truncate(MATCH_FIRST_KEYS);
+        }
+        let deadline = self.now.after(self.settings.lookup_timeout);
+        self.ask_for_match(WaitingMatch { session, request, shape, deadline, sources, rest, asked, later });
+    }
+
+    /// Which of some keys are not on this node.
+    fn not_here(&self, keys: &[BlockKey], shape: ShapeId) -> Vec<u32> {
+        let is_absent = |(_, key): &(u32, &BlockKey)| self.source_here(key, shape).is_none();
+        (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
+    }
+
+    fn ask_for_match(&mut self, waiting: WaitingMatch) {
+        if waiting.asked.is_empty() {
+            return self.finish_match(waiting, &[]);
+        }
+        let question = waiting.asked.iter().map(|at| waiting.rest[*at as usize]).collect();
+        let timeout = waiting.deadline.since(self.now);
+        self.ask_directory(question, Purpose::Match(waiting), timeout);
     }
 
     /// Asks the directory; the caller has seen that there is room for a question more.
@@ -139,7 +162,8 @@ impl AgentCore {
     }
 
     fn finish_match(&mut self, waiting: WaitingMatch, found: &[Vec<Replica>]) {
-        let WaitingMatch { session, request, shape, mut sources, rest, asked } = waiting;
+        let WaitingMatch { session, request, shape, deadline, mut sources, rest, asked, later } = waiting;
+        let known = sources.len();
         let mut answers = asked.iter().zip(found).peekable();
         for (at, key) in (0..).zip(&rest) {
             let answer = answers.next_if(|(asked, _)| **asked == at);
@@ -147,7 +171,22 @@ impl AgentCore {
             let Some(source) = self.source_here(key, shape).or_else(elsewhere) else { break };
             sources.push(source);
         }
-        self.answer_match(session, request, sources);
+        let is_whole = sources.len() == known + rest.len();
+        if !is_whole || later.is_empty() || self.lookups.len() >= LOOKUPS_MAX || deadline <= self.now {
+            return self.answer_match(session, request, sources);
+        }
+        let asked = self.not_here(&later, shape);
+        let waiting = WaitingMatch {
+            session,
+            request,
+            shape,
+            deadline,
+            sources,
+            rest: later,
+            asked,
+            later: Vec::new(),
+        };
+        self.ask_for_match(waiting);
     }
 
     fn answer_match(&mut self, session: SessionId, request: RequestId, sources: Vec<Source>) {

@@ -83,6 +83,44 @@ fn a_match_asks_once_for_what_is_not_here_and_counts_the_contiguous_run() {
 }
 
 #[test]
+fn a_long_chain_is_asked_for_as_far_as_its_first_keys_are_found() {
+    let (mut world, session) = world();
+    let chain = keys(100..1100);
+    world.match_keys(session, &chain, Scope::Cluster);
+    world.finish_jobs();
+    assert_eq!(matched(&world, session), []);
+    assert_eq!((world.core.counters().lookups, world.core.counters().lookup_keys), (1, 64), "nowhere");
+    for number in 100..150 {
+        world.give_peer(ONE, key(number), Tier::Dram);
+    }
+    world.match_keys(session, &chain, Scope::Cluster);
+    world.finish_jobs();
+    assert_eq!(matched(&world, session).len(), 50);
+    assert_eq!(world.core.counters().lookups, 2, "its end is among the first");
+    for number in 150..400 {
+        world.give_peer(TWO, key(number), Tier::Nvme);
+    }
+    world.match_keys(session, &chain, Scope::Cluster);
+    world.finish_jobs();
+    assert_eq!(matched(&world, session).len(), 300);
+    assert_eq!((world.core.counters().lookups, world.core.counters().lookup_keys), (4, 128 + 1000));
+}
+
+#[test]
+fn a_long_chain_whose_second_question_fails_counts_as_far_as_the_first_one_found() {
+    let (mut world, session) = world();
+    for number in 100..400 {
+        world.give_peer(ONE, key(number), Tier::Dram);
+    }
+    world.match_keys(session, &[keys(0..4), keys(100..400)].concat(), Scope::Cluster);
+    world.advance(0);
+    world.jobs.clear();
+    world.pass(Duration::from_millis(200));
+    assert_eq!(matched(&world, session).len(), 4 + 64);
+    assert_eq!(world.core.counters().lookup_failures, 1);
+}
+
+#[test]
 fn without_the_directory_a_match_counts_what_is_here() {
     let (mut world, session) = world();
     world.faults.lookup = 1000;

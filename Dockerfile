@@ -1,0 +1,76 @@
+# All images of Reprise, for who has a container engine; `make images` makes the same ones without. A target is an image:
+#
+#   for image in reprise-agent reprise-controlplane reprise-operator reprise-etcd reprise; do
+#       docker build --target $image --tag $image:0.1.0 .
+#   done
+#
+# Each is one static program on an empty base: no shell, no package, nobody to log in as. They run as user 65532 and write
+# nothing to their own file system.
+
+ARG VERSION=0.1.0
+
+FROM docker.io/library/rust:1.95-bookworm AS programs
+# Musl, since a static glibc cannot look up names; C of dependencies is compiled for it as well.
+RUN apt-get update && apt-get install -y --no-install-recommends musl-tools && \
+    rustup target add "$(uname -m)-unknown-linux-musl"
+WORKDIR /source
+COPY . .
+RUN images/programs.sh /programs
+
+FROM docker.io/library/golang:1.26-bookworm AS etcd
+WORKDIR /source
+COPY e2e/go.sh e2e/go.sh
+COPY e2e/etcd e2e/etcd
+COPY images/etcd.sh images/etcd.sh
+RUN mkdir /programs && cp "$(REPRISE_CACHE=/cache images/etcd.sh)" /programs/reprise-etcd
+
+FROM scratch AS reprise-agent
+ARG VERSION
+LABEL org.opencontainers.image.title="reprise-agent" \
+      org.opencontainers.image.description="Node agent of Reprise, a cluster-wide KV cache for LLM inference engines" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=programs /programs/reprise-agent /reprise-agent
+USER 65532:65532
+ENTRYPOINT ["/reprise-agent"]
+
+FROM scratch AS reprise-controlplane
+ARG VERSION
+LABEL org.opencontainers.image.title="reprise-controlplane" \
+      org.opencontainers.image.description="Control plane of Reprise, a cluster-wide KV cache for LLM inference engines" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=programs /programs/reprise-controlplane /reprise-controlplane
+USER 65532:65532
+ENTRYPOINT ["/reprise-controlplane"]
+
+FROM scratch AS reprise-operator
+ARG VERSION
+LABEL org.opencontainers.image.title="reprise-operator" \
+      org.opencontainers.image.description="Kubernetes operator of Reprise, a cluster-wide KV cache for LLM inference engines" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=programs /programs/reprise-operator /reprise-operator
+USER 65532:65532
+ENTRYPOINT ["/reprise-operator"]
+
+FROM scratch AS reprise
+ARG VERSION
+LABEL org.opencontainers.image.title="reprise" \
+      org.opencontainers.image.description="Command line of Reprise, a cluster-wide KV cache for LLM inference engines" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=programs /programs/reprise /reprise
+USER 65532:65532
+ENTRYPOINT ["/reprise"]
+
+# The etcd that the tests run against, for clusters that have no etcd image of their own.
+FROM scratch AS reprise-etcd
+ARG VERSION
+LABEL org.opencontainers.image.title="reprise-etcd" \
+      org.opencontainers.image.description="etcd, built from its published Go module" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=etcd /programs/reprise-etcd /reprise-etcd
+USER 65532:65532
+ENTRYPOINT ["/reprise-etcd"]

@@ -1,0 +1,88 @@
+//! The operator of a test: a process that talks to an API server by a kubeconfig.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+use crate::admin::Admin;
+use crate::kubernetes::{ApiServer, User};
+use crate::process::{Refused, Running, Starting, binary};
+
+/// An operator that runs. Killed when dropped.
+#[derive(Debug)]
+pub struct Operator {
+    running: Running,
+    admin: Admin,
+}
+
+/// What it is started with.
+#[derive(Clone, Debug)]
+pub struct OperatorFiles {
+    kubeconfig: PathBuf,
+    log: PathBuf,
+    name: String,
+    namespace: String,
+}
+
+impl OperatorFiles {
+    /// One of this name, with its lease in a namespace; it may do everything.
+    pub(crate) fn new(folder: &Path, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
+        OperatorFiles {
+            kubeconfig: server.kubeconfig(&User::ADMIN),
+            log: folder.join(format!("{name}.log")),
+            name: name.to_owned(),
+            namespace: namespace.to_owned(),
+        }
+    }
+
+    /// Where it logs.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// A command of its binary.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(binary("reprise-operator"));
+        command.args(arguments).env("KUBECONFIG", &self.kubeconfig);
+        command.env("POD_NAME", &self.name).env("POD_NAMESPACE", &self.namespace);
+        command
+    }
+
+    /// Starts it.
+    ///
+    /// # Errors
+    /// It ended instead of becoming ready.
+    pub fn start(&self) -> Result<Operator, Refused> {
+        let command = self.command(&["run", "--admin-listen", "127.0.0.1:0"]);
+        let (running, ready) = Starting::spawn(command, &self.log).ready()?;
+        let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));
+        Ok(Operator { running, admin })
+    }
+}
+
+impl Operator {
+    /// Its admin port.
+    pub fn admin(&self) -> &Admin {
+        &self.admin
+    }
+
+    /// SIGKILL.
+    pub fn kill(mut self) {
+        self.running.kill();
+    }
+
+    /// SIGTERM, and waits for the end.
+    pub fn terminate(mut self) -> ExitStatus {
+        self.running.terminate()
+    }
+
+    /// The sum of all samples of a metric whose labels have these words.
+    ///
+    /// # Panics
+    /// When it serves no metrics.
+    pub fn metric(&self, name: &str, words: &str) -> f64 {
+        let (code, text) = self.admin.get("/metrics").expect("the metrics are served");
+        assert_eq!(code, 200);
+        let samples = text.lines().filter(|line| line.starts_with(name) && line.contains(words));
+        samples.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
+    }
+}

@@ -1,0 +1,90 @@
+//! Bad values: refused before anything is made, in words that name the value.
+
+use std::fs;
+
+use reprise_e2e::World;
+
+use crate::helm::template;
+
+/// Values, and words that the refusal must have.
+const BAD: &[(&str, &[&str])] = &[
+    // The chart's own.
+    ("operators: {}", &["operators", "not allowed"]),
+    ("operator: {replica: 2}", &["/operator", "replica", "not allowed"]),
+    ("operator: {replicas: 0}", &["/operator/replicas", "minimum"]),
+    ("operator: {replicas: two}", &["/operator/replicas", "integer"]),
+    ("images: {agent: {tag: 'a b'}}", &["/images/agent/tag", "pattern"]),
+    ("images: {agent: {digest: 'sha256:12'}}", &["/images/agent/digest", "pattern"]),
+    ("images: {pullPolicy: Sometimes}", &["/images/pullPolicy", "one of"]),
+    ("crds: {install: 'yes'}", &["/crds/install", "boolean"]),
+    ("monitoring: {podMonitor: true}", &["/monitoring/podMonitor", "one of"]),
+    (
+        "seccomp: {installer: {kubeletDirectory: kubelet}}",
+        &["/seccomp/installer/kubeletDirectory", "pattern"],
+    ),
+    ("test: {nodes: 0}", &["/test/nodes", "minimum"]),
+    ("clusterName: Chat", &["/clusterName", "pattern"]),
+    ("clusterName: a-name-that-is-much-too-long-for-what-is-made-of-it", &["/clusterName", "maxLength"]),
+    // Specs of our kinds, by the schemas of the definitions.
+    ("cluster: {cach: {dram: 1Gi}}", &["/cluster", "cach", "not allowed"]),
+    ("cluster: {cache: {dram: 1 GB}}", &["/cluster/cache/dram", "pattern"]),
+    ("cluster: {cache: {dram: 1073741824}}", &["/cluster/cache/dram", "string"]),
+    ("cluster: {controlPlane: {replicas: 65}}", &["/cluster/controlPlane/replicas", "maximum"]),
+    ("cluster: {agents: {adminPort: 80}}", &["/cluster/agents/adminPort", "minimum"]),
+    ("cluster: {agents: {clientTransport: Tcp}}", &["/cluster/agents/clientTransport", "one of"]),
+    ("cluster: {agents: {socket: {mode: '777'}}}", &["/cluster/agents/socket/mode", "minLength"]),
+    ("cluster: {etcd: {external: {}}}", &["/cluster/etcd/external", "endpoints"]),
+    ("cluster: {pools: [{}]}", &["/cluster/pools/0", "name"]),
+    ("pools: {Fast: {directory: {path: /mnt/a, size: 1Gi}}}", &["invalid propertyName", "Fast"]),
+    ("pools: {fast: {directory: {path: mnt, size: 1Gi}}}", &["/pools/fast/directory/path", "pattern"]),
+    ("pools: {fast: {devices: {globs: [/dev/sda]}}}", &["/pools/fast/devices/globs/0"]),
+    ("pools: {fast: {directory: {path: /mnt/a, size: 1Gi}, engin: Plain}}", &["/pools/fast", "engin"]),
+    ("tenants: {team-a: {budget: {ssd: {limit: lots}}}}", &["/tenants/team-a/budget/ssd/limit", "pattern"]),
+    // What a schema cannot say.
+    ("pools: {fast: {}}", &["pools.fast", "exactly one of devices, directory and claims"]),
+    (
+        "pools: {fast: {directory: {path: /mnt/a, size: 1Gi}, devices: {globs: [/dev/disk/by-id/nvme-a]}}}",
+        &["pools.fast", "devices, directory"],
+    ),
+    (
+        "pools: {fast: {claims: {storageClassName: a, size: 1Gi}}}",
+        &["pools.fast.claims", "not in this release"],
+    ),
+    (
+        "pools: {fast: {directory: {path: /mnt/a, size: 1Gi}, deletionPolicy: Wipe}}",
+        &["pools.fast", "wipeConfirmation: yes-really-destroy-the-data"],
+    ),
+    ("cluster: {etcd: {mode: External}}", &["cluster.etcd.mode External needs endpoints"]),
+    (
+        "cluster: {etcd: {mode: External, managed: {}, external: {endpoints: ['http://a:2379']}}}",
+        &["remove cluster.etcd.managed"],
+    ),
+    ("cluster: {etcd: {external: {endpoints: ['http://a:2379']}}}", &["remove cluster.etcd.external"]),
+    ("cluster: {agents: {seccomp: {mode: Localhost}}}", &["seccomp.localhostProfile", "mode Localhost"]),
+    (
+        "cluster: {agents: {seccomp: {localhostProfile: a.json}}}",
+        &["seccomp.localhostProfile", "mode Localhost"],
+    ),
+    ("cluster: {pools: [{name: a}, {name: a}]}", &["cluster.pools names a twice"]),
+];
+
+#[test]
+fn every_bad_value_is_refused_with_words_that_name_it() {
+    let world = World::new();
+    let file = world.folder().join("values.yaml");
+    for (values, words) in BAD {
+        fs::write(&file, values).expect("a file can be written");
+        let said = template(&[&file], &[]);
+        assert!(!said.worked, "{values} is taken");
+        for word in *words {
+            assert!(said.errors.contains(word), "no '{word}' for {values} in: {}", said.errors);
+        }
+    }
+}
+
+#[test]
+fn a_kubernetes_that_is_too_old_is_refused() {
+    let said = template(&[], &["--kube-version", "1.33.9"]);
+    assert!(!said.worked && said.errors.contains("1.34"), "{}", said.errors);
+    assert!(template(&[], &["--kube-version", "1.34.0"]).worked);
+}

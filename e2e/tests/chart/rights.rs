@@ -1,0 +1,65 @@
+//! Rights: every rule says why it is there, and the widest are not given.
+
+use serde_json::Value;
+
+use crate::helm::{Document, render_set, sets};
+
+/// Rules of a role, each with whether a comment stands before it.
+fn rules(document: &Document) -> Vec<(Value, bool)> {
+    let rules = document.object["rules"].as_array().cloned().unwrap_or_default();
+    let lines: Vec<&str> = document.text.lines().collect();
+    let starts: Vec<usize> =
+        (0..lines.len()).filter(|line| lines[*line].starts_with("  - apiGroups:")).collect();
+    assert_eq!(rules.len(), starts.len(), "a rule begins with its groups: {}", document.text);
+    let has_reason = |line: usize| lines[line - 1].trim_start().starts_with("# ");
+    rules.into_iter().zip(starts).map(|(rule, line)| (rule, has_reason(line))).collect()
+}
+
+/// All roles of all sets.
+fn roles() -> Vec<Document> {
+    let documents = sets().into_iter().flat_map(|(_, files)| render_set(&files));
+    documents.filter(|one| ["ClusterRole", "Role"].map(Value::from).contains(&one.object["kind"])).collect()
+}
+
+#[test]
+fn every_rule_has_its_reason() {
+    let roles = roles();
+    assert!(roles.len() > 10, "roles of every set");
+    for role in roles {
+        let rules = rules(&role);
+        assert!(!rules.is_empty(), "{}", role.object["metadata"]["name"]);
+        for (rule, has_reason) in rules {
+            assert!(has_reason, "no reason for {rule} of {}", role.object["metadata"]["name"]);
+        }
+    }
+}
+
+#[test]
+fn nothing_is_granted_on_everything_nor_on_pods() {
+    for role in roles() {
+        for (rule, _) in rules(&role) {
+            let name = &role.object["metadata"]["name"];
+            let all = ["apiGroups", "resources", "verbs"]
+                .iter()
+                .flat_map(|part| rule[part].as_array().expect("a list"));
+            for word in all {
+                let word = word.as_str().expect("a word");
+                let wide = ["*", "escalate", "impersonate"].contains(&word) || word.starts_with("pods");
+                assert!(!wide, "{name}: {rule}");
+            }
+            // Of what may raise rights only the one role may be given.
+            if rule["verbs"].as_array().is_some_and(|verbs| verbs.contains(&"bind".into())) {
+                assert_eq!(rule["resourceNames"], serde_json::json!(["reprise-agent"]), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn without_rbac_no_role_is_made_and_pods_keep_their_accounts() {
+    let documents =
+        crate::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
+    let kinds: Vec<&str> = documents.iter().filter_map(|one| one.object["kind"].as_str()).collect();
+    assert!(!kinds.iter().any(|kind| kind.contains("Role")), "{kinds:?}");
+    assert_eq!(kinds.iter().filter(|kind| **kind == "ServiceAccount").count(), 3);
+}

@@ -1,0 +1,82 @@
+//! The harness's own Kubernetes: a control plane and two nodes with real pods, and what a test may do to it.
+//!
+//! The tests of this file share one cluster and run one after the other, in this order: each leaves the cluster as it found it, and
+//! the last one ends it. They run in namespaces that this program enters at its start.
+
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use libtest_mimic::{Arguments, Trial};
+use reprise_e2e::kubernetes::{Cluster, cluster};
+
+#[path = "cluster/ends.rs"]
+mod ends;
+#[path = "cluster/faults.rs"]
+mod faults;
+#[path = "cluster/pods.rs"]
+mod pods;
+
+/// Nodes of the shared cluster.
+const NODES: u8 = 2;
+
+/// The cluster as it runs; none before the first test and after the last.
+type Shared = Arc<Mutex<Option<Cluster>>>;
+
+/// A test on the shared cluster.
+type Test = fn(&mut Cluster);
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = Some(1);
+    if !arguments.list
+        && let Err(words) = cluster::enter()
+    {
+        panic!("no cluster can run here: {words}");
+    }
+    let shared = Shared::default();
+    let tests: Vec<(&str, Test)> = vec![
+        ("two_nodes_are_ready_and_say_what_they_are", pods::nodes_say_what_they_are),
+        ("a_pod_of_an_image_made_here_runs_on_each_node", pods::run_on_each_node),
+        ("pods_reach_each_other_by_address_service_and_name", pods::reach_each_other),
+        ("a_node_whose_kubelet_is_silent_is_not_ready", faults::a_paused_kubelet),
+        ("a_node_that_is_cut_off_is_not_ready_and_reaches_nobody", faults::a_cut_link),
+        ("a_killed_node_is_not_ready_and_comes_back", faults::a_killed_node),
+        ("pods_go_on_without_an_api_server", faults::no_api_server),
+        ("what_is_not_cleaned_up_is_seen", ends::leftovers_are_seen),
+    ];
+    let mut trials: Vec<Trial> =
+        tests.into_iter().map(|(name, test)| on_the_cluster(name, &shared, test)).collect();
+    let last = Arc::clone(&shared);
+    trials.push(Trial::test("the_cluster_ends_and_leaves_nothing", move || {
+        let cluster = taken(&last).take();
+        ends::leaves_nothing(cluster.unwrap_or_else(|| Cluster::start(NODES)));
+        Ok(())
+    }));
+    trials.push(Trial::test("a_killed_laboratory_leaves_what_the_next_start_removes", || {
+        ends::a_killed_laboratory();
+        Ok(())
+    }));
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    // Whatever was run, it ends before this program does.
+    drop(taken(&shared).take());
+    conclusion.exit_code()
+}
+
+/// A test that fails shows what all programs have logged.
+fn on_the_cluster(name: &str, shared: &Shared, test: Test) -> Trial {
+    let shared = Arc::clone(shared);
+    Trial::test(name, move || {
+        let mut cluster = taken(&shared);
+        let cluster = cluster.get_or_insert_with(|| Cluster::start(NODES));
+        let run = std::panic::AssertUnwindSafe(|| test(cluster));
+        if let Err(panic) = std::panic::catch_unwind(run) {
+            cluster.show_logs();
+            std::panic::resume_unwind(panic);
+        }
+        Ok(())
+    })
+}
+
+fn taken(shared: &Shared) -> std::sync::MutexGuard<'_, Option<Cluster>> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,108 @@
+//! What may happen to a cluster: each fault is seen where it must be, nowhere else, and heals.
+
+use std::time::{Duration, Instant};
+
+use reprise_e2e::kubernetes::Cluster;
+use reprise_e2e::wait_until;
+
+use crate::pods::{PORT, ready_servers, servers};
+
+/// From silence to a node that is not ready: 8 s, and what a busy machine adds.
+const SEEN_WITHIN: Duration = Duration::from_secs(60);
+
+/// From the end of a fault to what was before.
+const HEALS_WITHIN: Duration = Duration::from_secs(120);
+
+/// For how long the API server is away.
+const AWAY: Duration = Duration::from_secs(30);
+
+/// Between two looks that start a process.
+const PAUSE: Duration = Duration::from_millis(200);
+
+pub(crate) fn a_paused_kubelet(cluster: &mut Cluster) {
+    let [_, second] = servers(cluster);
+    cluster.node(1).pause_kubelet();
+    wait_for(cluster, 1, Says::NotReady);
+    assert!(cluster.is_ready(&cluster.nodes()[0]), "the other node is");
+    assert_eq!(second.ask("/"), Ok(second.introduction()), "its pods go on");
+    cluster.node(1).resume_kubelet();
+    wait_for(cluster, 1, Says::Ready);
+    servers(cluster);
+}
+
+pub(crate) fn a_cut_link(cluster: &mut Cluster) {
+    let [first, second] = servers(cluster);
+    cluster.cut_link(1);
+    let to_second = format!("{}:{PORT}", second.address);
+    first.via(&to_second).expect_err("nothing arrives there");
+    second.ask("/").expect_err("not from here either");
+    wait_for(cluster, 1, Says::NotReady);
+    let inside = cluster.nodes()[1].command("/usr/bin/env").arg("true").status();
+    assert!(inside.expect("nsenter is there").success(), "it runs all the same");
+    cluster.heal_link(1);
+    wait_for(cluster, 1, Says::Ready);
+    wait_until("the pods to reach each other again", HEALS_WITHIN, || first.via(&to_second).ok());
+    servers(cluster);
+}
+
+pub(crate) fn a_killed_node(cluster: &mut Cluster) {
+    let [_, before] = servers(cluster);
+    let file = "var/lib/kept";
+    let kept = cluster.nodes()[1].root().join(file);
+    std::fs::write(kept, "as it was").expect("its disk takes files");
+    cluster.node(1).kill();
+    before.ask("/").expect_err("its pods went with it");
+    wait_for(cluster, 1, Says::NotReady);
+    assert!(cluster.is_ready(&cluster.nodes()[0]), "the other node is");
+    cluster.node(1).restart();
+    wait_for(cluster, 1, Says::Ready);
+    let kept = std::fs::read_to_string(cluster.nodes()[1].root().join(file));
+    assert_eq!(kept.expect("its disk is what it was"), "as it was");
+    // What it ran before is started again, under the same name.
+    wait_until("its pod to serve again", HEALS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        let again = ready_servers(cluster).into_iter().find(|server| server.node == before.node)?;
+        again.ask("/").ok()
+    });
+}
+
+pub(crate) fn no_api_server(cluster: &mut Cluster) {
+    let [first, second] = servers(cluster);
+    cluster.stop_api_server();
+    assert!(cluster.try_kubectl(&["get", "nodes"]).is_err(), "nobody answers");
+    let back = Instant::now() + AWAY;
+    while Instant::now() < back {
+        assert_eq!(first.via(&format!("{}:{PORT}", second.address)), Ok(second.introduction()));
+        let said = second.via("server:80").expect("services and their names are as they were");
+        assert!([first.introduction(), second.introduction()].contains(&said), "{said}");
+        std::thread::sleep(PAUSE);
+    }
+    cluster.start_api_server();
+    for index in 0..cluster.nodes().len() {
+        wait_for(cluster, index, Says::Ready);
+    }
+    // Everybody has found it again: a pod that is gone is replaced, and the service leads to the new one.
+    cluster.kubectl(&["delete", "pod", &second.name, "--wait=false"]);
+    wait_until("the service to lead to a new pod", HEALS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        let new = ready_servers(cluster).into_iter().find(|server| server.node == second.node)?;
+        let said = first.via("server:80");
+        (new.name != second.name && said == Ok(new.introduction())).then_some(())
+    });
+}
+
+/// What the cluster says of a node.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Says {
+    Ready,
+    NotReady,
+}
+
+fn wait_for(cluster: &Cluster, index: usize, says: Says) {
+    let node = &cluster.nodes()[index];
+    let within = if says == Says::Ready { HEALS_WITHIN } else { SEEN_WITHIN };
+    wait_until(&format!("{} to be {says:?}", node.name()), within, || {
+        std::thread::sleep(PAUSE);
+        (cluster.is_ready(node) == (says == Says::Ready)).then_some(())
+    });
+}

@@ -1,0 +1,21 @@
+//! The operator on a real API server: what it makes of resources, and that it ends in the same objects whatever happens to it.
+//!
+//! No controller of Kubernetes runs here, so StatefulSets have no pods and nothing that lost its owner is removed. The tests play the
+//! kubelet (statuses of StatefulSets) and the agents (statuses of CacheNodes).
+
+#![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+
+#[path = "operator/children.rs"]
+mod children;
+#[path = "operator/convergence.rs"]
+mod convergence;
+#[path = "operator/lab.rs"]
+mod lab;
+#[path = "operator/pools.rs"]
+mod pools;
+#[path = "operator/replicas.rs"]
+mod replicas;
+#[path = "operator/stores.rs"]
+mod stores;
+#[path = "operator/tenants.rs"]
+mod tenants;

@@ -1,0 +1,297 @@
+//! A cluster of Kubernetes as far as the operator sees it: an API server with our definitions, nodes, and somebody who plays kubelet and
+//! agents.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams};
+use kube::core::GroupVersionKind;
+use kube::{Client, ResourceExt};
+use reprise_e2e::{ApiServer, Etcd, Operator, OperatorFiles, PATIENCE, World, wait_until};
+use serde_json::{Value, json};
+
+/// Namespace of the clusters.
+pub(crate) const SPACE: &str = "cache";
+/// Namespace of the operator.
+pub(crate) const SYSTEM: &str = "reprise-system";
+/// The manager of what tests write.
+pub(crate) const SOMEBODY: &str = "somebody";
+/// A few reconciles have passed by then.
+pub(crate) const SETTLED: Duration = Duration::from_millis(1500);
+
+/// Kinds that the operator makes.
+pub(crate) const MADE: [(&str, &str, &str, bool); 9] = [
+    ("", "ServiceAccount", "serviceaccounts", true),
+    ("rbac.authorization.k8s.io", "ClusterRoleBinding", "clusterrolebindings", false),
+    ("", "ConfigMap", "configmaps", true),
+    ("", "Secret", "secrets", true),
+    ("", "Service", "services", true),
+    ("policy", "PodDisruptionBudget", "poddisruptionbudgets", true),
+    ("apps", "StatefulSet", "statefulsets", true),
+    ("apps", "DaemonSet", "daemonsets", true),
+    ("reprise.dev", "CacheNode", "cachenodes", false),
+];
+
+/// Objects by `kind/name`.
+pub(crate) type Objects = BTreeMap<String, DynamicObject>;
+
+/// In the order in which it ends: processes, then their folder.
+pub(crate) struct Lab {
+    pub(crate) server: ApiServer,
+    pub(crate) etcd: Etcd,
+    pub(crate) world: World,
+}
+
+impl Lab {
+    /// An API server with our definitions and two nodes.
+    pub(crate) fn new() -> Lab {
+        let world = World::new();
+        let server = world.api_server();
+        let etcd = world.etcd();
+        let lab = Lab { server, etcd, world };
+        for space in [SPACE, SYSTEM] {
+            lab.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": space } }));
+        }
+        let files = lab.operator_files("definitions");
+        let output = files.command(&["apply-definitions"]).output().expect("the operator can be started");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        for node in ["n1", "n2"] {
+            lab.apply(&json!({
+                "apiVersion": "v1", "kind": "Node",
+                "metadata": { "name": node, "labels": { "disk": "fast", "name": node } },
+            }));
+        }
+        lab
+    }
+
+    /// An operator of this name, not started.
+    pub(crate) fn operator_files(&self, name: &str) -> OperatorFiles {
+        self.world.operator(&self.server, name, SYSTEM)
+    }
+
+    /// Starts the operator; it must start.
+    pub(crate) fn operator(&self) -> Operator {
+        let started = self.operator_files("operator").start();
+        started.unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"))
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        self.server.admin()
+    }
+
+    /// Where objects of a kind are, in the clusters' namespace.
+    pub(crate) fn api(&self, kind: &str) -> Api<DynamicObject> {
+        let ours =
+            |kind: &str, plural: &str, spaced| ("reprise.dev", kind.to_owned(), plural.to_owned(), spaced);
+        let (group, kind, plural, spaced) = match kind {
+            "KVCacheCluster" => ours(kind, "kvcacheclusters", true),
+            "SSDPool" => ours(kind, "ssdpools", false),
+            "CacheTenant" => ours(kind, "cachetenants", false),
+            "SlackProfile" => ours(kind, "slackprofiles", true),
+            "GPUQueueAllocation" => ours(kind, "gpuqueueallocations", true),
+            "Node" => ("", kind.to_owned(), "nodes".to_owned(), false),
+            "Namespace" => ("", kind.to_owned(), "namespaces".to_owned(), false),
+            "Event" => ("", kind.to_owned(), "events".to_owned(), true),
+            _ => {
+                let made = MADE.iter().find(|made| made.1 == kind).expect("a kind of the lab");
+                (made.0, made.1.to_owned(), made.2.to_owned(), made.3)
+            }
+        };
+        let version = if group == "reprise.dev" { "v1alpha1" } else { "v1" };
+        let gvk = GroupVersionKind::gvk(group, version, &kind);
+        let resource = ApiResource::from_gvk_with_plural(&gvk, &plural);
+        if spaced {
+            Api::namespaced_with(self.client(), SPACE, &resource)
+        } else {
+            Api::all_with(self.client(), &resource)
+        }
+    }
+
+    /// Applies an object as somebody who takes what he wants.
+    pub(crate) fn apply(&self, object: &Value) -> DynamicObject {
+        let api = self.api(object["kind"].as_str().expect("a kind"));
+        let name = object["metadata"]["name"].as_str().expect("a name");
+        let params = PatchParams::apply(SOMEBODY).force();
+        let applied = self.server.block_on(api.patch(name, &params, &Patch::Apply(object)));
+        applied.unwrap_or_else(|error| panic!("{object} is not taken: {error}"))
+    }
+
+    /// A cluster `c` whose store is the lab's etcd, with more in its spec.
+    pub(crate) fn cluster(&self, more: Value) {
+        let mut spec = json!({
+            "etcd": { "mode": "External", "external": { "endpoints": [self.etcd.endpoint()] } },
+            "cache": { "dram": "64Mi", "regionSize": "2Mi" },
+        });
+        spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+        self.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "c" }, "spec": spec,
+        }));
+    }
+
+    /// A pool in a directory, with more in its spec.
+    pub(crate) fn pool(&self, name: &str, directory: &str, more: Value) {
+        let mut spec = json!({ "directory": { "path": directory, "size": "64Mi" } });
+        spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+        self.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": name }, "spec": spec,
+        }));
+    }
+
+    /// An object, if it is there.
+    pub(crate) fn get(&self, kind: &str, name: &str) -> Option<DynamicObject> {
+        let api = self.api(kind);
+        self.server.block_on(api.get_opt(name)).expect("the API server answers")
+    }
+
+    /// Waits for an object.
+    pub(crate) fn wait_for(&self, kind: &str, name: &str) -> DynamicObject {
+        wait_until(&format!("{kind} {name}"), PATIENCE, || {
+            std::thread::sleep(Duration::from_millis(20));
+            self.get(kind, name)
+        })
+    }
+
+    /// Waits until a condition has this status and reason, of the present generation; its message.
+    pub(crate) fn wait_condition(&self, kind: &str, name: &str, wanted: [&str; 3]) -> String {
+        let mut seen = Value::Null;
+        let give_up = std::time::Instant::now() + PATIENCE;
+        while std::time::Instant::now() < give_up {
+            if let Some(object) = self.get(kind, name) {
+                let generation = object.metadata.generation;
+                let conditions = object.data["status"]["conditions"].as_array().cloned().unwrap_or_default();
+                let found = conditions.iter().find(|one| one["type"] == wanted[0]);
+                if let Some(found) = found
+                    && found["status"] == wanted[1]
+                    && found["reason"] == wanted[2]
+                    && found["observedGeneration"].as_i64() == generation
+                {
+                    return found["message"].as_str().unwrap_or_default().to_owned();
+                }
+                seen = json!(conditions);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        panic!("{kind} {name} never says {wanted:?}: {seen:#}");
+    }
+
+    /// Changes some fields of an object, as somebody who owns nothing.
+    pub(crate) fn merge(&self, kind: &str, name: &str, fields: &Value) {
+        let (api, params) = (self.api(kind), PatchParams::default());
+        let patched = self.server.block_on(api.patch(name, &params, &Patch::Merge(fields)));
+        patched.unwrap_or_else(|error| panic!("{kind} {name} does not take {fields}: {error}"));
+    }
+
+    /// Deletes an object; what waits for finalizers stays.
+    pub(crate) fn delete(&self, kind: &str, name: &str) {
+        let api = self.api(kind);
+        self.server.block_on(api.delete(name, &DeleteParams::background())).expect("it is there");
+    }
+
+    /// Everything of a kind.
+    pub(crate) fn list(&self, kind: &str) -> Vec<DynamicObject> {
+        let api = self.api(kind);
+        self.server.block_on(api.list(&ListParams::default())).expect("the API server answers").items
+    }
+
+    /// Everything that the operator has made.
+    pub(crate) fn made(&self) -> Objects {
+        let ours = |object: &DynamicObject| {
+            object.labels().get("app.kubernetes.io/managed-by").is_some_and(|by| by == "reprise-operator")
+        };
+        let of = |kind: &'static str| {
+            let all = self.list(kind).into_iter().filter(|object| ours(object));
+            all.map(move |object| (format!("{kind}/{}", object.name_any()), object))
+        };
+        MADE.iter().flat_map(|(_, kind, ..)| of(kind)).collect()
+    }
+
+    /// Plays the kubelet: the members' StatefulSet has all its pods.
+    pub(crate) fn members_are_ready(&self) {
+        let name = "c-controlplane";
+        let replicas = self.wait_for("StatefulSet", name).data["spec"]["replicas"].clone();
+        let status = json!({ "status": {
+            "replicas": replicas, "readyReplicas": replicas, "updatedReplicas": replicas, "availableReplicas": replicas,
+        } });
+        let (api, params) = (self.api("StatefulSet"), PatchParams::default());
+        let patched = self.server.block_on(api.patch_status(name, &params, &Patch::Merge(&status)));
+        patched.expect("a status is taken");
+    }
+
+    /// Plays the agent of a node: it does what its CacheNode says, and each claim has one device in this state.
+    pub(crate) fn agent_reports(&self, node: &str, state: &str) {
+        let found = self.wait_for("CacheNode", node);
+        let spec = &found.data["spec"];
+        let claims = spec["claims"].as_array().cloned().unwrap_or_default();
+        let devices: Vec<Value> = claims.iter().map(|claim| device(claim, state)).collect();
+        let pools: Vec<Value> = claims
+            .iter()
+            .map(|claim| json!({ "pool": claim["pool"], "uid": claim["uid"], "generation": claim["generation"] }))
+            .collect();
+        let now = Timestamp::now();
+        // However slow the machine is, the agent does not go silent while the test looks.
+        let (now, said) = (now.to_string(), (now + SignedDuration::from_hours(1)).to_string());
+        let status = json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": node },
+            "status": {
+                "observedGeneration": found.metadata.generation,
+                "lastUpdated": said,
+                "agent": { "version": "0.1.0" },
+                "capacity": { "dramTotal": "64Mi", "dramUsed": "0", "ssdTotal": "64Mi", "ssdUsed": "1Mi" },
+                "devices": devices,
+                "applied": { "configurationDigest": spec["configurationDigest"], "pools": pools },
+                "conditions": [{
+                    "type": "AgentReady", "status": "True", "reason": "AsDesired", "lastTransitionTime": now,
+                    "observedGeneration": found.metadata.generation,
+                }],
+            },
+        });
+        let params = PatchParams::apply("reprise-agent").force();
+        let api = self.api("CacheNode");
+        self.server
+            .block_on(api.patch_status(node, &params, &Patch::Apply(&status)))
+            .expect("a status is taken");
+    }
+}
+
+fn device(claim: &Value, state: &str) -> Value {
+    let mut device = json!({ "path": claim["file"], "pool": claim["pool"], "state": state, "message": "as the test says" });
+    if state == "Open" {
+        device["size"] = claim["size"].clone();
+        device["used"] = json!("1Mi");
+        device["engine"] = claim["engine"].clone();
+    }
+    device
+}
+
+/// Versions of objects: equal ones have not been written.
+pub(crate) fn versions(objects: &Objects) -> BTreeMap<String, String> {
+    objects.iter().map(|(key, object)| (key.clone(), object.resource_version().unwrap_or_default())).collect()
+}
+
+/// What is wanted of objects, without what differs from one time to the other: ids, versions, times, keys that were drawn.
+pub(crate) fn essence(objects: &Objects) -> BTreeMap<String, Value> {
+    let of = |key: &str, object: &DynamicObject| {
+        let mut whole = serde_json::to_value(object).expect("objects are JSON");
+        let kind = key.split_once('/').expect("kind and name").0;
+        let fields = whole.as_object_mut().expect("an object");
+        fields.remove("status");
+        let metadata = fields["metadata"].as_object_mut().expect("metadata");
+        metadata.retain(|key, _| ["name", "namespace", "labels"].contains(&key.as_str()));
+        if kind == "Secret" {
+            let names: Vec<String> = whole["data"].as_object().expect("data").keys().cloned().collect();
+            whole["data"] = json!(names);
+        }
+        if kind == "Service" {
+            // Drawn by the API server.
+            for drawn in ["clusterIP", "clusterIPs"] {
+                let spec = whole["spec"].as_object_mut().expect("a spec");
+                if spec.get(drawn).is_some_and(|value| !value.to_string().contains("None")) {
+                    spec.remove(drawn);
+                }
+            }
+        }
+        whole
+    };
+    objects.iter().map(|(key, object)| (key.clone(), of(key, object))).collect()
+}

@@ -1,0 +1,90 @@
+//! The control plane's store: somebody else's that does not answer or whose secrets are wrong, and one of the operator's own.
+
+use kube::ResourceExt;
+use reprise_e2e::{PATIENCE, wait_until};
+use serde_json::{Value, json};
+
+use crate::lab::{Lab, SETTLED};
+
+fn external(more: Value) -> Value {
+    let mut external = json!({ "endpoints": ["http://127.0.0.1:1"] });
+    external.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+    json!({ "etcd": { "mode": "External", "external": external } })
+}
+
+#[test]
+fn a_store_that_does_not_answer_is_a_condition_and_members_are_made_all_the_same() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(external(json!({})));
+    let said = lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "False", "EtcdUnreachable"]);
+    assert!(said.contains("http://127.0.0.1:1"), "{said}");
+    lab.wait_for("StatefulSet", "c-controlplane");
+    lab.cluster(external(json!({ "endpoints": [lab.etcd.endpoint()] })));
+    lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
+    operator.kill();
+}
+
+#[test]
+fn secrets_that_lack_something_are_said_before_anything_is_made() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    let tls = json!({ "endpoints": ["https://127.0.0.1:1"], "tls": { "caSecretRef": { "name": "ca", "key": "ca.crt" } } });
+    lab.cluster(external(tls));
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "ReferenceNotFound"]);
+    assert!(said.contains("Secret ca"), "{said}");
+    let secret = |data: Value| {
+        lab.apply(&json!({ "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "ca" }, "stringData": data }));
+    };
+    secret(json!({ "other": "x" }));
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "SecretInvalid"]);
+    assert!(said.contains("no entry ca.crt"), "{said}");
+    secret(json!({ "ca.crt": "not a certificate" }));
+    wait_until("it is no PEM", PATIENCE, || {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let said = lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "SecretInvalid"]);
+        said.contains("not PEM").then_some(())
+    });
+    assert!(lab.made().is_empty(), "nothing is half applied");
+    operator.kill();
+}
+
+#[test]
+fn what_this_release_does_not_have_is_refused_and_changes_nothing() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(json!({ "injection": { "mode": "Webhook" } }));
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
+    assert!(said.contains("injection.mode"), "{said}");
+    std::thread::sleep(SETTLED);
+    assert!(lab.made().is_empty());
+    operator.kill();
+}
+
+#[test]
+fn a_managed_store_has_certificates_that_are_made_anew_when_they_are_spoiled() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(json!({ "etcd": { "mode": "Managed" } }));
+    let first = lab.wait_for("Secret", "c-etcd-tls");
+    let authority = lab.wait_for("Secret", "c-etcd-ca");
+    lab.wait_for("StatefulSet", "c-etcd");
+    let digest = || {
+        let set = lab.wait_for("StatefulSet", "c-controlplane");
+        set.data["spec"]["template"]["metadata"]["annotations"]["reprise.dev/secrets"].clone()
+    };
+    let before = digest();
+    let spoil = json!({ "stringData": { "server.key": "gone" } });
+    lab.merge("Secret", "c-etcd-tls", &spoil);
+    wait_until("there are new ones, of the same authority", PATIENCE, || {
+        let found = lab.get("Secret", "c-etcd-tls")?;
+        let new = found.data["data"]["server.key"] != first.data["data"]["server.key"]
+            && found.data["data"]["server.key"].as_str()?.len() > 100;
+        (new && found.data["data"]["ca.crt"] == first.data["data"]["ca.crt"]).then_some(())
+    });
+    wait_until("members are told", PATIENCE, || (digest() != before).then_some(()));
+    assert_eq!(lab.wait_for("Secret", "c-etcd-ca").resource_version(), authority.resource_version());
+    lab.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
+    lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
+    operator.kill();
+}

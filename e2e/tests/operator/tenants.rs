@@ -1,0 +1,69 @@
+//! Tenants: what reaches the agents, whether reservations fit, and what is refused. Kinds that this release does nothing for.
+
+use reprise_e2e::{PATIENCE, wait_until};
+use serde_json::{Value, json};
+
+use crate::lab::Lab;
+
+fn tenant(lab: &Lab, name: &str, spec: &Value) {
+    lab.apply(&json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": name }, "spec": spec,
+    }));
+}
+
+#[test]
+fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    let reserves = |size: &str| json!({ "perNode": { "ssd": { "reserved": size } } });
+    tenant(&lab, "a", &reserves("48Mi"));
+    lab.cluster(json!({}));
+    lab.wait_condition("CacheTenant", "a", ["QuotaFeasible", "Unknown", "NotReported"]);
+    let told = |words: &str| {
+        let config = lab.get("ConfigMap", "c-agent")?;
+        config.data["data"]["agent.toml"].as_str()?.contains(words).then_some(())
+    };
+    wait_until("agents are told of it", PATIENCE, || told("48MiB"));
+    // Each node has 64Mi.
+    for node in ["n1", "n2"] {
+        lab.agent_reports(node, "Open");
+    }
+    // Another one, and together they are too many. A budget in the cluster is refused, and changes nothing on nodes.
+    tenant(&lab, "b", &reserves("32Mi"));
+    let said = lab.wait_condition("CacheTenant", "b", ["QuotaFeasible", "False", "OverCapacity"]);
+    assert!(said.contains("n1") && said.contains("80Mi") && said.contains("a, b"), "{said}");
+    lab.wait_condition("CacheTenant", "a", ["Ready", "False", "OverCapacity"]);
+    tenant(&lab, "b", &reserves("16Mi"));
+    for name in ["a", "b"] {
+        lab.wait_condition("CacheTenant", name, ["Ready", "True", "AsDesired"]);
+    }
+    let budget =
+        json!({ "budget": { "ssd": { "limit": "1Gi" } }, "perNode": { "ssd": { "limit": "17Mi" } } });
+    tenant(&lab, "c", &budget);
+    let said = lab.wait_condition("CacheTenant", "c", ["Accepted", "False", "Unsupported"]);
+    assert!(said.contains("reprise tenant set"), "{said}");
+    wait_until("b's new reservation is told", PATIENCE, || told("16MiB"));
+    assert!(told("17MiB").is_none());
+    operator.kill();
+}
+
+#[test]
+fn kinds_that_this_release_does_nothing_for_say_so() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.apply(&json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s" },
+        "spec": {
+            "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" },
+            "configMapRef": { "name": "measured", "key": "windows" },
+        },
+    }));
+    lab.apply(&json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation", "metadata": { "name": "q" },
+        "spec": { "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 2 },
+    }));
+    for (kind, name) in [("SlackProfile", "s"), ("GPUQueueAllocation", "q")] {
+        lab.wait_condition(kind, name, ["Accepted", "False", "Unsupported"]);
+    }
+    operator.kill();
+}

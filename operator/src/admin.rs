@@ -1,0 +1,55 @@
+//! The admin port: `/metrics`, `/healthz`, `/readyz`. Not authenticated; nothing here changes anything.
+//!
+//! A replica that waits for the lease is healthy and ready: it is ready to take over. Before the API server has answered once, none is
+//! ready.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::context::Context;
+
+/// Content type of the OpenMetrics text format.
+const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What the pages are about.
+#[derive(Clone)]
+struct Pages {
+    context: Arc<Context>,
+    ready: watch::Receiver<bool>,
+}
+
+/// Serves for ever.
+///
+/// # Errors
+/// The port was taken away.
+pub async fn serve(
+    listener: TcpListener,
+    context: Arc<Context>,
+    ready: watch::Receiver<bool>,
+) -> std::io::Result<()> {
+    let pages = Router::new()
+        .route("/metrics", get(metrics))
+        .route("/healthz", get(async || "ok\n"))
+        .route("/readyz", get(readyz))
+        .with_state(Pages { context, ready });
+    axum::serve(listener, pages).await
+}
+
+async fn metrics(State(pages): State<Pages>) -> Response {
+    ([(header::CONTENT_TYPE, METRICS_TYPE)], pages.context.metrics.text()).into_response()
+}
+
+async fn readyz(State(pages): State<Pages>) -> Response {
+    if *pages.ready.borrow() {
+        (StatusCode::OK, "ok\n").into_response()
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "the API server has not answered yet\n").into_response()
+    }
+}

@@ -1,0 +1,197 @@
+//! Writes children, and removes what was a child and is wanted no more.
+//!
+//! Invariants: a child that is there as it is wanted is not written; what does not carry the cluster's unique id is never touched;
+//! a conflict or a refusal of one child keeps none of the others from being written.
+
+use std::collections::BTreeSet;
+use std::sync::PoisonError;
+
+use kube::api::{
+    Api, DeleteParams, DynamicObject, Patch, PatchParams, Preconditions, PropagationPolicy,
+    ValidationDirective,
+};
+
+use kube::{Client, ResourceExt};
+use reprise_crds::OPERATOR_FIELD_MANAGER;
+use reprise_crds::status::Reason;
+
+use crate::child::{Child, ChildKind, Ownership};
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::metrics::Write;
+use crate::names::CLUSTER_UID;
+use crate::plan::Refusal;
+
+/// HTTP's codes, as the API server uses them.
+const CONFLICT: u16 = 409;
+const NOT_FOUND: u16 = 404;
+const UNPROCESSABLE: u16 = 422;
+
+/// What came of writing children.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// What could not be written, and who could do something about it.
+    pub refused: Vec<Refusal>,
+}
+
+/// Objects of a child's kind and namespace.
+pub(crate) fn api(client: &Client, kind: ChildKind, namespace: Option<&str>) -> Api<DynamicObject> {
+    match namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &kind.resource()),
+        None => Api::all_with(client.clone(), &kind.resource()),
+    }
+}
+
+/// Makes the children of a cluster those that are wanted. `kept` are children that are written elsewhere, by kind and name.
+///
+/// # Errors
+/// The API server did not answer, or refused for a reason that may pass.
+pub async fn apply(
+    context: &Context,
+    cluster_uid: &str,
+    wanted: &[Child],
+    kept: &[(ChildKind, String)],
+) -> Result<Applied, OperatorError> {
+    let mut applied = Applied::default();
+    for child in wanted {
+        if let Some(refused) = apply_one(context, cluster_uid, child).await? {
+            context.metrics.conflicted(child.kind.as_str());
+            applied.refused.push(refused);
+        }
+    }
+    remove_unwanted(context, cluster_uid, wanted, kept).await?;
+    Ok(applied)
+}
+
+/// Writes a child unless it is there as it is wanted.
+async fn apply_one(
+    context: &Context,
+    cluster_uid: &str,
+    child: &Child,
+) -> Result<Option<Refusal>, OperatorError> {
+    let namespace = child.namespace.as_deref();
+    let api = api(&context.client, child.kind, namespace);
+    let key = format!("{}/{}/{}", child.kind.as_str(), namespace.unwrap_or_default(), child.name);
+    match context.world.child(child.kind, namespace, &child.name) {
+        Some(live) => {
+            if let Some(refusal) = of_somebody_else(&live, cluster_uid, child) {
+                return Ok(Some(refusal));
+            }
+            if live.metadata.deletion_timestamp.is_some() || is_as_wanted(context, &key, child, &live) {
+                return Ok(None);
+            }
+        }
+        // Either it is not there, or it is without our labels: then it is not ours to write.
+        None => {
+            let found =
+                api.get_opt(&child.name).await.map_err(OperatorError::api(format!("look at {key}")))?;
+            if let Some(refusal) = found.and_then(|found| of_somebody_else(&found, cluster_uid, child)) {
+                return Ok(Some(refusal));
+            }
+        }
+    }
+    let mut params = PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict);
+    params.force = child.ownership == Ownership::OursAlone;
+    match api.patch(&child.name, &params, &Patch::Apply(&child.body)).await {
+        Ok(written) => {
+            context.metrics.wrote(child.kind.as_str(), Write::Apply);
+            tracing::info!(object = %key, "written");
+            let version = written.resource_version().unwrap_or_default();
+            let mut normalised = context.normalised.lock().unwrap_or_else(PoisonError::into_inner);
+            normalised.insert(key, (child.digest.clone(), version));
+            Ok(None)
+        }
+        Err(kube::Error::Api(status)) if status.code == CONFLICT && !params.force => {
+            Ok(Some(field_conflict(&key, &status.message)))
+        }
+        Err(kube::Error::Api(status)) if status.code == UNPROCESSABLE => {
+            let message = format!("the API server refuses {key}: {}", status.message);
+            Ok(Some(Refusal::new(Reason::InvalidSpec, message)))
+        }
+        Err(error) => Err(OperatorError::api(format!("apply {key}"))(error)),
+    }
+}
+
+fn is_as_wanted(context: &Context, key: &str, child: &Child, live: &DynamicObject) -> bool {
+    if child.is_held_by(live) {
+        return true;
+    }
+    let normalised = context.normalised.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = normalised.get(key);
+    known.is_some_and(|(digest, version)| {
+        *digest == child.digest && live.metadata.resource_version.as_ref() == Some(version)
+    })
+}
+
+/// Why an object of the wanted name cannot be taken.
+fn of_somebody_else(found: &DynamicObject, cluster_uid: &str, child: &Child) -> Option<Refusal> {
+    if found.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid) {
+        return None;
+    }
+    let (kind, name) = (child.kind.as_str(), &child.name);
+    let message = format!(
+        "{kind} {name} is there and does not belong to this cluster: remove it, or use another name for the KVCacheCluster"
+    );
+    Some(Refusal::new(Reason::Conflict, message))
+}
+
+/// The server's message names managers and fields.
+fn field_conflict(key: &str, said: &str) -> Refusal {
+    let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    let message = format!(
+        "somebody else owns fields of {key}, which is left as it is until they are given up (kubectl apply --server-side without these \
+         fields, by the manager that is named): {said}"
+    );
+    Refusal::new(Reason::FieldConflict, message)
+}
+
+async fn remove_unwanted(
+    context: &Context,
+    cluster_uid: &str,
+    wanted: &[Child],
+    kept: &[(ChildKind, String)],
+) -> Result<(), OperatorError> {
+    let stays: BTreeSet<(ChildKind, &str)> = wanted
+        .iter()
+        .map(|child| (child.kind, child.name.as_str()))
+        .chain(kept.iter().map(|(kind, name)| (*kind, name.as_str())))
+        .collect();
+    for kind in ChildKind::ALL {
+        for child in context.world.children_of(kind, cluster_uid) {
+            if !stays.contains(&(kind, child.name_any().as_str())) {
+                remove(context, kind, &child).await?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Deletes exactly this object, unless it goes already.
+///
+/// # Errors
+/// The API server did not answer.
+pub(crate) async fn remove(
+    context: &Context,
+    kind: ChildKind,
+    child: &DynamicObject,
+) -> Result<(), OperatorError> {
+    if child.metadata.deletion_timestamp.is_some() {
+        return Ok(());
+    }
+    let params = DeleteParams {
+        preconditions: Some(Preconditions { uid: child.uid(), resource_version: None }),
+        propagation_policy: Some(PropagationPolicy::Background),
+        ..DeleteParams::default()
+    };
+    let name = child.name_any();
+    match api(&context.client, kind, child.namespace().as_deref()).delete(&name, &params).await {
+        Ok(_) => {
+            context.metrics.wrote(kind.as_str(), Write::Delete);
+            tracing::info!(kind = kind.as_str(), name, "removed, since it is wanted no more");
+            Ok(())
+        }
+        // Gone already, or another one of the same name by now.
+        Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(()),
+        Err(error) => Err(OperatorError::api(format!("delete {} {name}", kind.as_str()))(error)),
+    }
+}

@@ -1,0 +1,71 @@
+//! `KVCacheCluster`: members, their store, agents, and what engines need to connect.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::Api;
+use kube::runtime::controller::Action;
+use reprise_crds::KVCacheCluster;
+
+use crate::context::Context;
+use crate::error::OperatorError;
+
+pub mod apply;
+pub mod build;
+pub mod certificates;
+pub mod dereference;
+pub mod status;
+pub mod store;
+pub mod validate;
+
+/// Port of the members' gRPC services.
+pub const GRPC_PORT: u16 = 7400;
+/// Port of the members' metrics and health.
+pub const MEMBER_ADMIN_PORT: u16 = 7401;
+
+/// A CacheNode that is older says that its agent is away.
+pub const REPORTED_WITHIN: Duration = Duration::from_secs(60);
+
+/// A store of somebody else is asked so often whether it answers, and sooner when it did not: nothing tells us.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
+const LOOK_SOON: Duration = Duration::from_secs(5);
+/// What others own is tried again so soon, since nothing tells us that they gave it up.
+const GIVEN_UP_WITHIN: Duration = Duration::from_secs(10);
+/// Certificates are looked at once a day, and agents for having gone silent once a minute.
+const NEXT: Duration = REPORTED_WITHIN;
+
+/// Makes a cluster what its spec says.
+///
+/// # Errors
+/// The API server did not do what it was asked for; tried again.
+pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    if cluster.metadata.deletion_timestamp.is_some() {
+        // What is the cluster's goes with it; making it anew would only hold it up.
+        return Ok(Action::await_change());
+    }
+    let found = dereference::dereference(&cluster, &context).await;
+    let refused = validate::validate(&cluster, &found);
+    let applied = if refused.is_none() && !cluster.spec.paused {
+        Some(apply::apply(&cluster, &found, &context).await?)
+    } else {
+        None
+    };
+    let (status, findings) = status::of(&cluster, &found, refused.as_ref(), applied.as_ref());
+    let namespace = found.referred.names.namespace.clone();
+    let api: Api<KVCacheCluster> = Api::namespaced(context.client.clone(), &namespace);
+    let said = crate::status::Found {
+        object: &*cluster,
+        api: &api,
+        before: cluster.status.as_ref(),
+        findings: &findings,
+    };
+    let wait = crate::status::write(&context, said, status).await?;
+    let next = match &found.store {
+        Some(look) if look.is_good() => LOOK_AGAIN,
+        Some(_) => LOOK_SOON,
+        None => NEXT,
+    };
+    let refused = applied.is_some_and(|applied| !applied.refused.is_empty());
+    let next = if refused { next.min(GIVEN_UP_WITHIN) } else { next };
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+}

@@ -1,0 +1,165 @@
+//! The agents: one on each selected node.
+//!
+//! A pod has the directories of all pools of the cluster, also on nodes that a pool does not select: an empty directory there is made
+//! and not used. So a new pool restarts the agents one after the other, and a node that is selected later needs no other pod.
+//!
+//! The agent runs as root without any capability: the directories that the kubelet makes are root's, and a process without
+//! capabilities can use what is its user's and nothing else. Nothing is shared with the node but these directories.
+
+use std::collections::BTreeSet;
+
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::{SeccompMode, UpdateType};
+use serde_json::{Value, json};
+
+use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest};
+use super::pods::{Reckoned, confined, probe, pull, resources, tolerations, without_empty};
+use super::{config_map, metadata};
+use crate::child::{Child, ChildKind, Ownership};
+use crate::cluster::dereference::Found;
+use crate::names::{CONFIGURATION, Component};
+
+/// Rights of all agents: the chart's.
+const AGENT_ROLE: &str = "reprise-agent";
+/// CPU and memory beside the arena, when the cluster says nothing: 1 core, 1 GiB for indexes and buffers of devices and peers.
+const CPU_MILLIS: u64 = 1000;
+const OVERHEAD_BYTES: u64 = 1 << 30;
+/// An agent that is told to stop flushes, says so and ends.
+const GRACE_SECONDS: u32 = 30;
+/// An agent that starts takes its whole arena and reads its journals; health is served after that: 300 × 2 s.
+const START_PROBES: u32 = 300;
+/// Where an agent keeps what it was told last, on the node.
+const STATE_FOLDER: &str = "/var/lib/reprise";
+/// Raw devices and their stable names.
+const DEVICES_FOLDER: &str = "/dev";
+
+pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
+    let names = &found.referred.names;
+    let name = names.agent();
+    let meta = |name: &str| metadata(cluster, names, Component::Agent, name);
+    let service = json!({
+        "spec": {
+            "clusterIP": "None",
+            "selector": names.selector(Component::Agent),
+            "ports": [{ "name": "admin", "port": cluster.spec.agents.admin_port, "targetPort": "admin", "protocol": "TCP" }],
+        },
+    });
+    vec![
+        super::service_account(meta(&name)),
+        binding(found),
+        config_map(meta(&name), &json!({ AGENT_FILE: agent(cluster, &found.referred) })),
+        Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
+        Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &daemon_set(cluster, found)),
+    ]
+}
+
+/// The agents' rights. It has no namespace, so it cannot have the cluster as its owner (`crate::sweep`).
+fn binding(found: &Found) -> Child {
+    let names = &found.referred.names;
+    let metadata = json!({ "name": names.agent_binding(), "labels": names.labels(Component::Agent) });
+    let rest = json!({
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": AGENT_ROLE },
+        "subjects": [{ "kind": "ServiceAccount", "name": names.agent(), "namespace": names.namespace }],
+    });
+    Child::new(ChildKind::ClusterRoleBinding, Ownership::OursAlone, metadata, &rest)
+}
+
+fn daemon_set(cluster: &KVCacheCluster, found: &Found) -> Value {
+    let strategy = &cluster.spec.agents.update_strategy;
+    let strategy = match strategy.kind {
+        UpdateType::OnDelete => json!({ "type": "OnDelete" }),
+        UpdateType::RollingUpdate => json!({
+            "type": "RollingUpdate",
+            "rollingUpdate": { "maxUnavailable": strategy.max_unavailable },
+        }),
+    };
+    let labels = found.referred.names.labels(Component::Agent);
+    let annotations = json!({ CONFIGURATION: agent_digest(cluster, &found.referred) });
+    json!({
+        "spec": {
+            "selector": { "matchLabels": found.referred.names.selector(Component::Agent) },
+            "updateStrategy": strategy,
+            "template": { "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, found) },
+        },
+    })
+}
+
+fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
+    let agents = &cluster.spec.agents;
+    let (policy, pull_secrets) = pull(&cluster.spec.images);
+    let (volumes, mounts) = volumes(cluster, found);
+    let field = |name: &str, path: &str| json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } });
+    let arena = cluster.spec.cache.dram.bytes().unwrap_or_default();
+    let reckoned = Reckoned { cpu_millis: CPU_MILLIS, memory: OVERHEAD_BYTES, beside: arena };
+    let container = json!({
+        "name": "agent",
+        "image": found.images.agent,
+        "imagePullPolicy": policy,
+        "args": ["--config", format!("{FOLDER}/{AGENT_FILE}"), "--in-cluster"],
+        "env": [field("NODE_NAME", "spec.nodeName"), field("POD_IP", "status.podIP")],
+        "ports": [
+            { "name": "peers", "containerPort": agents.peers.port, "protocol": "TCP" },
+            { "name": "admin", "containerPort": agents.admin_port, "protocol": "TCP" },
+        ],
+        "resources": resources(agents.resources.as_ref(), &reckoned),
+        "securityContext": confined(),
+        "startupProbe": probe("/healthz", "admin", 2, START_PROBES),
+        "livenessProbe": probe("/healthz", "admin", 5, 6),
+        "readinessProbe": probe("/readyz", "admin", 2, 2),
+        "volumeMounts": mounts,
+    });
+    without_empty(json!({
+        "serviceAccountName": found.referred.names.agent(),
+        "automountServiceAccountToken": true,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "priorityClassName": agents.priority_class_name,
+        "nodeSelector": agents.node_selector,
+        "tolerations": tolerations(&agents.tolerations),
+        "imagePullSecrets": pull_secrets,
+        "securityContext": {
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "seccompProfile": seccomp(cluster),
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }))
+}
+
+fn seccomp(cluster: &KVCacheCluster) -> Value {
+    let seccomp = &cluster.spec.agents.seccomp;
+    match seccomp.mode {
+        SeccompMode::RuntimeDefault => json!({ "type": "RuntimeDefault" }),
+        SeccompMode::Unconfined => json!({ "type": "Unconfined" }),
+        SeccompMode::Localhost => {
+            json!({ "type": "Localhost", "localhostProfile": seccomp.localhost_profile })
+        }
+    }
+}
+
+/// Volumes of the pod and where they are mounted: directories of the node under their own paths.
+fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
+    let key = found.referred.names.key();
+    let mut folders: BTreeSet<String> = BTreeSet::new();
+    folders.insert(cluster.spec.agents.socket.directory.to_string());
+    folders.insert(format!("{STATE_FOLDER}/{}", found.referred.names.name));
+    let mut devices = false;
+    for pool in found.referred.pools.iter().filter_map(|named| named.bound(&key)) {
+        folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
+        devices |= pool.spec.devices.is_some();
+    }
+    let mut volumes =
+        vec![json!({ "name": "config", "configMap": { "name": found.referred.names.agent() } })];
+    let mut mounts = vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true })];
+    for (index, folder) in folders.iter().enumerate() {
+        let name = format!("node-{index}");
+        volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));
+        mounts.push(json!({ "name": name, "mountPath": folder }));
+    }
+    if devices {
+        volumes
+            .push(json!({ "name": "devices", "hostPath": { "path": DEVICES_FOLDER, "type": "Directory" } }));
+        mounts.push(json!({ "name": "devices", "mountPath": DEVICES_FOLDER }));
+    }
+    (json!(volumes), json!(mounts))
+}

@@ -1,0 +1,214 @@
+//! Configurations of agents and members, in their own TOML. Every field of the cluster that stands for one of theirs is here.
+
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::{EtcdMode, EvictionPolicy, HugePages};
+use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
+use reprise_crds::tenant::{Quota, Quotas};
+use reprise_policy::ByteSize;
+use serde_json::{Map, Value, json};
+
+use crate::cluster::dereference::Referred;
+use crate::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
+use crate::digest;
+use crate::names::ClusterNames;
+
+/// Where pods find their configuration.
+pub const FOLDER: &str = "/etc/reprise";
+/// The agents' file.
+pub const AGENT_FILE: &str = "agent.toml";
+/// Where members find authorities and certificate for etcd.
+pub const TLS_FOLDER: &str = "/etc/reprise-etcd/tls";
+/// Where members find our certificate for somebody else's etcd.
+pub const CLIENT_FOLDER: &str = "/etc/reprise-etcd/client";
+/// Where members find the password of etcd's user.
+pub const USER_FOLDER: &str = "/etc/reprise-etcd/user";
+
+/// Configuration of the agents of a cluster. Their node's name, the address of the pod and what they open come from elsewhere.
+pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
+    let (agents, cache) = (&cluster.spec.agents, &cluster.spec.cache);
+    let mut whole = json!({
+        "session": {
+            "socket": format!("{}/agent.sock", agents.socket.directory),
+            "mode": agents.socket.mode,
+            "allow_uids": agents.socket.allow_uids,
+        },
+        "arena": {
+            "bytes": size(&cache.dram),
+            "region_bytes": size(&cache.region_size),
+            "huge_pages": match cache.huge_pages {
+                HugePages::Prefer => "prefer",
+                HugePages::Never => "never",
+            },
+        },
+        "cache": {
+            "eviction": { "kind": match cache.eviction { EvictionPolicy::PriorityLru => "priority_lru" } },
+            "arena_unsaved_permille": cache.shares.unsaved_permille,
+            "arena_session_permille": cache.shares.session_permille,
+            "arena_serves_permille": cache.shares.serves_permille,
+        },
+        "writeback": { "delay": cache.writeback.delay, "bytes": size(&cache.writeback.size) },
+        "peers": {
+            "listen": format!("0.0.0.0:{}", agents.peers.port),
+            "credit_bytes": size(&agents.peers.credit),
+            "stall_timeout": agents.peers.stall_timeout,
+        },
+        "controlplane": {
+            "address": referred.names.control_plane_address(),
+            "lookup_timeout": cache.limits.lookup_timeout,
+        },
+        "placement": {
+            "bandwidth": size(&cache.placement.bandwidth),
+            "hot_reads": cache.placement.hot_reads,
+            "hot_window": cache.placement.hot_window,
+        },
+        "admin": { "listen": format!("0.0.0.0:{}", agents.admin_port) },
+        "limits": {
+            "load_deadline": cache.limits.load_deadline,
+            "load_hold": cache.limits.load_hold,
+            "reservation": cache.limits.reservation,
+            "read_bytes": size(&cache.limits.read_size),
+        },
+        "log": log(&agents.log),
+    });
+    // All pools of a cluster agree about these (`crate::plan`).
+    let key = referred.names.key();
+    if let Some(pool) = referred.pools.iter().find_map(|named| named.bound(&key)) {
+        let spec = &pool.spec;
+        whole["pool"] = json!({ "segment_bytes": size(&spec.segment_size), "queue_depth": spec.queue_depth });
+        whole["cache"]["pool_free_permille"] = json!(spec.watermarks.free_permille);
+    }
+    let tenants: Vec<Value> = referred.tenants.iter().filter_map(|tenant| tenant_section(tenant)).collect();
+    if !tenants.is_empty() {
+        whole["tenants"] = json!(tenants);
+    }
+    text(&whole)
+}
+
+/// What an agent has to know of a tenant; nothing of one whose limits are those of everybody.
+fn tenant_section(tenant: &reprise_crds::CacheTenant) -> Option<Value> {
+    let (quotas, number) = (&tenant.spec.per_node, tenant.spec.number);
+    if *quotas == Quotas::default() && number.is_none() {
+        return None;
+    }
+    let mut section = json!({
+        "name": tenant.metadata.name,
+        "dram": quota(&quotas.dram),
+        "nvme": quota(&quotas.ssd),
+    });
+    if let Some(number) = number {
+        section["number"] = json!(number);
+    }
+    Some(section)
+}
+
+fn quota(quota: &Quota) -> Value {
+    let mut section = json!({ "reserved": size(&quota.reserved) });
+    if let Some(limit) = &quota.limit {
+        section["limit"] = size(limit);
+    }
+    section
+}
+
+/// Files of all members, by name. They differ in the member's name and address only.
+pub fn members(cluster: &KVCacheCluster, names: &ClusterNames) -> Map<String, Value> {
+    (0..cluster.spec.control_plane.replicas)
+        .map(|index| {
+            let member = names.member(index);
+            (format!("{member}.toml"), json!(self::member(cluster, names, &member)))
+        })
+        .collect()
+}
+
+/// Configuration of one member.
+pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> String {
+    let spec = &cluster.spec.control_plane;
+    let host = format!("{member}.{}.{}.svc", names.members(), names.namespace);
+    let mut whole = json!({
+        "listen": format!("0.0.0.0:{GRPC_PORT}"),
+        "admin": format!("0.0.0.0:{MEMBER_ADMIN_PORT}"),
+        "store": store(cluster, names),
+        "member": {
+            "name": member,
+            "advertise": format!("{host}:{GRPC_PORT}"),
+            "time_to_live": spec.time_to_live,
+        },
+        "membership": {
+            "heartbeat_every": spec.membership.heartbeat_every,
+            "dead_after": spec.membership.dead_after,
+            "forget_after": spec.membership.forget_after,
+        },
+        "events": { "history": size(&spec.events.history) },
+        "limits": { "calls_at_once": spec.limits.calls_at_once, "watchers": spec.limits.watchers },
+        "log": log(&spec.log),
+    });
+    if let Some(publish) = &spec.events.publish {
+        let events = whole["events"].as_object_mut().expect("made above");
+        events.insert("publish".to_owned(), json!(format!("0.0.0.0:{}", publish.port)));
+        events.insert("replay".to_owned(), json!(format!("0.0.0.0:{}", publish.replay_port)));
+        events.insert("topic".to_owned(), json!(publish.topic));
+        events.insert("buffer_steps".to_owned(), json!(publish.buffer_steps));
+        events.insert("subscribers".to_owned(), json!(publish.subscribers));
+    }
+    text(&whole)
+}
+
+/// Where the members' store is, and how it is reached.
+fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
+    let etcd = &cluster.spec.etcd;
+    let mut store = json!({ "kind": "etcd", "prefix": etcd.key_prefix });
+    match (etcd.mode, &etcd.external) {
+        (EtcdMode::Managed, _) | (EtcdMode::External, None) => {
+            let replicas = etcd.managed.clone().unwrap_or_default().replicas;
+            let endpoints: Vec<String> = (0..replicas)
+                .map(|index| format!("https://{}", super::etcd::address(names, index)))
+                .collect();
+            store["endpoints"] = json!(endpoints);
+            store["tls"] = json!({
+                "ca_file": format!("{TLS_FOLDER}/ca.crt"),
+                "cert_file": format!("{TLS_FOLDER}/client.crt"),
+                "key_file": format!("{TLS_FOLDER}/client.key"),
+            });
+        }
+        (EtcdMode::External, Some(external)) => {
+            store["endpoints"] = json!(external.endpoints);
+            if let Some(tls) = &external.tls {
+                store["tls"] = json!({ "ca_file": format!("{TLS_FOLDER}/ca.crt") });
+                if tls.client_secret_ref.is_some() {
+                    store["tls"]["cert_file"] = json!(format!("{CLIENT_FOLDER}/tls.crt"));
+                    store["tls"]["key_file"] = json!(format!("{CLIENT_FOLDER}/tls.key"));
+                }
+                if let Some(name) = &tls.server_name {
+                    store["tls"]["server_name"] = json!(name);
+                }
+            }
+            if let Some(user) = &external.user {
+                store["user"] =
+                    json!({ "name": user.name, "password_file": format!("{USER_FOLDER}/password") });
+            }
+        }
+    }
+    store
+}
+
+fn log(settings: &LogSettings) -> Value {
+    let format = match settings.format {
+        LogFormat::Json => "json",
+        LogFormat::Text => "text",
+    };
+    json!({ "format": format, "level": settings.level })
+}
+
+/// Bytes as our configurations write them.
+fn size(quantity: &Quantity) -> Value {
+    // The API server has checked the pattern, so only an amount beyond 64 bits is none; the process that reads it will say so.
+    quantity.bytes().map_or_else(|_| json!(quantity), |bytes| json!(ByteSize(bytes)))
+}
+
+fn text(whole: &Value) -> String {
+    toml::to_string(whole).expect("tables of texts and numbers are TOML")
+}
+
+/// Digest of the agents' configuration, as a CacheNode has it.
+pub fn agent_digest(cluster: &KVCacheCluster, referred: &Referred) -> String {
+    digest::of(&agent(cluster, referred))
+}

@@ -1,0 +1,158 @@
+//! An etcd that the operator runs: a StatefulSet of 1, 3 or 5, with TLS for clients and among its members.
+//!
+//! Its volumes go with the cluster: everything in them can be rebuilt from agents and resources, and a new cluster of the same name must
+//! not find the facts of another.
+
+use reprise_crds::KVCacheCluster;
+use serde_json::{Value, json};
+
+use super::pods::{Reckoned, confined, probe, pull, resources, restricted, without_empty};
+use super::{metadata, service_account};
+use crate::child::{Child, ChildKind, Ownership};
+use crate::cluster::dereference::Found;
+use crate::names::{ClusterNames, Component};
+
+/// Ports of etcd, by its own custom.
+const CLIENT_PORT: u16 = 2379;
+const PEER_PORT: u16 = 2380;
+const METRICS_PORT: u16 = 2381;
+/// CPU and memory of a member that the cluster says nothing about.
+const CPU_MILLIS: u64 = 100;
+const MEMORY_BYTES: u64 = 256 << 20;
+/// Bytes of the store beyond which etcd refuses writes; some hundred bytes a node are kept.
+const QUOTA_BYTES: u64 = 512 << 20;
+/// Where data and certificates are.
+const DATA_FOLDER: &str = "/var/lib/etcd";
+const TLS_FOLDER: &str = "/etc/etcd/tls";
+
+/// `host:port` of a member for clients.
+pub(super) fn address(names: &ClusterNames, index: u8) -> String {
+    format!("{}:{CLIENT_PORT}", host(names, &format!("{}-{index}", names.etcd())))
+}
+
+fn host(names: &ClusterNames, pod: &str) -> String {
+    format!("{pod}.{}.{}.svc", names.etcd(), names.namespace)
+}
+
+pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
+    let names = &found.referred.names;
+    let name = names.etcd();
+    let meta = || metadata(cluster, names, Component::Etcd, &name);
+    let selector = names.selector(Component::Etcd);
+    let budget = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
+    let port =
+        |name: &str, port: u16| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
+    // Members find one another before any of them is ready.
+    let headless = json!({ "spec": {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": true,
+        "selector": selector,
+        "ports": [port("client", CLIENT_PORT), port("peer", PEER_PORT)],
+    } });
+    vec![
+        service_account(meta()),
+        Child::new(ChildKind::Service, Ownership::Shared, meta(), &headless),
+        Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(), &budget),
+        Child::new(ChildKind::StatefulSet, Ownership::Shared, meta(), &stateful_set(cluster, found)),
+    ]
+}
+
+fn stateful_set(cluster: &KVCacheCluster, found: &Found) -> Value {
+    let names = &found.referred.names;
+    let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
+    let mut claim = json!({
+        "accessModes": ["ReadWriteOnce"],
+        "resources": { "requests": { "storage": managed.storage.size } },
+    });
+    if let Some(class) = &managed.storage.storage_class_name {
+        claim["storageClassName"] = json!(class);
+    }
+    json!({
+        "spec": {
+            "replicas": managed.replicas,
+            "serviceName": names.etcd(),
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": { "type": "RollingUpdate" },
+            "persistentVolumeClaimRetentionPolicy": { "whenDeleted": "Delete", "whenScaled": "Retain" },
+            "selector": { "matchLabels": names.selector(Component::Etcd) },
+            "template": {
+                "metadata": { "labels": names.labels(Component::Etcd) },
+                "spec": pod(cluster, found),
+            },
+            "volumeClaimTemplates": [{ "metadata": { "name": "data" }, "spec": claim }],
+        },
+    })
+}
+
+fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
+    let (policy, pull_secrets) = pull(&cluster.spec.images);
+    let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
+    let reckoned = Reckoned { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, beside: 0 };
+    let port = |name: &str, port: u16| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
+    let container = json!({
+        "name": "etcd",
+        "image": found.images.etcd,
+        "imagePullPolicy": policy,
+        "args": arguments(&found.referred.names, managed.replicas),
+        "env": [{
+            "name": "POD_NAME",
+            "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
+        }],
+        "ports": [port("client", CLIENT_PORT), port("peer", PEER_PORT), port("metrics", METRICS_PORT)],
+        "resources": resources(managed.resources.as_ref(), &reckoned),
+        "securityContext": confined(),
+        "livenessProbe": probe("/livez", "metrics", 5, 6),
+        "readinessProbe": probe("/readyz", "metrics", 2, 2),
+        "volumeMounts": [
+            { "name": "data", "mountPath": DATA_FOLDER },
+            { "name": "tls", "mountPath": TLS_FOLDER, "readOnly": true },
+        ],
+    });
+    without_empty(json!({
+        "serviceAccountName": found.referred.names.etcd(),
+        "automountServiceAccountToken": false,
+        "imagePullSecrets": pull_secrets,
+        "securityContext": restricted(),
+        "topologySpreadConstraints": [{
+            "maxSkew": 1,
+            "topologyKey": cluster.spec.control_plane.spread_over,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": { "matchLabels": found.referred.names.selector(Component::Etcd) },
+        }],
+        "containers": [container],
+        "volumes": [{ "name": "tls", "secret": { "secretName": found.referred.names.etcd_tls(), "defaultMode": 0o440 } }],
+    }))
+}
+
+/// etcd reads its certificates at every handshake, so renewed ones need no restart.
+fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
+    let own = host(names, "$(POD_NAME)");
+    let peers: Vec<String> = (0..replicas)
+        .map(|index| {
+            let pod = format!("{}-{index}", names.etcd());
+            format!("{pod}=https://{}:{PEER_PORT}", host(names, &pod))
+        })
+        .collect();
+    let mut arguments = vec![
+        "--name=$(POD_NAME)".to_owned(),
+        format!("--data-dir={DATA_FOLDER}/data"),
+        format!("--listen-client-urls=https://0.0.0.0:{CLIENT_PORT}"),
+        format!("--advertise-client-urls=https://{own}:{CLIENT_PORT}"),
+        format!("--listen-peer-urls=https://0.0.0.0:{PEER_PORT}"),
+        format!("--initial-advertise-peer-urls=https://{own}:{PEER_PORT}"),
+        format!("--listen-metrics-urls=http://0.0.0.0:{METRICS_PORT}"),
+        format!("--initial-cluster={}", peers.join(",")),
+        format!("--initial-cluster-token={}", names.uid),
+        "--initial-cluster-state=new".to_owned(),
+        "--auto-compaction-mode=periodic".to_owned(),
+        "--auto-compaction-retention=1h".to_owned(),
+        format!("--quota-backend-bytes={QUOTA_BYTES}"),
+    ];
+    for side in ["", "peer-"] {
+        arguments.push(format!("--{side}client-cert-auth=true"));
+        arguments.push(format!("--{side}trusted-ca-file={TLS_FOLDER}/ca.crt"));
+        arguments.push(format!("--{side}cert-file={TLS_FOLDER}/server.crt"));
+        arguments.push(format!("--{side}key-file={TLS_FOLDER}/server.key"));
+    }
+    arguments
+}

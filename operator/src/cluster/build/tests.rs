@@ -1,0 +1,268 @@
+//! What is built of a cluster: the things that somebody relies on.
+
+#![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+
+use std::sync::Arc;
+
+use reprise_crds::{CacheTenant, KVCacheCluster, SSDPool};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::cluster::dereference::{NamedPool, Referred};
+use crate::cluster::store::StoreLook;
+use crate::names::{APPLIED, CLUSTER_UID, CONFIGURATION, SECRETS};
+use crate::plan::{ClusterPlan, PoolPlan};
+use crate::settings::DefaultImages;
+
+fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
+    let metadata = json!({ "name": name, "namespace": "n", "uid": format!("uid-{name}") });
+    let whole =
+        json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec });
+    serde_json::from_value(whole).expect("an object")
+}
+
+fn cluster(spec: Value) -> KVCacheCluster {
+    object("KVCacheCluster", "c", spec)
+}
+
+fn found(cluster: &KVCacheCluster) -> Found {
+    let names = ClusterNames::of(cluster);
+    Found {
+        referred: Referred { names, pools: Vec::new(), tenants: Vec::new() },
+        plan: ClusterPlan::default(),
+        cache_nodes: Vec::new(),
+        images: DefaultImages {
+            agent: "agent:1".to_owned(),
+            control_plane: "controlplane:1".to_owned(),
+            etcd: "etcd:1".to_owned(),
+        },
+        store: None,
+        members: None,
+        etcd: None,
+    }
+}
+
+fn with_pool(mut found: Found, spec: Value) -> Found {
+    let pool: SSDPool = object("SSDPool", "p", spec);
+    let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
+    found.referred.pools.push(NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan });
+    found
+}
+
+/// The one child of a kind and name.
+fn child<'a>(children: &'a [Child], kind: ChildKind, name: &str) -> &'a Value {
+    let mut matching = children.iter().filter(|child| child.kind == kind && child.name == name);
+    let one = matching.next().unwrap_or_else(|| panic!("no {kind:?} {name}"));
+    assert!(matching.next().is_none(), "two of {kind:?} {name}");
+    &one.body
+}
+
+fn toml_of(child: &Value, file: &str) -> toml::Table {
+    let text = child["data"][file].as_str().unwrap_or_else(|| panic!("no {file}: {child}"));
+    text.parse().expect("TOML")
+}
+
+fn pod(workload: &Value) -> &Value {
+    &workload["spec"]["template"]["spec"]
+}
+
+#[test]
+fn every_child_belongs_to_the_cluster() {
+    let cluster = cluster(json!({}));
+    let children = build(&cluster, &found(&cluster), Some("d"));
+    let mut names: Vec<(ChildKind, &str)> =
+        children.iter().map(|child| (child.kind, child.name.as_str())).collect();
+    let count = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), count, "no two have one name");
+    for child in &children {
+        let metadata = &child.body["metadata"];
+        assert_eq!(metadata["labels"][CLUSTER_UID], "uid-c");
+        assert_eq!(metadata["annotations"][APPLIED], json!(child.digest));
+        if child.kind.is_namespaced() {
+            assert_eq!(metadata["ownerReferences"][0]["uid"], "uid-c", "{}", child.name);
+            assert_eq!(metadata["namespace"], "n");
+        }
+    }
+}
+
+#[test]
+fn an_agent_has_no_privileges_and_sees_only_its_directories() {
+    let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
+    let pooled = with_pool(found(&cluster), json!({ "directory": { "path": "/data/p", "size": "1Gi" } }));
+    let children = build(&cluster, &pooled, Some("d"));
+    let pod = pod(child(&children, ChildKind::DaemonSet, "c-agent"));
+    for never in ["hostNetwork", "hostIPC", "hostPID"] {
+        assert_eq!(pod[never], Value::Null, "{never}");
+    }
+    let container = &pod["containers"][0];
+    assert_eq!(container["securityContext"]["capabilities"]["drop"], json!(["ALL"]));
+    assert_eq!(container["securityContext"]["privileged"], Value::Null);
+    assert_eq!(pod["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
+    let paths: Vec<&str> = pod["volumes"]
+        .as_array()
+        .expect("volumes")
+        .iter()
+        .filter_map(|volume| volume["hostPath"]["path"].as_str())
+        .collect();
+    assert_eq!(paths, ["/data/p", "/run/reprise", "/var/lib/reprise/c"]);
+    for mount in container["volumeMounts"].as_array().expect("mounts") {
+        let volume =
+            pod["volumes"].as_array().expect("volumes").iter().find(|one| one["name"] == mount["name"]);
+        let path = &volume.expect("a volume for every mount")["hostPath"]["path"];
+        assert!(path.is_null() || *path == mount["mountPath"], "directories keep their paths: {mount}");
+    }
+    // 1Gi of arena and 1Gi beside it.
+    assert_eq!(container["resources"]["limits"]["memory"], "2Gi");
+}
+
+#[test]
+fn raw_devices_bring_the_devices_of_the_node_and_nothing_else_does() {
+    let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
+    let raw = with_pool(found(&cluster), json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } }));
+    let has_devices = |found: &Found| {
+        let children = build(&cluster, found, Some("d"));
+        let set = child(&children, ChildKind::DaemonSet, "c-agent").clone();
+        pod(&set)["volumes"].as_array().expect("volumes").iter().any(|one| one["name"] == "devices")
+    };
+    assert!(has_devices(&raw));
+    assert!(!has_devices(&found(&cluster)));
+}
+
+#[test]
+fn what_changes_the_agents_configuration_changes_their_pods_and_only_that() {
+    let annotation = |spec: Value, change: fn(Found) -> Found| {
+        let cluster = cluster(spec);
+        let children = build(&cluster, &change(found(&cluster)), Some("d"));
+        let set = child(&children, ChildKind::DaemonSet, "c-agent");
+        set["spec"]["template"]["metadata"]["annotations"][CONFIGURATION].clone()
+    };
+    let plain = annotation(json!({}), |found| found);
+    assert_eq!(plain, annotation(json!({ "controlPlane": { "replicas": 5 } }), |found| found));
+    assert_ne!(plain, annotation(json!({ "cache": { "dram": "2Gi" } }), |found| found));
+    let tenant = |mut found: Found, spec: Value| {
+        let tenant: CacheTenant = object("CacheTenant", "team", spec);
+        found.referred.tenants.push(Arc::new(tenant));
+        found
+    };
+    assert_ne!(
+        plain,
+        annotation(json!({}), |found| {
+            let tenant: CacheTenant =
+                object("CacheTenant", "t", json!({ "perNode": { "ssd": { "limit": "1Gi" } } }));
+            let mut found = found;
+            found.referred.tenants.push(Arc::new(tenant));
+            found
+        })
+    );
+    // A budget in the cluster is the control plane's to keep.
+    let cluster = cluster(json!({}));
+    let budgeted = tenant(found(&cluster), json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
+    assert_eq!(
+        configuration::agent(&cluster, &budgeted.referred),
+        configuration::agent(&cluster, &found(&cluster).referred)
+    );
+}
+
+#[test]
+fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
+    let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
+    let spec = json!({
+        "directory": { "path": "/data/p", "size": "1Gi" },
+        "segmentSize": "4Mi", "queueDepth": 7, "watermarks": { "freePermille": 50 },
+    });
+    let children = build(&cluster, &with_pool(found(&cluster), spec), Some("d"));
+    let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
+    assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
+    assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
+    assert_eq!(agent["cache"]["pool_free_permille"].as_integer(), Some(50));
+    assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
+    assert!(agent["peers"].get("advertise").is_none());
+    assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
+}
+
+#[test]
+fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
+    let of = |replicas: u32| {
+        let cluster = cluster(json!({ "controlPlane": { "replicas": replicas } }));
+        build(&cluster, &found(&cluster), Some("d"))
+    };
+    let (two, three) = (of(2), of(3));
+    let files = child(&two, ChildKind::ConfigMap, "c-controlplane");
+    let member = toml_of(files, "c-controlplane-1.toml");
+    assert_eq!(member["member"]["name"].as_str(), Some("c-controlplane-1"));
+    let advertised = member["member"]["advertise"].as_str();
+    assert_eq!(advertised, Some("c-controlplane-1.c-controlplane-members.n.svc:7400"));
+    assert_eq!(files["data"].as_object().map(serde_json::Map::len), Some(2));
+    let template = |children: &[Child]| {
+        child(children, ChildKind::StatefulSet, "c-controlplane")["spec"]["template"]["metadata"].clone()
+    };
+    assert_eq!(template(&two), template(&three));
+    let set = child(&two, ChildKind::StatefulSet, "c-controlplane");
+    assert_eq!(pod(set)["containers"][0]["args"][1], "/etc/reprise/$(POD_NAME).toml");
+}
+
+#[test]
+fn members_reach_a_managed_etcd_by_names_that_its_certificate_has() {
+    let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
+    let children = build(&cluster, &found(&cluster), Some("digest"));
+    let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
+    let endpoints: Vec<&str> = member["store"]["endpoints"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter_map(toml::Value::as_str)
+        .collect();
+    assert_eq!(endpoints.len(), 3);
+    assert_eq!(endpoints[2], "https://c-etcd-2.c-etcd.n.svc:2379");
+    let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
+    assert_eq!(set["spec"]["template"]["metadata"]["annotations"][SECRETS], "digest");
+    let etcd = child(&children, ChildKind::StatefulSet, "c-etcd");
+    let arguments = pod(etcd)["containers"][0]["args"].to_string();
+    assert!(
+        arguments.contains("--client-cert-auth=true") && arguments.contains("--peer-client-cert-auth=true")
+    );
+    assert_eq!(etcd["spec"]["replicas"], 3);
+}
+
+#[test]
+fn an_etcd_of_somebody_else_gets_no_pods_and_its_secrets_are_mounted() {
+    let cluster = cluster(json!({ "etcd": { "mode": "External", "external": {
+        "endpoints": ["https://etcd:2379"],
+        "tls": { "caSecretRef": { "name": "ca", "key": "bundle" }, "clientSecretRef": { "name": "client" }, "serverName": "etcd" },
+        "user": { "name": "reprise", "passwordSecretRef": { "name": "user", "key": "password" } },
+    } } }));
+    let mut found = found(&cluster);
+    found.store = Some(StoreLook { secrets: Ok("digest".to_owned()), answer: Err("away".to_owned()) });
+    let children = build(&cluster, &found, None);
+    assert!(children.iter().all(|child| !child.name.contains("-etcd")));
+    let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
+    let tls = &member["store"]["tls"];
+    assert_eq!(tls["ca_file"].as_str(), Some("/etc/reprise-etcd/tls/ca.crt"));
+    assert_eq!(tls["key_file"].as_str(), Some("/etc/reprise-etcd/client/tls.key"));
+    assert_eq!(tls["server_name"].as_str(), Some("etcd"));
+    assert_eq!(member["store"]["user"]["password_file"].as_str(), Some("/etc/reprise-etcd/user/password"));
+    let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
+    let volumes = pod(set)["volumes"].as_array().expect("volumes").clone();
+    let of = |name: &str| volumes.iter().find(|volume| volume["name"] == name).cloned().unwrap_or_default();
+    assert_eq!(of("etcd-tls")["secret"]["items"], json!([{ "key": "bundle", "path": "ca.crt" }]));
+    assert_eq!(of("etcd-client")["secret"]["secretName"], "client");
+    assert_eq!(of("etcd-user")["secret"]["secretName"], "user");
+    assert_eq!(set["spec"]["template"]["metadata"]["annotations"][SECRETS], "digest");
+}
+
+#[test]
+fn engines_find_their_configuration_ready_to_be_copied() {
+    let cluster = cluster(json!({ "agents": { "socket": { "directory": "/run/other" } } }));
+    let children = build(&cluster, &found(&cluster), Some("d"));
+    let data = &child(&children, ChildKind::ConfigMap, "c-connection")["data"];
+    for file in ["vllm-kv-transfer-config.json", "vllm-gpu-kv-transfer-config.json"] {
+        let text = data[file].as_str().expect("a text");
+        let parsed: Value = serde_json::from_str(text).expect("JSON");
+        assert_eq!(parsed["kv_role"], "kv_both");
+        assert!(text.contains("/run/other/agent.sock"), "{text}");
+    }
+    assert_eq!(data["socket"], "/run/other/agent.sock");
+}

@@ -1,0 +1,139 @@
+//! Reads what a cluster refers to: pools, tenants, its nodes, what runs of it, and its store.
+
+use std::sync::Arc;
+
+use kube::ResourceExt;
+use kube::api::DynamicObject;
+use kube::runtime::reflector::ObjectRef;
+use reprise_crds::cluster::Images;
+use reprise_crds::fields::Image;
+use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
+
+use super::store::StoreLook;
+use crate::child::ChildKind;
+use crate::context::Context;
+use crate::names::ClusterNames;
+use crate::plan::{ClusterPlan, PoolPlan};
+use crate::settings::DefaultImages;
+use crate::tenant;
+
+/// Everything that the agents' configuration is made of, beside the cluster.
+#[derive(Clone, Debug)]
+pub struct Referred {
+    /// The cluster, for names.
+    pub names: ClusterNames,
+    /// The pools that it names, in the order of the spec.
+    pub pools: Vec<NamedPool>,
+    /// Tenants that its agents know.
+    pub tenants: Vec<Arc<CacheTenant>>,
+}
+
+/// What a cluster refers to, as it is.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// What its agents are configured by.
+    pub referred: Referred,
+    /// Its nodes.
+    pub plan: ClusterPlan,
+    /// What its agents say.
+    pub cache_nodes: Vec<Arc<CacheNode>>,
+    /// Images of its pods.
+    pub images: DefaultImages,
+    /// Its store, where somebody else runs it.
+    pub store: Option<StoreLook>,
+    /// What runs: members.
+    pub members: Option<Arc<DynamicObject>>,
+    /// What runs: etcd.
+    pub etcd: Option<Arc<DynamicObject>>,
+}
+
+/// A pool that a cluster names.
+#[derive(Clone, Debug)]
+pub struct NamedPool {
+    /// Its name.
+    pub name: String,
+    /// It, if it is there.
+    pub pool: Option<Arc<SSDPool>>,
+    /// What was decided of it.
+    pub plan: PoolPlan,
+}
+
+impl NamedPool {
+    /// The pool, if the cluster has it.
+    pub fn bound(&self, cluster: &str) -> Option<&SSDPool> {
+        let has = self.plan.refused.is_none() && self.plan.cluster.as_deref() == Some(cluster);
+        self.pool.as_deref().filter(|_| has)
+    }
+}
+
+/// Reads what the agents are configured by, from the stores.
+pub fn referred(cluster: &KVCacheCluster, context: &Context) -> Referred {
+    let (names, world) = (ClusterNames::of(cluster), &context.world);
+    let plan = world.plan();
+    let pools = cluster.spec.pools.iter().map(|pool| NamedPool {
+        name: pool.name.to_string(),
+        pool: world.pools.get(&ObjectRef::new(pool.name.as_str())),
+        plan: plan.pools.get(pool.name.as_str()).cloned().unwrap_or_default(),
+    });
+    Referred { pools: pools.collect(), tenants: tenants(context, &names), names }
+}
+
+/// Reads all of it; a store of somebody else is asked.
+pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
+    let (referred, world) = (referred(cluster, context), &context.world);
+    let names = &referred.names;
+    let own = world.plan().cluster(cluster).cloned().unwrap_or_default();
+    let cache_nodes = own.nodes.iter().filter_map(|node| {
+        let found = world.cache_nodes.get(&ObjectRef::new(node))?;
+        is_of(&found, names).then_some(found)
+    });
+    let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
+    Found {
+        cache_nodes: cache_nodes.collect(),
+        images: images(&cluster.spec.images, &context.settings.images),
+        store: context.store_looks.look(cluster, context).await,
+        members: set(&names.control_plane()),
+        etcd: set(&names.etcd()),
+        plan: own,
+        referred,
+    }
+}
+
+/// Whether a node belongs to a cluster.
+pub fn is_of(node: &CacheNode, cluster: &ClusterNames) -> bool {
+    node.spec.cluster_ref.as_ref().is_some_and(|named| {
+        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
+    })
+}
+
+/// Tenants that a cluster's agents know, by name. One that is refused changes nothing.
+pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
+    let knows = |tenant: &CacheTenant| {
+        let named = &tenant.spec.clusters;
+        let is_it = |named: &reprise_crds::fields::ClusterRef| {
+            named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
+        };
+        let is_named = named.is_empty() || named.iter().any(is_it);
+        is_named && tenant::validate::validate(tenant).is_none()
+    };
+    let mut tenants = context.world.tenants.state_filter(knows);
+    tenants.sort_by_key(|tenant| tenant.name_any());
+    tenants
+}
+
+/// What the cluster says, else what the operator was released with.
+pub fn images(said: &Images, released: &DefaultImages) -> DefaultImages {
+    let of = |image: &Option<Image>, released: &str| match image {
+        None => released.to_owned(),
+        Some(Image { repository, tag, digest }) => match (tag, digest) {
+            (_, Some(digest)) => format!("{repository}@{digest}"),
+            (Some(tag), None) => format!("{repository}:{tag}"),
+            (None, None) => repository.to_string(),
+        },
+    };
+    DefaultImages {
+        agent: of(&said.agent, &released.agent),
+        control_plane: of(&said.control_plane, &released.control_plane),
+        etcd: of(&said.etcd, &released.etcd),
+    }
+}

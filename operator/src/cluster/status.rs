@@ -1,0 +1,316 @@
+//! What a cluster is: conditions and sums over its nodes. Pure.
+
+use std::sync::Arc;
+
+use kube::api::DynamicObject;
+use reprise_crds::cluster::{
+    AgentCounts, ClusterCapacity, Connection, EtcdMode, MemberCounts, RunningVersions,
+};
+use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid, Version};
+use reprise_crds::status::{ConditionType as Type, Finding, Reason, holds};
+use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
+
+use super::build::configuration::agent_digest;
+use super::dereference::Found;
+use super::{REPORTED_WITHIN, validate};
+use crate::children::Applied;
+use crate::clock;
+use crate::plan::Refusal;
+
+/// So many names are in a message, at the most.
+const NAMES_MAX: usize = 5;
+
+/// What to say of a cluster. Nothing was applied where it is refused or paused.
+pub fn of(
+    cluster: &KVCacheCluster,
+    found: &Found,
+    refused: Option<&Refusal>,
+    applied: Option<&Applied>,
+) -> (KVCacheClusterStatus, Vec<Finding>) {
+    let agents = agents(cluster, found);
+    let members = MemberCounts {
+        desired: cluster.spec.control_plane.replicas,
+        ready: number(found.members.as_deref(), "readyReplicas"),
+    };
+    let mut findings = vec![
+        accepted(refused),
+        etcd(cluster, found),
+        control_plane(&members),
+        agents_ready(found, &agents),
+        pools(found),
+    ];
+    let works = findings.clone();
+    findings.push(progressing(cluster, found, refused, &members, &agents));
+    findings.push(degraded(&works, applied));
+    findings.push(ready(&works, applied));
+    let connection = Connection {
+        config_map: Name::new(found.referred.names.connection()),
+        socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
+        control_plane: Text::new(found.referred.names.control_plane_address()),
+    };
+    let status = KVCacheClusterStatus {
+        cluster_id: cluster.metadata.uid.clone().map(Uid::new),
+        versions: versions(found, &members),
+        members: Some(members),
+        agents: Some(agents),
+        capacity: capacity(cluster, found),
+        connection: refused.is_none().then_some(connection),
+        ..KVCacheClusterStatus::default()
+    };
+    (status, findings)
+}
+
+/// A number of a workload's status, nothing while it is not there.
+fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
+    let number = workload.and_then(|workload| workload.data["status"][field].as_u64());
+    number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
+}
+
+/// Whether a node's agent has said something lately.
+pub fn has_reported(node: &CacheNode) -> bool {
+    let last = node.status.as_ref().and_then(|status| status.last_updated.as_ref());
+    last.is_some_and(|last| clock::since(last) <= REPORTED_WITHIN)
+}
+
+/// Whether a node's agent serves engines.
+fn is_ready(node: &CacheNode) -> bool {
+    let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    has_reported(node) && holds(conditions, Type::AgentReady, 0)
+}
+
+fn agents(cluster: &KVCacheCluster, found: &Found) -> AgentCounts {
+    let wanted = agent_digest(cluster, &found.referred);
+    let is_updated = |node: &CacheNode| {
+        let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
+        let digest = applied.and_then(|applied| applied.configuration_digest.as_ref());
+        digest.is_some_and(|digest| digest.as_str() == wanted)
+    };
+    let count = |test: &dyn Fn(&CacheNode) -> bool| {
+        u32::try_from(found.cache_nodes.iter().filter(|node| test(node)).count()).unwrap_or(u32::MAX)
+    };
+    AgentCounts {
+        desired: u32::try_from(found.plan.nodes.len()).unwrap_or(u32::MAX),
+        ready: count(&is_ready),
+        updated: count(&|node| is_ready(node) && is_updated(node)),
+    }
+}
+
+fn accepted(refused: Option<&Refusal>) -> Finding {
+    match refused {
+        Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
+        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is right"),
+    }
+}
+
+fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
+    let kind = Type::EtcdReady;
+    match (&found.store, cluster.spec.etcd.mode) {
+        (Some(look), _) => match (&look.secrets, &look.answer) {
+            (Err(refused), _) => Finding::no(kind, refused.reason, &refused.message),
+            (_, Ok(())) => Finding::yes(kind, Reason::AsDesired, "etcd answers"),
+            (_, Err(said)) => {
+                let endpoints = cluster.spec.etcd.external.as_ref().map(|external| {
+                    external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
+                });
+                let message = format!(
+                    "etcd at {} does not answer: {said}. Look at endpoints, network policies, certificates and user",
+                    endpoints.unwrap_or_default()
+                );
+                Finding::no(kind, Reason::EtcdUnreachable, message)
+            }
+        },
+        (None, EtcdMode::External) => Finding::unknown(kind, Reason::Progressing, "not looked at yet"),
+        (None, EtcdMode::Managed) => {
+            let desired = u32::from(cluster.spec.etcd.managed.clone().unwrap_or_default().replicas);
+            let ready = number(found.etcd.as_deref(), "readyReplicas");
+            // A store answers while most of its members do.
+            if ready > desired / 2 {
+                return Finding::yes(
+                    kind,
+                    Reason::AsDesired,
+                    format!("{ready} of {desired} members are ready"),
+                );
+            }
+            let message = format!(
+                "{ready} of {desired} members of etcd are ready; if it stays so, look at pods and volume claims of {}: without a \
+                 default storage class, set etcd.managed.storage.storageClassName",
+                found.referred.names.etcd()
+            );
+            Finding::no(kind, Reason::Progressing, message)
+        }
+    }
+}
+
+fn control_plane(members: &MemberCounts) -> Finding {
+    let message = format!("{} of {} members are ready", members.ready, members.desired);
+    if members.ready >= members.desired {
+        Finding::yes(Type::ControlPlaneReady, Reason::AsDesired, message)
+    } else {
+        Finding::no(Type::ControlPlaneReady, Reason::Progressing, message)
+    }
+}
+
+fn agents_ready(found: &Found, agents: &AgentCounts) -> Finding {
+    let kind = Type::AgentsReady;
+    if agents.desired == 0 {
+        let message = "no node is selected: label nodes as agents.nodeSelector says, or change it";
+        return Finding::no(kind, Reason::NoNodes, message);
+    }
+    let message = format!("{} of {} agents are ready", agents.ready, agents.desired);
+    if agents.ready >= agents.desired {
+        return Finding::yes(kind, Reason::AsDesired, message);
+    }
+    let ready = |node: &String| {
+        found.cache_nodes.iter().any(|one| one.metadata.name.as_ref() == Some(node) && is_ready(one))
+    };
+    let late: Vec<&str> =
+        found.plan.nodes.iter().filter(|node| !ready(node)).map(String::as_str).take(NAMES_MAX).collect();
+    let message = format!("{message}; look at the agents' pods on {}", late.join(", "));
+    // Agents that have never said anything are on their way; one that was there and is not any more is a loss.
+    let spoke = |node: &&Arc<CacheNode>| {
+        !is_ready(node) && node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
+    };
+    let lost = found.cache_nodes.iter().any(|node| spoke(&node));
+    Finding::no(kind, if lost { Reason::NodesNotReady } else { Reason::Progressing }, message)
+}
+
+fn pools(found: &Found) -> Finding {
+    let kind = Type::PoolsBound;
+    let key = found.referred.names.key();
+    let wrong = found.referred.pools.iter().find_map(|named| {
+        let name = &named.name;
+        if named.pool.is_none() {
+            let message = format!("SSDPool {name} is not there: make it, or remove it from pools");
+            return Some((Reason::ReferenceNotFound, message));
+        }
+        if let Some(refused) = &named.plan.refused {
+            return Some((refused.reason, format!("SSDPool {name} is refused: {}", refused.message)));
+        }
+        let other = named.plan.cluster.as_ref().filter(|cluster| **cluster != key)?;
+        let message =
+            format!("SSDPool {name} belongs to KVCacheCluster {other}, which is older: make one of its own");
+        Some((Reason::Conflict, message))
+    });
+    match wrong {
+        Some((reason, message)) => Finding::no(kind, reason, message),
+        None if found.referred.pools.is_empty() => {
+            Finding::yes(kind, Reason::AsDesired, "no pools are named: blocks live in memory only")
+        }
+        None => {
+            Finding::yes(kind, Reason::AsDesired, format!("{} pools are bound", found.referred.pools.len()))
+        }
+    }
+}
+
+fn progressing(
+    cluster: &KVCacheCluster,
+    found: &Found,
+    refused: Option<&Refusal>,
+    members: &MemberCounts,
+    agents: &AgentCounts,
+) -> Finding {
+    let kind = Type::Progressing;
+    if cluster.spec.paused {
+        let message =
+            "the cluster is paused and nothing of it is changed: set paused to false when you are done";
+        return Finding::no(kind, Reason::Paused, message);
+    }
+    if let Some(refused) = refused {
+        return Finding::no(kind, refused.reason, "nothing is changed until the spec is accepted");
+    }
+    let updated = number(found.members.as_deref(), "updatedReplicas");
+    if members.ready < members.desired || updated < members.desired {
+        let message = format!("{updated} of {} members run what is wanted", members.desired);
+        return Finding::yes(kind, Reason::Progressing, message);
+    }
+    if agents.updated < agents.desired {
+        let message = format!("{} of {} agents run what is wanted", agents.updated, agents.desired);
+        return Finding::yes(kind, Reason::Progressing, message);
+    }
+    Finding::no(kind, Reason::AsDesired, "nothing is under way")
+}
+
+/// The first thing that is not so, and that nobody waits for: it works, with less.
+fn degraded(works: &[Finding], applied: Option<&Applied>) -> Finding {
+    let refused = applied.and_then(|applied| applied.refused.first());
+    if let Some(refused) = refused {
+        return Finding::yes(Type::Degraded, refused.reason, &refused.message);
+    }
+    let wrong = works.iter().find(|found| !found.is_good() && found.reason != Reason::Progressing);
+    match wrong {
+        Some(found) => {
+            Finding::yes(Type::Degraded, found.reason, format!("{}: {}", found.kind, found.message))
+        }
+        None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
+    }
+}
+
+fn ready(works: &[Finding], applied: Option<&Applied>) -> Finding {
+    let kind = Type::Ready;
+    if let Some(refused) = applied.and_then(|applied| applied.refused.first()) {
+        return Finding::no(kind, refused.reason, &refused.message);
+    }
+    match works.iter().find(|found| !found.is_good()) {
+        Some(found) => Finding::no(kind, found.reason, format!("{}: {}", found.kind, found.message)),
+        None => Finding::yes(kind, Reason::AsDesired, "members, store, agents and pools are as desired"),
+    }
+}
+
+/// Whether a condition that is good when true is true.
+trait Good {
+    fn is_good(&self) -> bool;
+}
+
+impl Good for Finding {
+    fn is_good(&self) -> bool {
+        self.status == reprise_crds::status::ConditionStatus::True
+    }
+}
+
+fn versions(found: &Found, members: &MemberCounts) -> Option<RunningVersions> {
+    let versions = found.cache_nodes.iter().filter(|node| has_reported(node));
+    let versions = versions.filter_map(|node| Some(node.status.as_ref()?.agent.as_ref()?.version.clone()));
+    let mut versions: Vec<Version> = versions.collect();
+    versions.sort_by_key(|version| numbers(version.as_str()));
+    // All members run the image once all are updated; before that, nobody has said what the others run.
+    let updated = number(found.members.as_deref(), "updatedReplicas");
+    let all = members.desired > 0 && updated >= members.desired && members.ready >= members.desired;
+    let image = &found.images.control_plane;
+    let tag = image.rsplit_once(':').map(|(_, tag)| tag).filter(|_| validate::version(image).is_some());
+    let control_plane = tag.filter(|_| all).map(Version::new);
+    let (agent_min, agent_max) = (versions.first().cloned(), versions.last().cloned());
+    let known = RunningVersions { control_plane, agent_min, agent_max };
+    (known != RunningVersions::default()).then_some(known)
+}
+
+/// The numbers of a version, to compare by.
+fn numbers(version: &str) -> Vec<u64> {
+    version.split(|letter: char| !letter.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
+}
+
+fn capacity(cluster: &KVCacheCluster, found: &Found) -> Option<ClusterCapacity> {
+    let capacities = || {
+        let fresh = found.cache_nodes.iter().filter(|node| has_reported(node));
+        fresh.filter_map(|node| node.status.as_ref()?.capacity.as_ref())
+    };
+    capacities().next()?;
+    let sum = |of: fn(&reprise_crds::node::NodeCapacity) -> &Quantity| {
+        let bytes = capacities().filter_map(|capacity| of(capacity).bytes().ok());
+        Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
+    };
+    let mut fresh = ClusterCapacity {
+        dram_total: sum(|capacity| &capacity.dram_total),
+        ssd_total: sum(|capacity| &capacity.ssd_total),
+        ssd_used: sum(|capacity| &capacity.ssd_used),
+        last_updated: clock::now(),
+    };
+    // The time of the sums is that of their last change: a status that says the same again is not written.
+    let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
+    if let Some(before) = before {
+        let now = std::mem::replace(&mut fresh.last_updated, before.last_updated.clone());
+        if fresh != *before {
+            fresh.last_updated = now;
+        }
+    }
+    Some(fresh)
+}

@@ -1,0 +1,172 @@
+//! What is refused of a cluster: modes that this release does not have, versions that are too far apart, secrets that lack something,
+//! and changes of a managed etcd that would risk it. A cluster that is refused is left as it is.
+
+use kube::api::DynamicObject;
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::{
+    ClientTransport, EtcdMode, GpuAccessMode, InjectionMode, MonitoringMode, RdmaMode,
+};
+use reprise_crds::status::Reason;
+
+use super::dereference::Found;
+use crate::plan::Refusal;
+
+/// Versions of agents and members may be so far apart, in either direction.
+const MINORS_APART_MAX: u64 = 1;
+
+/// Why a cluster is refused, if it is.
+pub fn validate(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
+    unsupported(cluster)
+        .or_else(|| found.plan.refused.clone())
+        .or_else(|| skew(&found.images.agent, &found.images.control_plane))
+        .or_else(|| found.store.as_ref().and_then(|look| look.secrets.as_ref().err().cloned()))
+        .or_else(|| etcd_change(cluster, found.etcd.as_deref()?))
+}
+
+/// Modes that this release does not have.
+fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
+    let spec = &cluster.spec;
+    let refuse = |field: &str, value: &str, instead: &str| {
+        let message = format!("{field} is {value}, which this release does not have: {instead}");
+        Some(Refusal::new(Reason::Unsupported, message))
+    };
+    if spec.agents.client_transport != ClientTransport::UnixSocket {
+        return refuse("agents.clientTransport", spec.agents.client_transport.as_str(), "use UnixSocket");
+    }
+    if spec.agents.gpu_access.mode != GpuAccessMode::None {
+        return refuse("agents.gpuAccess.mode", spec.agents.gpu_access.mode.as_str(), "use None");
+    }
+    if spec.agents.rdma.mode != RdmaMode::None {
+        return refuse("agents.rdma.mode", spec.agents.rdma.mode.as_str(), "use None; agents speak TCP");
+    }
+    if spec.injection.mode != InjectionMode::None {
+        let instead = "use None, and mount the socket's directory as the connection ConfigMap says";
+        return refuse("injection.mode", spec.injection.mode.as_str(), instead);
+    }
+    if spec.monitoring.mode != MonitoringMode::None {
+        let instead = "use None, and make a PodMonitor for the ports named admin";
+        return refuse("monitoring.mode", spec.monitoring.mode.as_str(), instead);
+    }
+    if spec.slack_profiles.is_some() {
+        return refuse("slackProfiles", "set", "remove it; profiles are not distributed yet");
+    }
+    None
+}
+
+/// Why these images cannot run together. Tags that are no versions say nothing.
+fn skew(agent: &str, control_plane: &str) -> Option<Refusal> {
+    let (agents, members) = (version(agent)?, version(control_plane)?);
+    let apart = if agents.0 == members.0 { agents.1.abs_diff(members.1) } else { u64::MAX };
+    if apart <= MINORS_APART_MAX {
+        return None;
+    }
+    let step = if agents < members { (agents.0, agents.1 + 1) } else { (members.0, members.1 + 1) };
+    let message = format!(
+        "agents of version {}.{} and members of version {}.{} are more than one minor version apart: go through {}.{} first",
+        agents.0, agents.1, members.0, members.1, step.0, step.1
+    );
+    Some(Refusal::new(Reason::VersionSkew, message))
+}
+
+/// Major and minor version of an image's tag.
+pub(super) fn version(image: &str) -> Option<(u64, u64)> {
+    let (rest, tag) = image.rsplit_once(':')?;
+    if tag.contains('/') || rest.contains('@') {
+        return None;
+    }
+    let mut parts = tag.trim_start_matches('v').split('.');
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+/// A StatefulSet cannot follow these; by hand they can be done, and then the operator agrees with what is there.
+fn etcd_change(cluster: &KVCacheCluster, live: &DynamicObject) -> Option<Refusal> {
+    if cluster.spec.etcd.mode != EtcdMode::Managed {
+        return None;
+    }
+    let wanted = cluster.spec.etcd.managed.clone().unwrap_or_default();
+    let replicas = live.data["spec"]["replicas"].as_u64()?;
+    if replicas != u64::from(wanted.replicas) {
+        let message = format!(
+            "etcd.managed.replicas is {} and etcd runs with {replicas}: this release does not add members; write {replicas}",
+            wanted.replicas
+        );
+        return Some(Refusal::new(Reason::Unsupported, message));
+    }
+    let size = &live.data["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"];
+    let size = reprise_crds::fields::Quantity::new(size.as_str()?);
+    if size.bytes().ok()? != wanted.storage.size.bytes().ok()? {
+        let message = format!(
+            "etcd.managed.storage.size is {} and etcd's volumes were made with {size}: this release does not grow them; write {size}",
+            wanted.storage.size
+        );
+        return Some(Refusal::new(Reason::Unsupported, message));
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn cluster(spec: Value) -> KVCacheCluster {
+        KVCacheCluster::new("c", serde_json::from_value(spec).expect("a spec"))
+    }
+
+    #[test]
+    fn what_this_release_does_not_have_is_refused_by_its_field() {
+        assert_eq!(unsupported(&cluster(json!({}))), None);
+        for (spec, words) in [
+            (json!({ "agents": { "clientTransport": "NodeLocalService" } }), "agents.clientTransport"),
+            (json!({ "agents": { "gpuAccess": { "mode": "Privileged" } } }), "agents.gpuAccess.mode"),
+            (json!({ "agents": { "rdma": { "mode": "HostNetwork" } } }), "agents.rdma.mode"),
+            (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
+            (json!({ "monitoring": { "mode": "PodMonitor" } }), "monitoring.mode"),
+            (json!({ "slackProfiles": {} }), "slackProfiles"),
+        ] {
+            let refused = unsupported(&cluster(spec)).expect(words);
+            assert_eq!(refused.reason, Reason::Unsupported);
+            assert!(refused.message.starts_with(words), "{}", refused.message);
+        }
+    }
+
+    #[test]
+    fn versions_more_than_one_minor_apart_are_refused_with_the_one_to_go_through() {
+        for (agent, control_plane, words) in [
+            ("a:0.1.0", "c:0.1.9", None),
+            ("a:0.1.0", "c:v0.2.0", None),
+            ("a:0.1.0", "c:0.3.0", Some("go through 0.2")),
+            ("a:0.5.0", "c:0.3.0", Some("go through 0.4")),
+            ("a:1.0.0", "c:0.9.0", Some("more than one minor")),
+            ("registry:5000/a", "c:0.9.0", None),
+            ("a@sha256:00", "c:0.9.0", None),
+            ("a:latest", "c:0.9.0", None),
+        ] {
+            let refused = skew(agent, control_plane).map(|refused| refused.message);
+            match (words, &refused) {
+                (None, None) => {}
+                (Some(words), Some(refused)) => assert!(refused.contains(words), "{refused}"),
+                _ => panic!("{agent} {control_plane}: {refused:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_managed_etcd_does_not_change_its_size_under_itself() {
+        let live = |replicas: u32, size: &str| -> DynamicObject {
+            let spec = json!({
+                "replicas": replicas,
+                "volumeClaimTemplates": [{ "spec": { "resources": { "requests": { "storage": size } } } }],
+            });
+            serde_json::from_value(json!({ "metadata": { "name": "c-etcd" }, "spec": spec }))
+                .expect("an object")
+        };
+        let wanted =
+            cluster(json!({ "etcd": { "managed": { "replicas": 3, "storage": { "size": "1Gi" } } } }));
+        assert_eq!(etcd_change(&wanted, &live(3, "1024Mi")), None);
+        let words = |live: &DynamicObject| etcd_change(&wanted, live).expect("refused").message;
+        assert!(words(&live(1, "1Gi")).contains("write 1"));
+        assert!(words(&live(3, "2Gi")).contains("write 2Gi"));
+    }
+}

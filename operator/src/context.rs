@@ -1,0 +1,75 @@
+//! What every reconcile is given.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kube::Client;
+use kube::runtime::events::{Recorder, Reporter};
+
+use crate::backoff::Backoff;
+use crate::cluster::store::StoreLooks;
+use crate::metrics::Metrics;
+use crate::names::OPERATOR;
+use crate::settings::Settings;
+use crate::world::World;
+
+/// A status whose numbers changed, and whose conditions did not, is written so often at the most.
+pub const STATUS_EVERY: Duration = Duration::from_secs(10);
+
+/// Client, stores, settings, and what is remembered between reconciles. Nothing here decides what is wanted: a process that has
+/// forgotten all of it makes the same objects.
+pub struct Context {
+    /// The API server.
+    pub client: Client,
+    /// What is known.
+    pub world: Arc<World>,
+    /// What the process was started with.
+    pub settings: Settings,
+    /// What is counted.
+    pub metrics: Metrics,
+    /// Events on objects.
+    pub recorder: Recorder,
+    /// Failures in a row.
+    pub backoff: Backoff,
+    /// What stores of others said when they were last asked.
+    pub store_looks: StoreLooks,
+    /// What the API server made of a child: its digest and the version that came of it, by `kind/namespace/name`. The server writes some values
+    /// in another way than they were sent, and such a child would look different for ever.
+    pub(crate) normalised: Mutex<HashMap<String, (String, String)>>,
+    status_written: Mutex<HashMap<String, Instant>>,
+}
+
+impl Context {
+    /// A context without memories.
+    pub fn new(client: Client, world: Arc<World>, settings: Settings) -> Context {
+        let reporter =
+            Reporter { controller: OPERATOR.to_owned(), instance: Some(settings.identity.clone()) };
+        Context {
+            recorder: Recorder::new(client.clone(), reporter),
+            client,
+            world,
+            settings,
+            metrics: Metrics::new(),
+            backoff: Backoff::default(),
+            store_looks: StoreLooks::default(),
+            normalised: Mutex::default(),
+            status_written: Mutex::default(),
+        }
+    }
+
+    /// How long a status that is not urgent has to wait; nothing when it may be written now.
+    pub(crate) fn status_waits(&self, key: &str) -> Option<Duration> {
+        let written = self.status_written.lock().unwrap_or_else(PoisonError::into_inner);
+        let passed = written.get(key).map(Instant::elapsed)?;
+        STATUS_EVERY.checked_sub(passed).filter(|rest| !rest.is_zero())
+    }
+
+    /// A status has been written.
+    pub(crate) fn status_was_written(&self, key: &str) {
+        self.status_written
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(key.to_owned(), Instant::now());
+    }
+}

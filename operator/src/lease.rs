@@ -1,0 +1,157 @@
+//! Which of the replicas works: the one that holds a Lease.
+//!
+//! ```text
+//! waits ──lease free, or not renewed for LASTS──► holds ──renews every RENEWS──► holds
+//!                                                   │
+//!                                  another holds it, or no renewal for GIVES_UP ──► the process ends
+//! ```
+//!
+//! Whether a lease was renewed is told by a change of its fields, and how long ago by our own clock: clocks of other machines are not
+//! compared. A holder gives up before others take over ([`GIVES_UP`] < [`LASTS`]). Two holders for a moment do no harm: what both write is the
+//! same, or one is refused.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use kube::api::{Api, PostParams};
+use kube::core::ObjectMeta;
+
+use crate::clock;
+use crate::error::OperatorError;
+
+/// The lease's name.
+pub const NAME: &str = "reprise-operator";
+/// A lease that was not renewed for so long is free.
+pub const LASTS: Duration = Duration::from_secs(15);
+/// How often it is renewed, and looked at.
+const RENEWS: Duration = Duration::from_secs(3);
+/// A holder that could not renew for so long ends.
+const GIVES_UP: Duration = Duration::from_secs(10);
+/// HTTP's code when somebody else was first.
+const CONFLICT: u16 = 409;
+
+/// One replica's view of the lease.
+pub struct Election {
+    api: Api<Lease>,
+    identity: String,
+    /// What was seen last, and since when it is so.
+    seen: Option<(LeaseSpec, Instant)>,
+}
+
+impl Election {
+    /// A replica that holds nothing.
+    pub fn new(api: Api<Lease>, identity: impl Into<String>) -> Election {
+        Election { api, identity: identity.into(), seen: None }
+    }
+
+    /// Waits until this replica holds the lease.
+    pub async fn won(&mut self) {
+        loop {
+            match self.try_take().await {
+                Ok(true) => return,
+                Ok(false) => {}
+                Err(error) => tracing::warn!(%error, "the lease cannot be looked at"),
+            }
+            tokio::time::sleep(RENEWS).await;
+        }
+    }
+
+    /// Renews for ever; ends when the lease is lost.
+    pub async fn lost(&mut self) {
+        let mut renewed = Instant::now();
+        loop {
+            tokio::time::sleep(RENEWS).await;
+            let left = GIVES_UP.saturating_sub(renewed.elapsed());
+            match tokio::time::timeout(left, self.try_take()).await {
+                Ok(Ok(true)) => renewed = Instant::now(),
+                Ok(Ok(false)) => {
+                    tracing::error!("another replica holds the lease");
+                    return;
+                }
+                Ok(Err(error)) => tracing::warn!(%error, "the lease cannot be renewed"),
+                Err(_) => {
+                    tracing::error!("the lease could not be renewed for {GIVES_UP:?}");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Gives it up, so that another need not wait.
+    ///
+    /// # Errors
+    /// The API server did not take it; it runs out by itself.
+    pub async fn release(&mut self) -> Result<(), OperatorError> {
+        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
+        let Some(mut lease) = found.filter(|lease| holder(lease) == Some(self.identity.as_str())) else {
+            return Ok(());
+        };
+        let spec = lease.spec.get_or_insert_default();
+        spec.holder_identity = None;
+        spec.renew_time = Some(clock::now_micro());
+        let released = self.api.replace(NAME, &PostParams::default(), &lease).await;
+        released.map(|_| ()).map_err(OperatorError::api("release the lease"))
+    }
+
+    /// Takes or renews it, if that may be. Whether this replica holds it.
+    async fn try_take(&mut self) -> Result<bool, OperatorError> {
+        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
+        let Some(mut lease) = found else {
+            let metadata = ObjectMeta { name: Some(NAME.to_owned()), ..ObjectMeta::default() };
+            let lease = Lease { metadata, spec: Some(self.spec(None)) };
+            let made = self.api.create(&PostParams::default(), &lease).await.map(|_| ());
+            return or_conflict(made, "make the lease");
+        };
+        let spec = lease.spec.clone().unwrap_or_default();
+        if !self.may_take(&spec, Instant::now()) {
+            return Ok(false);
+        }
+        lease.spec = Some(self.spec(Some(&spec)));
+        // With the version that was read: of two that take it at once, one is refused.
+        let taken = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
+        or_conflict(taken, "take the lease")
+    }
+
+    /// Whether a lease is ours, or free.
+    fn may_take(&mut self, spec: &LeaseSpec, now: Instant) -> bool {
+        let holder = spec.holder_identity.as_deref().unwrap_or_default();
+        if holder.is_empty() || holder == self.identity {
+            return true;
+        }
+        match &self.seen {
+            Some((seen, since)) if seen == spec => now.duration_since(*since) > LASTS,
+            _ => {
+                self.seen = Some((spec.clone(), now));
+                false
+            }
+        }
+    }
+
+    /// The lease as held by this replica.
+    fn spec(&self, before: Option<&LeaseSpec>) -> LeaseSpec {
+        let now = clock::now_micro();
+        let own = before.filter(|before| before.holder_identity.as_deref() == Some(self.identity.as_str()));
+        let transitions = before.and_then(|before| before.lease_transitions).unwrap_or_default();
+        LeaseSpec {
+            holder_identity: Some(self.identity.clone()),
+            acquire_time: own.and_then(|own| own.acquire_time.clone()).or_else(|| Some(now.clone())),
+            renew_time: Some(now),
+            lease_duration_seconds: i32::try_from(LASTS.as_secs()).ok(),
+            lease_transitions: Some(transitions + i32::from(own.is_none() && before.is_some())),
+            ..LeaseSpec::default()
+        }
+    }
+}
+
+fn holder(lease: &Lease) -> Option<&str> {
+    lease.spec.as_ref()?.holder_identity.as_deref()
+}
+
+/// Whether it was done; that somebody else was first is no error.
+fn or_conflict(outcome: Result<(), kube::Error>, what: &str) -> Result<bool, OperatorError> {
+    match outcome {
+        Ok(()) => Ok(true),
+        Err(kube::Error::Api(status)) if status.code == CONFLICT => Ok(false),
+        Err(error) => Err(OperatorError::api(what)(error)),
+    }
+}

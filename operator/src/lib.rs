@@ -1,0 +1,48 @@
+//! The operator of Reprise: what custom resources say, made to be so.
+//!
+//! ```text
+//! API server ──watches──► world (stores) ──changes──► queues ──► reconcilers ──► API server
+//!                                                                   │
+//!                                      dereference → validate → build → apply → status
+//! ```
+//!
+//! Each kind has one reconciler, a pipeline of five files. *Dereference* reads everything that the object refers to, from the
+//! stores. *Validate* says what is refused, as conditions. *Build* makes the wanted objects as values; it cannot fail and knows no
+//! API server. *Apply* writes what differs, by server-side apply. *Status* says what is so.
+//!
+//! Invariants:
+//! * a reconcile is a function of what is stored: killed between any two writes, run twice or by two operators, it ends in the same objects;
+//! * nothing is written that is there already: a converged cluster is not written to;
+//! * a field that somebody else owns is reported, not fought over, unless it is ours alone ([`child::Ownership`]);
+//! * one reconciler writes the spec of `CacheNode`s ([`node`]), for all clusters and pools;
+//! * what this release does not have is refused with words, never ignored.
+//!
+//! Deliberately absent: admission webhooks, injection into pods, volumes by storage class for agents, growth of a managed etcd.
+
+pub mod admin;
+pub mod backoff;
+pub mod child;
+pub mod children;
+pub mod clock;
+pub mod cluster;
+pub mod context;
+pub mod definitions;
+pub mod digest;
+pub mod error;
+pub mod finalizers;
+pub mod lease;
+pub mod metrics;
+pub mod names;
+pub mod node;
+pub mod plan;
+pub mod pool;
+pub mod queue;
+pub mod run;
+pub mod selection;
+pub mod settings;
+pub mod status;
+pub mod sweep;
+pub mod tenant;
+pub mod unsupported;
+pub mod watch;
+pub mod world;

@@ -1,0 +1,103 @@
+//! Writes a `CacheNode`, if it is not as it is wanted.
+
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, Patch, PatchParams, Preconditions};
+use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
+use serde_json::{Value, json};
+
+use super::build::Wanted;
+use super::dereference::Found;
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::metrics::Write;
+use crate::names::{MANAGED_BY, OPERATOR};
+
+/// HTTP's codes for what is not there, and for another object than the one meant.
+const NOT_FOUND: u16 = 404;
+const CONFLICT: u16 = 409;
+
+/// Makes it what is wanted. The spec is ours alone: what somebody else writes there is put back.
+///
+/// # Errors
+/// The API server did not take it.
+pub async fn apply(
+    node: &Node,
+    found: &Found,
+    wanted: Wanted,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    match (wanted, found.live.as_deref()) {
+        (Wanted::Unchanged, _) | (Wanted::Nothing, None) => Ok(()),
+        (Wanted::Nothing, Some(live)) => remove(live, context).await,
+        (Wanted::Spec(spec), live) => {
+            if live.is_some_and(|live| {
+                live.metadata.deletion_timestamp.is_some() || is_as_wanted(live, node, &spec)
+            }) {
+                return Ok(());
+            }
+            write(node, &spec, context).await
+        }
+    }
+}
+
+fn is_as_wanted(live: &CacheNode, node: &Node, spec: &CacheNodeSpec) -> bool {
+    let ours = live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR);
+    let owned = live.owner_references().iter().any(|owner| Some(&owner.uid) == node.metadata.uid.as_ref());
+    ours && owned && in_order(live.spec.clone()) == in_order(spec.clone())
+}
+
+/// Lists that are sets may come back in another order.
+fn in_order(mut spec: CacheNodeSpec) -> CacheNodeSpec {
+    spec.claims.sort_by(|a, b| a.pool.cmp(&b.pool));
+    for claim in &mut spec.claims {
+        claim.globs.sort();
+    }
+    spec
+}
+
+async fn write(node: &Node, spec: &CacheNodeSpec, context: &Context) -> Result<(), OperatorError> {
+    let name = node.name_any();
+    let body: Value = json!({
+        "apiVersion": format!("{GROUP}/{VERSION}"),
+        "kind": "CacheNode",
+        "metadata": {
+            "name": name,
+            "labels": { MANAGED_BY: OPERATOR },
+            // With the node it goes.
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid }],
+        },
+        "spec": spec,
+    });
+    let api: Api<CacheNode> = Api::all(context.client.clone());
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
+    api.patch(&name, &params, &Patch::Apply(&body))
+        .await
+        .map_err(OperatorError::api(format!("apply CacheNode {name}")))?;
+    context.metrics.wrote("CacheNode", Write::Apply);
+    tracing::info!(node = name, claims = spec.claims.len(), "what is wanted of the node is written");
+    Ok(())
+}
+
+/// Only what we made: a CacheNode that somebody wrote by hand stays.
+async fn remove(live: &CacheNode, context: &Context) -> Result<(), OperatorError> {
+    let ours = live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR);
+    if !ours || live.metadata.deletion_timestamp.is_some() {
+        return Ok(());
+    }
+    let api: Api<CacheNode> = Api::all(context.client.clone());
+    let params = DeleteParams {
+        preconditions: Some(Preconditions { uid: live.uid(), resource_version: None }),
+        ..DeleteParams::default()
+    };
+    let name = live.name_any();
+    match api.delete(&name, &params).await {
+        Ok(_) => {
+            context.metrics.wrote("CacheNode", Write::Delete);
+            tracing::info!(node = name, "no cluster has the node any more");
+            Ok(())
+        }
+        Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(()),
+        Err(error) => Err(OperatorError::api(format!("delete CacheNode {name}"))(error)),
+    }
+}

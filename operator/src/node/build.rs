@@ -1,0 +1,166 @@
+//! Makes the spec of a `CacheNode`. Pure.
+
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
+use reprise_crds::fields::{
+    ClusterRef, DeletionPolicy, Digest, HostPath, Name, NodeMode, NodeName, ShortName, Uid,
+};
+use reprise_crds::node::PoolClaim;
+use reprise_crds::pool::DEVICES_PER_NODE_MAX;
+use reprise_crds::{CacheNodeSpec, SSDPool};
+
+use super::dereference::{ClusterState, Found};
+
+/// The file of a pool in its directory.
+const POOL_FILE: &str = "pool";
+
+/// What is wanted of a `CacheNode`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Wanted {
+    /// It is there, with this spec.
+    Spec(Box<CacheNodeSpec>),
+    /// It is not there: no cluster has the node.
+    Nothing,
+    /// Whatever it is, it stays.
+    Unchanged,
+}
+
+/// What is wanted of a node.
+pub fn build(node: &Node, found: &Found) -> Wanted {
+    let Some(own) = &found.cluster else { return Wanted::Nothing };
+    if own.state == ClusterState::Left {
+        return Wanted::Unchanged;
+    }
+    let cluster = &own.cluster;
+    let mut claims: Vec<PoolClaim> = found.pools.iter().map(|pool| claim(pool)).collect();
+    claims.sort_by(|a, b| a.pool.cmp(&b.pool));
+    let spec = CacheNodeSpec {
+        node_name: NodeName::new(node.name_any()),
+        cluster_ref: Some(ClusterRef {
+            namespace: Name::new(cluster.namespace().unwrap_or_default()),
+            name: ShortName::new(cluster.name_any()),
+        }),
+        mode: mode(node, found),
+        configuration_digest: Some(Digest::new(own.configuration.clone())),
+        claims,
+        profiles: Vec::new(),
+    };
+    Wanted::Spec(Box::new(spec))
+}
+
+/// The most cautious of what pools say and what Kubernetes does: a node that takes no pods is being drained.
+fn mode(node: &Node, found: &Found) -> NodeMode {
+    let unschedulable = node.spec.as_ref().and_then(|spec| spec.unschedulable).unwrap_or_default();
+    if unschedulable {
+        return NodeMode::Draining;
+    }
+    found.pools.iter().map(|pool| pool.spec.mode).max().unwrap_or_default()
+}
+
+fn claim(pool: &SSDPool) -> PoolClaim {
+    let spec = &pool.spec;
+    let (devices, directory) = (spec.devices.as_ref(), spec.directory.as_ref());
+    let deleted = pool.metadata.deletion_timestamp.is_some();
+    let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
+    let size = devices.and_then(|devices| devices.size.clone());
+    PoolClaim {
+        pool: ShortName::new(pool.name_any()),
+        uid: Uid::new(pool.uid().unwrap_or_default()),
+        generation: pool.metadata.generation.unwrap_or_default(),
+        globs: devices.map(|devices| devices.globs.clone()).unwrap_or_default(),
+        max_devices: devices.map_or(DEVICES_PER_NODE_MAX, |devices| devices.max_per_node),
+        file: directory.map(|directory| HostPath::new(format!("{}/{POOL_FILE}", directory.path))),
+        size: size.or_else(|| directory.map(|directory| directory.size.clone())),
+        engine: spec.engine,
+        fallback_engine: spec.fallback_engine,
+        foreign_signatures: devices.map(|devices| devices.foreign_signatures).unwrap_or_default(),
+        wipe: deleted && confirmed,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+mod tests {
+    use std::sync::Arc;
+
+    use reprise_crds::KVCacheCluster;
+    use serde::de::DeserializeOwned;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::node::dereference::NodeCluster;
+
+    fn object<K: DeserializeOwned>(value: Value) -> K {
+        serde_json::from_value(value).expect("an object")
+    }
+
+    fn pool(name: &str, spec: Value, more: Value) -> Arc<SSDPool> {
+        let mut metadata = json!({ "name": name, "uid": format!("uid-{name}"), "generation": 4 });
+        metadata.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+        Arc::new(object(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": metadata, "spec": spec,
+        })))
+    }
+
+    fn found(pools: Vec<Arc<SSDPool>>, state: ClusterState) -> Found {
+        let cluster: KVCacheCluster = object(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
+            "metadata": { "name": "c", "namespace": "n" }, "spec": {},
+        }));
+        let digest = crate::digest::of("configuration");
+        let own = NodeCluster { cluster: Arc::new(cluster), configuration: digest, state };
+        Found { cluster: Some(own), pools, live: None }
+    }
+
+    fn spec(node: Value, pools: Vec<Arc<SSDPool>>) -> CacheNodeSpec {
+        let node = object(json!({ "metadata": { "name": "n1" }, "spec": node }));
+        match build(&node, &found(pools, ClusterState::Kept)) {
+            Wanted::Spec(spec) => *spec,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn every_pool_of_a_node_is_a_claim_and_the_most_cautious_mode_holds() {
+        let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi" } });
+        let devices = json!({
+            "devices": { "globs": ["/dev/disk/by-id/nvme-*"], "maxPerNode": 2 }, "mode": "Cordoned", "engine": "Plain",
+        });
+        let made = spec(json!({}), vec![pool("q", devices, json!({})), pool("p", directory, json!({}))]);
+        assert_eq!(made.mode, NodeMode::Cordoned);
+        let [file, raw] = made.claims.as_slice() else { panic!("{:?}", made.claims) };
+        assert_eq!(file.file.as_ref().map(HostPath::as_str), Some("/data/p/pool"));
+        assert_eq!((file.generation, file.size.as_ref().map(|size| size.as_str())), (4, Some("2Gi")));
+        assert_eq!((raw.globs.len(), raw.max_devices, raw.file.as_ref()), (1, 2, None));
+        assert_eq!(spec(json!({ "unschedulable": true }), Vec::new()).mode, NodeMode::Draining);
+        assert_eq!(spec(json!({}), Vec::new()).mode, NodeMode::Active);
+    }
+
+    #[test]
+    fn a_claim_says_wipe_once_the_pool_is_deleted_and_the_wipe_confirmed() {
+        let deleted = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
+        let spec_of = |more: Value| {
+            let mut whole = json!({ "directory": { "path": "/p", "size": "2Gi" } });
+            whole.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+            whole
+        };
+        let wipes = spec_of(json!({ "deletionPolicy": "Wipe" }));
+        let confirmed =
+            spec_of(json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
+        let wiped = |more: &Value, metadata: Value| {
+            spec(json!({}), vec![pool("p", more.clone(), metadata)]).claims[0].wipe
+        };
+        assert!(!wiped(&confirmed, json!({})));
+        assert!(!wiped(&wipes, deleted.clone()));
+        assert!(!wiped(&spec_of(json!({})), deleted.clone()));
+        assert!(wiped(&confirmed, deleted));
+    }
+
+    #[test]
+    fn a_node_without_a_cluster_has_nothing_and_one_of_a_paused_cluster_is_left() {
+        let node: Node = object(json!({ "metadata": { "name": "n1" } }));
+        assert_eq!(build(&node, &found(Vec::new(), ClusterState::Left)), Wanted::Unchanged);
+        let none = Found { cluster: None, pools: Vec::new(), live: None };
+        assert_eq!(build(&node, &none), Wanted::Nothing);
+    }
+}

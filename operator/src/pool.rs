@@ -1,0 +1,38 @@
+//! `SSDPool`: accepted or refused, and what the nodes say of it. Its claims are written by [`crate::node`], which writes all of a node.
+
+use std::sync::Arc;
+
+use kube::Api;
+use kube::runtime::controller::Action;
+use reprise_crds::SSDPool;
+
+use crate::cluster::REPORTED_WITHIN;
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::finalizers::Left;
+
+pub mod apply;
+pub mod build;
+pub mod dereference;
+pub mod status;
+pub mod validate;
+
+/// Makes a pool what its spec says.
+///
+/// # Errors
+/// The API server did not do what it was asked for; tried again.
+pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    let found = dereference::dereference(&pool, &context);
+    let refused = validate::validate(&pool, &found);
+    let finalizer = build::finalizer(&pool, &found);
+    if apply::apply(&pool, finalizer, &context).await? == Left::Nothing {
+        return Ok(Action::await_change());
+    }
+    let api: Api<SSDPool> = Api::all(context.client.clone());
+    let (fresh, findings) = status::of(&pool, &found, refused.as_ref());
+    let found =
+        crate::status::Found { object: &*pool, api: &api, before: pool.status.as_ref(), findings: &findings };
+    let wait = crate::status::write(&context, found, fresh).await?;
+    // A node that has gone silent tells nobody.
+    Ok(Action::requeue(wait.map_or(REPORTED_WITHIN, |wait| wait.min(REPORTED_WITHIN))))
+}

@@ -1,0 +1,294 @@
+//! What a pool is: conditions and sums over its nodes. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use reprise_crds::fields::{Engine, NodeMode, Quantity};
+use reprise_crds::node::{Device, DeviceState};
+use reprise_crds::pool::{EngineUse, PoolCapacity, PoolDevices, PoolNodes};
+use reprise_crds::status::{ConditionType as Type, Finding, Reason};
+use reprise_crds::{SSDPool, SSDPoolStatus};
+
+use super::build::{Wipe, wipe};
+use super::dereference::{Found, PoolNode};
+use crate::cluster::status::has_reported;
+use crate::plan::Refusal;
+
+/// So many names are in a message, at the most.
+const NAMES_MAX: usize = 5;
+
+/// What to say of a pool.
+pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolStatus, Vec<Finding>) {
+    let counts = Counts::of(pool, found, refused);
+    let mut findings = vec![accepted(refused), discovered(&counts), cordoned(pool)];
+    findings.extend(drained(pool, found));
+    findings.push(fallback(pool, found));
+    let degraded = degraded(&counts, found);
+    findings.extend(blocked(pool, found));
+    findings.push(ready(refused, &counts, &degraded));
+    findings.push(degraded);
+    let status = SSDPoolStatus {
+        nodes: Some(PoolNodes {
+            selected: counts.selected,
+            ready: number(counts.ready.len()),
+            refused: number(counts.refused.len()),
+        }),
+        devices: Some(PoolDevices { matched: counts.matched, open: counts.open, faulted: counts.faulted }),
+        capacity: Some(PoolCapacity {
+            total: Quantity::of_bytes(counts.total),
+            used: Quantity::of_bytes(counts.used),
+            reserved: Quantity::of_bytes(found.reserved.saturating_mul(u64::from(counts.selected))),
+        }),
+        effective_engines: counts
+            .engines
+            .iter()
+            .map(|(engine, nodes)| EngineUse { engine: *engine, nodes: number(nodes.len()) })
+            .collect(),
+        ..SSDPoolStatus::default()
+    };
+    (status, findings)
+}
+
+fn number(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// Sums over nodes.
+#[derive(Debug, Default)]
+struct Counts {
+    selected: u32,
+    /// Names of nodes that have said something lately and know the pool.
+    reported: BTreeSet<String>,
+    /// Of which all devices are open.
+    ready: BTreeSet<String>,
+    /// With a device that was refused, and why.
+    refused: BTreeMap<String, String>,
+    /// With a device that failed, and why.
+    failed: BTreeMap<String, String>,
+    /// That have not said anything lately.
+    silent: BTreeSet<String>,
+    matched: u32,
+    open: u32,
+    faulted: u32,
+    total: u64,
+    used: u64,
+    engines: BTreeMap<Engine, BTreeSet<String>>,
+}
+
+impl Counts {
+    fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Counts {
+        let mut counts = Counts::default();
+        if refused.is_some() {
+            return counts;
+        }
+        counts.selected = number(found.plan.nodes.len());
+        counts.silent = found.plan.nodes.iter().cloned().collect();
+        for node in &found.nodes {
+            counts.add(node, pool.metadata.generation.unwrap_or_default());
+        }
+        counts
+    }
+
+    fn add(&mut self, node: &PoolNode, generation: i64) {
+        if !has_reported(&node.node) {
+            return;
+        }
+        let name = node.node.metadata.name.clone().unwrap_or_default();
+        self.silent.remove(&name);
+        let mut all_open = true;
+        let mut devices = 0_u32;
+        for device in node.devices() {
+            devices += 1;
+            self.matched += 1;
+            all_open &= device.state == DeviceState::Open;
+            self.add_device(&name, device);
+        }
+        let applied = node.applied().is_some_and(|applied| applied.generation >= generation);
+        if applied {
+            self.reported.insert(name.clone());
+        }
+        if applied && all_open && devices > 0 {
+            self.ready.insert(name);
+        }
+    }
+
+    fn add_device(&mut self, node: &str, device: &Device) {
+        let bytes = |quantity: &Option<Quantity>| {
+            quantity.as_ref().and_then(|quantity| quantity.bytes().ok()).unwrap_or_default()
+        };
+        let why = || format!("{}: {}", device.path, device.message);
+        match device.state {
+            DeviceState::Open => {
+                self.open += 1;
+                self.total = self.total.saturating_add(bytes(&device.size));
+                self.used = self.used.saturating_add(bytes(&device.used));
+                if let Some(engine) = device.engine {
+                    self.engines.entry(engine).or_default().insert(node.to_owned());
+                }
+            }
+            DeviceState::Refused => {
+                self.refused.entry(node.to_owned()).or_insert_with(why);
+            }
+            DeviceState::Faulted => {
+                self.faulted += 1;
+                self.failed.entry(node.to_owned()).or_insert_with(why);
+            }
+            DeviceState::Found | DeviceState::Opening | DeviceState::Wiped => {}
+        }
+    }
+}
+
+fn accepted(refused: Option<&Refusal>) -> Finding {
+    match refused {
+        Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
+        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is right"),
+    }
+}
+
+fn discovered(counts: &Counts) -> Finding {
+    let kind = Type::DevicesDiscovered;
+    let message = format!("{} of {} nodes have said what they found", counts.reported.len(), counts.selected);
+    if counts.selected == 0 {
+        return Finding::no(kind, Reason::NoNodes, "no node matches the selection");
+    }
+    if number(counts.reported.len()) < counts.selected {
+        return Finding::no(kind, Reason::Progressing, message);
+    }
+    if counts.matched == 0 {
+        return Finding::no(kind, Reason::NoDevices, "no device matches: correct devices.globs");
+    }
+    Finding::yes(kind, Reason::AsDesired, message)
+}
+
+fn cordoned(pool: &SSDPool) -> Finding {
+    match pool.spec.mode {
+        NodeMode::Active => Finding::no(Type::Cordoned, Reason::AsDesired, "blocks may be placed on it"),
+        NodeMode::Cordoned => Finding::yes(
+            Type::Cordoned,
+            Reason::SetByOperator,
+            "mode is Cordoned: nothing is placed on it for others",
+        ),
+        NodeMode::Draining => Finding::yes(
+            Type::Cordoned,
+            Reason::Draining,
+            "mode is Draining: nothing is placed on it for others",
+        ),
+    }
+}
+
+/// Only while somebody waits for it.
+fn drained(pool: &SSDPool, found: &Found) -> Option<Finding> {
+    if pool.spec.mode != NodeMode::Draining {
+        return None;
+    }
+    let drains = |node: &&PoolNode| {
+        let drain = node.node.status.as_ref().and_then(|status| status.drain.as_ref());
+        !drain.is_some_and(|drain| drain.drained)
+    };
+    let left = found.nodes.iter().filter(drains).count();
+    Some(if left == 0 {
+        Finding::yes(Type::Drained, Reason::AsDesired, "every durable block is on another node as well")
+    } else {
+        Finding::no(Type::Drained, Reason::Draining, format!("{left} nodes are not empty yet"))
+    })
+}
+
+fn fallback(pool: &SSDPool, found: &Found) -> Finding {
+    let kind = Type::EngineFallback;
+    let other = |device: &Device| {
+        device.state == DeviceState::Open && device.engine.is_some_and(|engine| engine != pool.spec.engine)
+    };
+    let nodes = found.nodes.iter().filter(|node| node.devices().any(other));
+    let names: Vec<String> = nodes.filter_map(|node| node.node.metadata.name.clone()).collect();
+    if names.is_empty() {
+        return Finding::no(kind, Reason::AsDesired, format!("devices are driven by {}", pool.spec.engine));
+    }
+    let message = format!(
+        "{} cannot be had on {} nodes, which use fallbackEngine: {}. Look at agents.seccomp of the cluster: many default profiles \
+         forbid io_uring",
+        pool.spec.engine,
+        names.len(),
+        few(names.iter().map(String::as_str)),
+    );
+    Finding::yes(kind, Reason::EngineUnavailable, message)
+}
+
+fn few<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    names.take(NAMES_MAX).collect::<Vec<_>>().join(", ")
+}
+
+fn degraded(counts: &Counts, found: &Found) -> Finding {
+    let kind = Type::Degraded;
+    if let Some((node, why)) = counts.failed.first_key_value() {
+        let nodes = counts.failed.len();
+        let message =
+            format!("devices of {nodes} nodes have failed, whose blocks are misses; on {node}, {why}");
+        return Finding::yes(kind, Reason::DeviceFailed, message);
+    }
+    if let Some((node, why)) = counts.refused.first_key_value() {
+        let message = format!("{} nodes have refused devices; on {node}, {why}", counts.refused.len());
+        return Finding::yes(kind, Reason::ForeignSignature, message);
+    }
+    // Nodes that never reported are still on their way.
+    let spoke = |node: &&PoolNode| {
+        let name = node.node.metadata.name.clone().unwrap_or_default();
+        counts.silent.contains(&name)
+            && node.node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
+    };
+    let silent: Vec<String> =
+        found.nodes.iter().filter(spoke).filter_map(|node| node.node.metadata.name.clone()).collect();
+    if !silent.is_empty() {
+        let names = few(silent.iter().map(String::as_str));
+        let message = format!(
+            "{} nodes have not reported for a minute: {names}; look at their agents' pods",
+            silent.len()
+        );
+        return Finding::yes(kind, Reason::NotReported, message);
+    }
+    Finding::no(kind, Reason::AsDesired, "")
+}
+
+fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Finding {
+    let kind = Type::Ready;
+    if let Some(Refusal { reason, message }) = refused {
+        return Finding::no(kind, *reason, message);
+    }
+    if counts.selected == 0 {
+        return Finding::no(
+            kind,
+            Reason::NoNodes,
+            "no node matches the selection: label nodes, or change nodeSelector",
+        );
+    }
+    let ready = number(counts.ready.len());
+    let message = format!("{ready} of {} nodes have all devices open", counts.selected);
+    if ready >= counts.selected {
+        return Finding::yes(kind, Reason::AsDesired, message);
+    }
+    if degraded.status == reprise_crds::status::ConditionStatus::True {
+        return Finding::no(kind, degraded.reason, format!("{message}; {}", degraded.message));
+    }
+    Finding::no(kind, Reason::Progressing, message)
+}
+
+/// Only while the pool is being deleted.
+fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
+    let kind = Type::DeletionBlocked;
+    match wipe(pool, found) {
+        Wipe::None | Wipe::Done => None,
+        Wipe::Unconfirmed => {
+            let message = "deletionPolicy is Wipe and nobody has confirmed it: set wipeConfirmation to yes-really-destroy-the-data, \
+                           or deletionPolicy to Retain";
+            Some(Finding::yes(kind, Reason::ConfirmationMissing, message))
+        }
+        Wipe::Nobody => {
+            let message = "deletionPolicy is Wipe and no cluster has the pool, so no agent can do it: name the pool in a cluster \
+                           again, or set deletionPolicy to Retain";
+            Some(Finding::yes(kind, Reason::ReferenceNotFound, message))
+        }
+        Wipe::UnderWay(left) => Some(Finding::yes(
+            kind,
+            Reason::Releasing,
+            format!("{left} nodes have not wiped their devices yet"),
+        )),
+    }
+}

@@ -1,0 +1,27 @@
+//! What the operator was started with: parsed once, by the command line.
+
+use std::net::SocketAddr;
+
+/// Settings of a running operator.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Images of clusters that name none.
+    pub images: DefaultImages,
+    /// Who this process is among the replicas: the pod's name.
+    pub identity: String,
+    /// Namespace of the lease.
+    pub namespace: String,
+    /// Where metrics and health are served.
+    pub admin: SocketAddr,
+}
+
+/// Images that the operator was released with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DefaultImages {
+    /// Of agents.
+    pub agent: String,
+    /// Of members.
+    pub control_plane: String,
+    /// Of etcd, where the operator runs it.
+    pub etcd: String,
+}

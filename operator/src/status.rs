@@ -1,0 +1,182 @@
+//! Writes statuses and events, where something has changed.
+//!
+//! A status whose conditions, generation or anything else but sums changed is written at once, other changes every 10 s at the most
+//! ([`crate::context::STATUS_EVERY`]). Each change of a condition's status is an event.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use kube::api::{Api, Patch, PatchParams};
+use kube::runtime::events::{Event, EventType};
+use kube::{Resource, ResourceExt};
+use reprise_crds::OPERATOR_FIELD_MANAGER;
+use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, set};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::json;
+
+use crate::clock;
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::metrics::Write;
+
+/// HTTP's code for what is not there.
+const NOT_FOUND: u16 = 404;
+
+/// A status of ours, without what is special to its kind.
+pub trait Status: Clone + Default + PartialEq + Serialize {
+    /// Its conditions.
+    fn conditions(&mut self) -> &mut Vec<Condition>;
+    /// Sets the generation that it speaks of.
+    fn observe(&mut self, generation: i64);
+}
+
+macro_rules! status_of {
+    ($($type:ty),+ $(,)?) => {
+        $(impl Status for $type {
+            fn conditions(&mut self) -> &mut Vec<Condition> {
+                &mut self.conditions
+            }
+
+            fn observe(&mut self, generation: i64) {
+                self.observed_generation = generation;
+            }
+        })+
+    };
+}
+status_of!(
+    reprise_crds::KVCacheClusterStatus,
+    reprise_crds::SSDPoolStatus,
+    reprise_crds::CacheTenantStatus,
+    reprise_crds::SlackProfileStatus,
+    reprise_crds::GPUQueueAllocationStatus,
+);
+
+/// What has been found of an object, and where it is.
+pub struct Found<'a, K, S> {
+    /// The object.
+    pub object: &'a K,
+    /// Where objects of its kind are.
+    pub api: &'a Api<K>,
+    /// Its status as it is stored.
+    pub before: Option<&'a S>,
+    /// What is so.
+    pub findings: &'a [Finding],
+}
+
+/// Puts findings into conditions and drops those of which nothing was found. What changed, for events.
+pub fn conclude(conditions: &mut Vec<Condition>, findings: &[Finding], generation: i64) -> Vec<Finding> {
+    let now = clock::now();
+    conditions.retain(|condition| findings.iter().any(|found| found.kind.as_str() == condition.kind));
+    let news = findings.iter().filter(|found| {
+        let first = !conditions.iter().any(|condition| condition.kind == found.kind.as_str());
+        let change = set(conditions, found, generation, &now);
+        // That something new is under way is no news.
+        change == Change::Status && !(first && found.reason == Reason::Progressing)
+    });
+    news.cloned().collect()
+}
+
+/// Writes a status if it differs from the one that is stored; `fresh` has everything but conditions and generation. How long to wait
+/// with what was not urgent.
+///
+/// # Errors
+/// The API server did not take it.
+pub async fn write<K, S>(
+    context: &Context,
+    found: Found<'_, K, S>,
+    fresh: S,
+) -> Result<Option<Duration>, OperatorError>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    S: Status,
+{
+    let Found { object, api, before, findings } = found;
+    let (kind, name) = (kind_of::<K>(), object.name_any());
+    let generation = object.meta().generation.unwrap_or_default();
+    let mut before = before.cloned().unwrap_or_default();
+    let mut status = fresh;
+    status.observe(generation);
+    status.conditions().clone_from(before.conditions());
+    let news = conclude(status.conditions(), findings, generation);
+    if status == before {
+        return Ok(None);
+    }
+    let key = format!("{kind}/{}/{name}", object.namespace().unwrap_or_default());
+    let urgent = status.conditions() != before.conditions();
+    if !urgent && let Some(wait) = context.status_waits(&key) {
+        return Ok(Some(wait));
+    }
+    let body = json!({
+        "apiVersion": K::api_version(&()),
+        "kind": kind,
+        "metadata": { "name": name },
+        "status": status,
+    });
+    // Nobody else writes these statuses: what somebody put there is put right.
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
+    match api.patch_status(&name, &params, &Patch::Apply(&body)).await {
+        Ok(_) => {}
+        // Deleted meanwhile.
+        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(None),
+        Err(error) => return Err(OperatorError::api(format!("write the status of {key}"))(error)),
+    }
+    context.metrics.wrote(kind, Write::Status);
+    context.status_was_written(&key);
+    for finding in &news {
+        tell(context, object, finding).await;
+    }
+    Ok(None)
+}
+
+/// The kind's name; there are so many, so it lives for ever.
+pub(crate) fn kind_of<K: Resource<DynamicType = ()>>() -> &'static str {
+    match K::kind(&()).as_ref() {
+        "KVCacheCluster" => "KVCacheCluster",
+        "SSDPool" => "SSDPool",
+        "CacheTenant" => "CacheTenant",
+        "CacheNode" => "CacheNode",
+        "SlackProfile" => "SlackProfile",
+        "GPUQueueAllocation" => "GPUQueueAllocation",
+        "Node" => "Node",
+        _ => "other",
+    }
+}
+
+/// An event; one that cannot be written is in the log all the same.
+async fn tell<K: Resource<DynamicType = ()>>(context: &Context, object: &K, finding: &Finding) {
+    let kind = kind_of::<K>();
+    let (name, condition, reason) = (object.name_any(), finding.kind.as_str(), finding.reason.as_str());
+    let (status, message) = (finding.status.as_str(), &finding.message);
+    tracing::info!(kind, name, condition, status, reason, %message, "a condition has changed");
+    let note = format!("{condition} is {status}: {message}");
+    let event = Event {
+        type_: if is_good(finding) { EventType::Normal } else { EventType::Warning },
+        reason: reason.to_owned(),
+        note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
+        action: condition.to_owned(),
+        secondary: None,
+    };
+    match context.recorder.publish(&event, &object.object_ref(&())).await {
+        Ok(()) => context.metrics.wrote(kind, Write::Event),
+        Err(error) => tracing::info!(%error, "an event could not be written"),
+    }
+}
+
+/// Kubernetes' own bound of an event's note.
+const NOTE_CHARS_MAX: usize = 1024;
+
+/// Whether nobody has to look at it. Some conditions tell of trouble when they are true.
+fn is_good(finding: &Finding) -> bool {
+    let troubles = [
+        ConditionType::Degraded,
+        ConditionType::EngineFallback,
+        ConditionType::DeletionBlocked,
+        ConditionType::Drifted,
+        ConditionType::OverQuota,
+    ];
+    let plain = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
+    let progressing = [Reason::Progressing, Reason::AsDesired, Reason::Paused].contains(&finding.reason);
+    let good = if troubles.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
+    plain.contains(&finding.kind) || progressing || finding.status == good
+}

@@ -1,0 +1,37 @@
+//! Removes what belonged to a cluster that is gone.
+//!
+//! What lies in a cluster's namespace has the cluster as its owner, and Kubernetes removes it. A binding of rights has no namespace and so
+//! cannot have that owner. Without a finalizer on clusters, which would hold them while the operator is away, it is removed here: at the start and
+//! whenever a cluster goes.
+
+use kube::ResourceExt;
+
+use crate::child::ChildKind;
+use crate::children;
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::names::CLUSTER_UID;
+
+/// Sweeps for ever, whenever something may have been orphaned.
+pub async fn run(context: &Context) {
+    loop {
+        context.world.until_orphaned().await;
+        while let Err(error) = once(context).await {
+            let wait = context.backoff.failed("sweep");
+            tracing::warn!(%error, ?wait, "what belongs to no cluster could not be removed");
+            tokio::time::sleep(wait).await;
+        }
+        context.backoff.succeeded("sweep");
+    }
+}
+
+async fn once(context: &Context) -> Result<(), OperatorError> {
+    let kind = ChildKind::ClusterRoleBinding;
+    for binding in context.world.children(kind) {
+        let Some(uid) = binding.labels().get(CLUSTER_UID) else { continue };
+        if context.world.cluster_of_uid(uid).is_none() {
+            children::remove(context, kind, &binding).await?;
+        }
+    }
+    Ok(())
+}

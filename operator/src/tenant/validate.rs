@@ -1,0 +1,57 @@
+//! What is refused of a tenant.
+
+use reprise_crds::CacheTenant;
+use reprise_crds::status::Reason;
+use reprise_crds::tenant::{Isolation, Quotas};
+
+use crate::plan::Refusal;
+
+/// Why a tenant is refused, if it is.
+pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
+    let spec = &tenant.spec;
+    let refuse = |message: String| Some(Refusal::new(Reason::Unsupported, message));
+    if spec.isolation != Isolation::Salted {
+        return refuse(format!(
+            "isolation {} is not in this release: use Salted, in a new CacheTenant",
+            spec.isolation
+        ));
+    }
+    if spec.budget != Quotas::default() {
+        let instead = "set perNode, or the budget by reprise tenant set, and remove budget";
+        return refuse(format!("budget is not told to the control plane by this release: {instead}"));
+    }
+    if spec.max_gpu_queue_pairs.is_some() {
+        return refuse(
+            "maxGpuQueuePairs is not in this release, which lends no queues: remove it".to_owned(),
+        );
+    }
+    if spec.namespace_selector.is_some() || !spec.service_accounts.is_empty() {
+        let instead = "engines name their tenant themselves; remove namespaceSelector and serviceAccounts";
+        return refuse(format!("pods are not told which tenant they are by this release: {instead}"));
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_this_release_does_not_have_is_refused() {
+        let refused = |spec: serde_json::Value| {
+            let spec = serde_json::from_value(spec).expect("a spec");
+            validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
+        };
+        assert_eq!(refused(json!({ "perNode": { "ssd": { "limit": "1Gi" } }, "number": 7 })), "");
+        for (spec, words) in [
+            (json!({ "isolation": "Shared" }), "isolation Shared"),
+            (json!({ "budget": { "ssd": { "limit": "1Gi" } } }), "budget"),
+            (json!({ "maxGpuQueuePairs": 1 }), "maxGpuQueuePairs"),
+            (json!({ "namespaceSelector": {} }), "pods are not told"),
+        ] {
+            assert!(refused(spec.clone()).starts_with(words), "{spec}");
+        }
+    }
+}

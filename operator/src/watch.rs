@@ -1,0 +1,335 @@
+//! Watches: fill the stores and say what has to be reconciled.
+//!
+//! | changed | reconciled |
+//! |---|---|
+//! | spec of a cluster, pool or tenant, or whether a cluster is accepted | everything: the plan may have changed |
+//! | name or labels of a node | it, all clusters and pools |
+//! | anything else of these | it |
+//! | a child | its cluster |
+//! | a CacheNode | its node, its cluster, the pools that it has or had |
+//!
+//! Nothing is reconciled before all stores have been filled ([`Triggers::open`]): a half-known world would look like one in which much
+//! was deleted. After a watch was lost and everything was read again, all is reconciled, since deletions may have been missed.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use futures_util::StreamExt;
+use futures_util::future::BoxFuture;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::{Api, DynamicObject};
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::reflector::{ObjectRef, reflector};
+use kube::runtime::watcher::Event;
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Client, Resource, ResourceExt};
+use reprise_crds::status::{ConditionStatus, ConditionType, find};
+use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+use tokio::task::JoinSet;
+
+use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR};
+use crate::world::{World, Writers};
+
+/// Requests that wait for a queue, which takes them at once: it keeps one for each object.
+const REQUESTS_MAX: usize = 1024;
+
+/// Where requests to reconcile go.
+#[derive(Debug)]
+pub struct Triggers {
+    open: AtomicBool,
+    clusters: Sender<ObjectRef<KVCacheCluster>>,
+    pools: Sender<ObjectRef<SSDPool>>,
+    nodes: Sender<ObjectRef<Node>>,
+    tenants: Sender<ObjectRef<CacheTenant>>,
+    profiles: Sender<ObjectRef<SlackProfile>>,
+    allocations: Sender<ObjectRef<GPUQueueAllocation>>,
+}
+
+/// Where they come from.
+#[derive(Debug)]
+pub struct Requests {
+    /// Of clusters.
+    pub clusters: Receiver<ObjectRef<KVCacheCluster>>,
+    /// Of pools.
+    pub pools: Receiver<ObjectRef<SSDPool>>,
+    /// Of nodes.
+    pub nodes: Receiver<ObjectRef<Node>>,
+    /// Of tenants.
+    pub tenants: Receiver<ObjectRef<CacheTenant>>,
+    /// Of profiles.
+    pub profiles: Receiver<ObjectRef<SlackProfile>>,
+    /// Of allocations.
+    pub allocations: Receiver<ObjectRef<GPUQueueAllocation>>,
+}
+
+impl Triggers {
+    /// Closed ones.
+    pub fn new() -> (Triggers, Requests) {
+        let (clusters, cluster_requests) = channel(REQUESTS_MAX);
+        let (pools, pool_requests) = channel(REQUESTS_MAX);
+        let (nodes, node_requests) = channel(REQUESTS_MAX);
+        let (tenants, tenant_requests) = channel(REQUESTS_MAX);
+        let (profiles, profile_requests) = channel(REQUESTS_MAX);
+        let (allocations, allocation_requests) = channel(REQUESTS_MAX);
+        let open = AtomicBool::new(false);
+        let triggers = Triggers { open, clusters, pools, nodes, tenants, profiles, allocations };
+        let requests = Requests {
+            clusters: cluster_requests,
+            pools: pool_requests,
+            nodes: node_requests,
+            tenants: tenant_requests,
+            profiles: profile_requests,
+            allocations: allocation_requests,
+        };
+        (triggers, requests)
+    }
+
+    /// From now on requests pass. Everything is asked for once.
+    pub async fn open(&self, world: &World) {
+        self.open.store(true, Ordering::Release);
+        self.everything(world).await;
+    }
+
+    /// Everything that there is.
+    async fn everything(&self, world: &World) {
+        self.all_clusters_and_pools(world).await;
+        for node in world.nodes.state() {
+            self.send(&self.nodes, &*node).await;
+        }
+        for tenant in world.tenants.state() {
+            self.send(&self.tenants, &*tenant).await;
+        }
+        for profile in world.profiles.state() {
+            self.send(&self.profiles, &*profile).await;
+        }
+        for allocation in world.allocations.state() {
+            self.send(&self.allocations, &*allocation).await;
+        }
+    }
+
+    async fn all_clusters_and_pools(&self, world: &World) {
+        for cluster in world.clusters.state() {
+            self.send(&self.clusters, &*cluster).await;
+        }
+        for pool in world.pools.state() {
+            self.send(&self.pools, &*pool).await;
+        }
+    }
+
+    async fn send<K>(&self, to: &Sender<ObjectRef<K>>, object: &K)
+    where
+        K: Resource<DynamicType = ()>,
+    {
+        if self.open.load(Ordering::Acquire) {
+            // Fails when the queues are shutting down: nobody waits for it any more.
+            let _ = to.send(ObjectRef::from_obj(object)).await;
+        }
+    }
+
+    async fn cache_node(&self, world: &World, cache_node: &CacheNode) {
+        if let Some(node) = world.nodes.get(&ObjectRef::new(&cache_node.name_any())) {
+            self.send(&self.nodes, &*node).await;
+        }
+        let of_cluster = cache_node.spec.cluster_ref.as_ref().and_then(|cluster| {
+            world.clusters.get(&ObjectRef::new(cluster.name.as_str()).within(cluster.namespace.as_str()))
+        });
+        if let Some(cluster) = of_cluster {
+            self.send(&self.clusters, &*cluster).await;
+        }
+        let claimed = cache_node.spec.claims.iter().map(|claim| &claim.pool);
+        let devices = cache_node.status.iter().flat_map(|status| &status.devices).map(|device| &device.pool);
+        let mut pools: Vec<&str> = claimed.chain(devices).map(|pool| pool.as_str()).collect();
+        pools.sort_unstable();
+        pools.dedup();
+        for name in pools {
+            if let Some(pool) = world.pools.get(&ObjectRef::new(name)) {
+                self.send(&self.pools, &*pool).await;
+            }
+        }
+    }
+}
+
+/// Starts all watches. They end with the set.
+pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &Arc<Triggers>) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    let on = || On { world: Arc::clone(world), triggers: Arc::clone(triggers) };
+    let all = || watcher::Config::default();
+    tasks.spawn(follow(
+        Api::<KVCacheCluster>::all(client.clone()),
+        all(),
+        writers.clusters,
+        on(),
+        |on, object, news| {
+            Box::pin(async move {
+                on.triggers.send(&on.triggers.clusters, object).await;
+                on.wide(news).await;
+            })
+        },
+    ));
+    tasks.spawn(follow(
+        Api::<SSDPool>::all(client.clone()),
+        all(),
+        writers.pools,
+        on(),
+        |on, object, news| {
+            Box::pin(async move {
+                on.triggers.send(&on.triggers.pools, object).await;
+                on.wide(news).await;
+            })
+        },
+    ));
+    tasks.spawn(follow(
+        Api::<CacheTenant>::all(client.clone()),
+        all(),
+        writers.tenants,
+        on(),
+        |on, object, news| {
+            Box::pin(async move {
+                on.triggers.send(&on.triggers.tenants, object).await;
+                on.wide(news).await;
+            })
+        },
+    ));
+    tasks.spawn(follow(
+        Api::<SlackProfile>::all(client.clone()),
+        all(),
+        writers.profiles,
+        on(),
+        |on, object, _| Box::pin(on.triggers.send(&on.triggers.profiles, object)),
+    ));
+    let allocations = Api::<GPUQueueAllocation>::all(client.clone());
+    tasks.spawn(follow(allocations, all(), writers.allocations, on(), |on, object, _| {
+        Box::pin(on.triggers.send(&on.triggers.allocations, object))
+    }));
+    tasks.spawn(follow(Api::<Node>::all(client.clone()), all(), writers.nodes, on(), |on, object, news| {
+        Box::pin(async move {
+            if news == News::Spec {
+                on.world.changed();
+                on.triggers.all_clusters_and_pools(&on.world).await;
+            }
+            on.triggers.send(&on.triggers.nodes, object).await;
+        })
+    }));
+    tasks.spawn(follow(
+        Api::<CacheNode>::all(client.clone()),
+        all(),
+        writers.cache_nodes,
+        on(),
+        |on, object, _| Box::pin(on.triggers.cache_node(&on.world, object)),
+    ));
+    for (kind, writer) in writers.children {
+        let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
+        let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
+        tasks.spawn(follow(api, ours, writer, on(), |on, object, _| {
+            Box::pin(async move {
+                let cluster = object.labels().get(CLUSTER_UID).and_then(|uid| on.world.cluster_of_uid(uid));
+                match cluster {
+                    Some(cluster) => on.triggers.send(&on.triggers.clusters, &*cluster).await,
+                    None => on.world.orphaned(),
+                }
+            })
+        }));
+    }
+    tasks
+}
+
+/// What has changed of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum News {
+    /// What is wanted of it, or that it is there.
+    Spec,
+    /// Something else.
+    Other,
+}
+
+/// What is watched.
+trait Watched: Resource {
+    /// What others depend on, beside the spec.
+    fn more(&self) -> Option<(ConditionStatus, i64)> {
+        None
+    }
+}
+
+impl Watched for KVCacheCluster {
+    /// Nodes wait until the spec is accepted.
+    fn more(&self) -> Option<(ConditionStatus, i64)> {
+        let accepted = find(&self.status.as_ref()?.conditions, ConditionType::Accepted)?;
+        Some((accepted.status, accepted.observed_generation))
+    }
+}
+
+impl Watched for SSDPool {}
+impl Watched for CacheTenant {}
+impl Watched for SlackProfile {}
+impl Watched for GPUQueueAllocation {}
+impl Watched for CacheNode {}
+impl Watched for Node {}
+impl Watched for DynamicObject {}
+
+/// What happens on a change has this to work with.
+struct On {
+    world: Arc<World>,
+    triggers: Arc<Triggers>,
+}
+
+impl On {
+    /// Whatever the plan may have changed for.
+    async fn wide(&self, news: News) {
+        if news == News::Spec {
+            self.world.changed();
+            self.world.orphaned();
+            self.triggers.everything(&self.world).await;
+        }
+    }
+}
+
+/// Follows one kind for ever. A watch that fails begins again, with a delay that grows.
+async fn follow<K, F>(api: Api<K>, config: watcher::Config, writer: Writer<K>, on: On, changed: F)
+where
+    K: Watched + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    K::DynamicType: Clone + Eq + std::hash::Hash,
+    F: for<'a> Fn(&'a On, &'a K, News) -> BoxFuture<'a, ()>,
+{
+    let mut known: HashMap<String, String> = HashMap::new();
+    let stream = watcher(api, config).default_backoff().modify(strip);
+    let mut events = std::pin::pin!(reflector(writer, stream));
+    while let Some(event) = events.next().await {
+        match event {
+            Ok(Event::Apply(object) | Event::InitApply(object)) => {
+                let is = fingerprint(&object);
+                let before = known.insert(key(&object), is.clone());
+                let news = if before.as_ref() == Some(&is) { News::Other } else { News::Spec };
+                changed(&on, &object, news).await;
+            }
+            Ok(Event::Delete(object)) => {
+                known.remove(&key(&object));
+                changed(&on, &object, News::Spec).await;
+            }
+            Ok(Event::Init) => {}
+            Ok(Event::InitDone) => on.wide(News::Spec).await,
+            Err(error) => {
+                let kind = std::any::type_name::<K>();
+                tracing::warn!(%error, kind, "a watch was lost and begins again");
+            }
+        }
+    }
+}
+
+/// Without what nobody here reads and what is large: managers of fields are kilobytes.
+fn strip<K: Resource>(object: &mut K) {
+    object.meta_mut().managed_fields = None;
+}
+
+fn key<K: Resource>(object: &K) -> String {
+    format!("{}/{}", object.meta().namespace.as_deref().unwrap_or_default(), object.name_any())
+}
+
+/// Changes with what is wanted of an object. Nodes have no generation; their names and labels are what the plan depends on.
+fn fingerprint<K: Watched>(object: &K) -> String {
+    let (meta, more) = (object.meta(), object.more());
+    format!("{:?} {:?} {:?} {:?} {more:?}", meta.uid, meta.generation, meta.deletion_timestamp, meta.labels)
+}
