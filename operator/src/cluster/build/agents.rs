@@ -12,7 +12,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{SeccompMode, UpdateType};
 use serde_json::{Value, json};
 
-use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest};
+use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
 use super::pods::{Reckoned, confined, probe, pull, resources, tolerations, without_empty};
 use super::{config_map, metadata};
 use crate::child::{Child, ChildKind, Ownership};
@@ -28,8 +28,6 @@ const OVERHEAD_BYTES: u64 = 1 << 30;
 const GRACE_SECONDS: u32 = 30;
 /// An agent that starts takes its whole arena and reads its journals; health is served after that: 300 × 2 s.
 const START_PROBES: u32 = 300;
-/// Where an agent keeps what it was told last, on the node.
-const STATE_FOLDER: &str = "/var/lib/reprise";
 /// Raw devices and their stable names.
 const DEVICES_FOLDER: &str = "/dev";
 
@@ -142,7 +140,7 @@ fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
     let key = found.referred.names.key();
     let mut folders: BTreeSet<String> = BTreeSet::new();
     folders.insert(cluster.spec.agents.socket.directory.to_string());
-    folders.insert(format!("{STATE_FOLDER}/{}", found.referred.names.name));
+    folders.insert(state_directory(&found.referred.names));
     let mut devices = false;
     for pool in found.referred.pools.iter().filter_map(|named| named.bound(&key)) {
         folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));

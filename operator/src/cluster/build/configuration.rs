@@ -16,6 +16,8 @@ use crate::names::ClusterNames;
 pub const FOLDER: &str = "/etc/reprise";
 /// The agents' file.
 pub const AGENT_FILE: &str = "agent.toml";
+/// Agents' own state on their nodes, a directory for each cluster.
+const STATE_FOLDER: &str = "/var/lib/reprise";
 /// Where members find authorities and certificate for etcd.
 pub const TLS_FOLDER: &str = "/etc/reprise-etcd/tls";
 /// Where members find our certificate for somebody else's etcd.
@@ -68,6 +70,7 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
             "reservation": cache.limits.reservation,
             "read_bytes": size(&cache.limits.read_size),
         },
+        "kubernetes": { "state_directory": state_directory(&referred.names) },
         "log": log(&agents.log),
     });
     // All pools of a cluster agree about these (`crate::plan`).
@@ -82,6 +85,11 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
         whole["tenants"] = json!(tenants);
     }
     text(&whole)
+}
+
+/// Where an agent keeps what it was told last, on its node.
+pub fn state_directory(names: &ClusterNames) -> String {
+    format!("{STATE_FOLDER}/{}", names.name)
 }
 
 /// What an agent has to know of a tenant; nothing of one whose limits are those of everybody.
