@@ -17,16 +17,16 @@ if ! command -v musl-gcc > /dev/null; then
 fi
 
 packages=(reprise-agent reprise-controlplane reprise-operator reprise)
-cargo build --locked --release --target "$target" --bins "${packages[@]/#/--package=}" >&2
+cargo build --locked --profile images --target "$target" --bins "${packages[@]/#/--package=}" >&2
 mkdir -p "$folder"
 for program in "${packages[@]}"; do
-    built=${CARGO_TARGET_DIR:-target}/$target/release/$program
+    built=${CARGO_TARGET_DIR:-target}/$target/images/$program
     # A program that asks for an interpreter would not start in an empty image.
     if readelf --program-headers "$built" | grep -q INTERP; then
         echo "$built is not linked statically" >&2
         exit 1
     fi
-    # Line tables of the release profile help nobody in a container and are most of the size.
+    # Line tables of the standard library help nobody in a container.
     objcopy --strip-debug "$built" "$folder/$program"
     echo "$folder/$program"
 done
