@@ -7,10 +7,14 @@
 //! connect (until the agent listens) → save own → for each other: match until it is found → load → compare
 //! ```
 //!
+//! With `--again-for` it goes on afterwards, as an engine that only hits ([`again`]).
+//!
 //! Invariants: the check ends within `--within`, whatever agents do; a byte that differs, a block that comes from the own node and a
 //! block that never appears are failures that say which. Blocks of different runs never meet: keys are made of `--run`.
 //!
 //! Deliberately absent: load. What a cluster carries is measured by `reprise bench`.
+
+mod again;
 
 use std::path::PathBuf;
 use std::thread;
@@ -19,7 +23,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::builder::RangedU64ValueParser;
 use reprise_client::{
-    BlockStatus, Client, ClientError, ConnectOptions, LoadRequest, Priority, Scope, Source,
+    BlockStatus, Client, ClientError, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope, Source,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
@@ -65,6 +69,10 @@ pub(crate) struct CheckArgs {
     /// How long to wait for the agent and the others, as in 60s.
     #[arg(long, value_name = "DURATION", default_value = "60s")]
     within: Interval,
+    /// Afterwards: go on loading the same blocks for so long, and say once a second how many came from where. A block that was saved
+    /// by an earlier process of the run will do then.
+    #[arg(long, value_name = "DURATION")]
+    again_for: Option<Interval>,
 }
 
 /// What became of the own block.
@@ -114,14 +122,14 @@ struct Check {
 pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()> {
     ensure!(args.index < args.of, "--index is below --of: {} takes part in 0 to {}", args.index, args.of - 1);
     let check = Check::begin(args)?;
-    let saved = check.save(args.index)?;
+    let saved = check.save(args.index, Before::of(args))?;
     let others: Vec<u32> = match args.of {
         1 => vec![args.index],
         of => (0..of).filter(|other| *other != args.index).collect(),
     };
     let mut loaded = Vec::with_capacity(others.len());
-    for other in others {
-        loaded.push(check.load(other, Wanted::of(args.index, other))?);
+    for other in &others {
+        loaded.push(check.load(*other, Wanted::of(args.index, *other))?);
     }
     let checked = Checked {
         node: check.client.node().to_owned(),
@@ -131,7 +139,24 @@ pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()
     };
     audience.emit(&checked);
     audience.say(text(&checked));
-    Ok(())
+    match args.again_for {
+        Some(lasts) => again::go_on(check, args, &others, lasts.0, audience),
+        None => Ok(()),
+    }
+}
+
+/// Whether the own block may have been there before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    Never,
+    Perhaps,
+}
+
+impl Before {
+    /// Who goes on for long may be started again.
+    fn of(args: &CheckArgs) -> Before {
+        if args.again_for.is_some() { Before::Perhaps } else { Before::Never }
+    }
 }
 
 /// Where a block must come from.
@@ -160,10 +185,7 @@ impl Check {
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT)?;
         let namespace = namespace(&layout, &args.tenant, &args.run);
         loop {
-            let options = ConnectOptions::new(args.socket.clone(), namespace, layout)
-                .tenant(args.tenant.clone())
-                .client_name("check");
-            match Client::connect(options) {
+            match connect(args, namespace, layout) {
                 Ok(client) => return Ok(Check { client, layout, namespace, give_up, within }),
                 Err(ClientError::AgentAbsent { .. }) if Instant::now() < give_up => thread::sleep(PAUSE),
                 Err(error) => return Err(error).context("connecting to the agent of this node"),
@@ -171,7 +193,7 @@ impl Check {
         }
     }
 
-    fn save(&self, index: u32) -> anyhow::Result<Saved> {
+    fn save(&self, index: u32, before: Before) -> anyhow::Result<Saved> {
         let block = block(&self.namespace, index);
         let reserved = self.client.reserve(1, RESERVE_WAIT).context("saving a block")?;
         let Some(mut reservation) = reserved.into_iter().next() else {
@@ -186,8 +208,9 @@ impl Check {
         }
         let committed = self.client.commit(vec![(reservation, block.key)], Priority::Normal)?;
         let status = committed.statuses.first().copied().context("the agent told nothing of the block")?;
+        let is_there = before == Before::Perhaps && status == CommitStatus::Duplicate;
         ensure!(
-            status.is_committed(),
+            status.is_committed() || is_there,
             "the agent did not take the block ({status:?}): was --run used before?"
         );
         let outcome =
@@ -220,21 +243,30 @@ impl Check {
 
     /// One look for a block: `None` when it cannot be had yet.
     fn attempt(&self, block: &Block, wanted: Wanted) -> anyhow::Result<Option<Source>> {
-        if self.client.match_keys(&[block.key], Scope::Cluster)?.is_empty() {
+        let source = self.look(block, Scope::Cluster)?;
+        if let Some(source) = source {
+            ensure!(
+                wanted.is(source),
+                "it came from this node's {}: all that take part must run on nodes of their own",
+                name_of(source)
+            );
+        }
+        Ok(source)
+    }
+
+    /// Loads a block if it is there, and compares every byte: where it came from. `None` when it cannot be had; calls that fail are
+    /// [`ClientError`]s.
+    fn look(&self, block: &Block, scope: Scope) -> anyhow::Result<Option<Source>> {
+        if self.client.match_keys(&[block.key], scope)?.is_empty() {
             return Ok(None);
         }
-        let request = LoadRequest { deadline: LOAD_DEADLINE, ..LoadRequest::new(vec![block.key]) };
+        let request = LoadRequest { deadline: LOAD_DEADLINE, scope, ..LoadRequest::new(vec![block.key]) };
         let load = self.client.load(&request)?;
         for layer in 0..self.layout.layers() {
             load.wait_layer(layer, LOAD_DEADLINE)?;
         }
         let loaded = load.blocks().first().context("the agent told nothing of the block")?;
         let (BlockStatus::Ok, Some(source)) = (loaded.status(), loaded.source()) else { return Ok(None) };
-        ensure!(
-            wanted.is(source),
-            "it came from this node's {}: all that take part must run on nodes of their own",
-            name_of(source)
-        );
         let mut bytes = self.object();
         let mut wrong = 0;
         for object in 0..self.layout.objects() {
@@ -255,6 +287,14 @@ impl Check {
     fn place(&self, object: u32) -> ObjectPlace {
         ObjectPlace { layer: object / self.layout.parts(), part: object % self.layout.parts() }
     }
+}
+
+/// A session with the agent of this node.
+fn connect(args: &CheckArgs, namespace: NamespaceDigest, layout: Layout) -> Result<Client, ClientError> {
+    let options = ConnectOptions::new(args.socket.clone(), namespace, layout)
+        .tenant(args.tenant.clone())
+        .client_name("check");
+    Client::connect(options)
 }
 
 /// A namespace is one tenant's for the life of an agent, so the tenant is in it.
