@@ -52,7 +52,12 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     // Before the ready line: whoever reads it may send a signal at once.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut member = ControlPlane::start(config).await?;
+    // A start may wait for the store.
+    let mut member = tokio::select! {
+        started = ControlPlane::start(config) => started?,
+        _ = terminate.recv() => return Ok(()),
+        _ = interrupt.recv() => return Ok(()),
+    };
     tracing::info!(grpc = %member.grpc, admin = %member.admin, "control plane is ready");
     let events = member.publisher.as_ref().map(|publisher| publisher.publish);
     let ready = json!({ "ready": true, "admin": member.admin, "grpc": member.grpc, "events": events });

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use anyhow::Context;
 use reprise_controlplane_core::{Amounts, MemberSettings, OwnPlace};
-use reprise_controlplane_store::{EmbeddedStore, EtcdStore, KeyValue, MemoryStore, Store, TimeToLive};
+use reprise_controlplane_store::{
+    EmbeddedStore, EtcdSettings, EtcdStore, KeyValue, MemoryStore, Store, StoreError, TimeToLive,
+};
 use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
@@ -16,7 +18,7 @@ use reprise_proto::controlplane::placement_server::PlacementServer;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tonic::transport::Server;
 use tonic::transport::server::Router;
 
@@ -55,6 +57,10 @@ const SWEEP_EVERY: Duration = Duration::from_millis(20);
 const EXPIRE_MIN: Duration = Duration::from_millis(1);
 /// Pause between two looks at the ledgers.
 const REBALANCE_EVERY: Duration = Duration::from_secs(1);
+/// An etcd that is started together with its members answers by then. Later a start ends, and says what is missing.
+const STORE_WITHIN: Duration = Duration::from_secs(10);
+/// Pause between two attempts to open it.
+const STORE_PAUSE: Duration = Duration::from_millis(500);
 /// Time for calls under way at shutdown; streams are told to end.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
 
@@ -267,7 +273,21 @@ async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
             Ok(Arc::new(opened.context("cannot open the store")?))
         }
         StoreConfig::Etcd(etcd) => {
-            Ok(Arc::new(EtcdStore::connect(&etcd.settings()?).await.context("cannot open the store")?))
+            Ok(Arc::new(open_etcd(&etcd.settings()?).await.context("cannot open the store")?))
+        }
+    }
+}
+
+/// Waits for an etcd that does not answer yet.
+async fn open_etcd(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
+    let give_up = Instant::now() + STORE_WITHIN;
+    loop {
+        match EtcdStore::connect(settings).await {
+            Err(StoreError::Unavailable { reason }) if Instant::now() < give_up => {
+                tracing::info!(reason, "etcd does not answer yet");
+                sleep(STORE_PAUSE).await;
+            }
+            outcome => return outcome,
         }
     }
 }
