@@ -18,8 +18,9 @@ use crate::names::{CONFIGURATION, Component, SECRETS};
 
 /// CPU of a member that the cluster says nothing about.
 const CPU_MILLIS: u64 = 250;
-/// Memory without any block: code, connections of 1,000 nodes, the stream of changes.
-const BASE_BYTES: u64 = 512 << 20;
+/// Memory without any block: code, connections of 1,000 nodes, the stream of changes. Not a power of two: up to a million blocks a member
+/// fit below the next one, so that the first words of nodes restart nobody.
+const BASE_BYTES: u64 = 384 << 20;
 /// Memory of a block in the directory (DESIGN §10).
 const BLOCK_ENTRY_BYTES: u64 = 64;
 /// The smallest block that is common, 16 tokens of an 8B model.

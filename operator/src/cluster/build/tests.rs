@@ -38,6 +38,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
             etcd: "etcd:1".to_owned(),
         },
         store: None,
+        agents: None,
         members: None,
         etcd: None,
     }
@@ -265,4 +266,26 @@ fn engines_find_their_configuration_ready_to_be_copied() {
         assert!(text.contains("/run/other/agent.sock"), "{text}");
     }
     assert_eq!(data["socket"], "/run/other/agent.sock");
+}
+
+#[test]
+fn the_first_words_of_nodes_restart_no_member() {
+    let cluster = cluster(json!({}));
+    let members = |found: &Found| {
+        let children = build(&cluster, found, Some("d"));
+        pod(child(&children, ChildKind::StatefulSet, "c-controlplane"))["containers"][0]["resources"].clone()
+    };
+    let silent = found(&cluster);
+    let of_capacity = |ssd: &str| {
+        let mut told = found(&cluster);
+        let mut node: reprise_crds::CacheNode = object("CacheNode", "n1", json!({ "nodeName": "n1" }));
+        let capacity = json!({ "dramTotal": "64Gi", "dramUsed": "0", "ssdTotal": ssd, "ssdUsed": "0", "pageKind": "Small" });
+        let status = json!({ "observedGeneration": 1, "capacity": capacity, "conditions": [] });
+        node.status = Some(serde_json::from_value(status).expect("a status"));
+        told.cache_nodes.push(Arc::new(node));
+        told
+    };
+    assert_eq!(members(&silent)["limits"]["memory"], "512Mi");
+    assert_eq!(members(&of_capacity("1Ti")), members(&silent));
+    assert_eq!(members(&of_capacity("100Ti"))["limits"]["memory"], "4Gi", "as many blocks as that need more");
 }
