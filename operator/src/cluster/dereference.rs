@@ -41,6 +41,8 @@ pub struct Found {
     pub images: DefaultImages,
     /// Its store, where somebody else runs it.
     pub store: Option<StoreLook>,
+    /// What runs: agents.
+    pub agents: Option<Arc<DynamicObject>>,
     /// What runs: members.
     pub members: Option<Arc<DynamicObject>>,
     /// What runs: etcd.
@@ -92,6 +94,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         cache_nodes: cache_nodes.collect(),
         images: images(&cluster.spec.images, &context.settings.images),
         store: context.store_looks.look(cluster, context).await,
+        agents: world.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members: set(&names.control_plane()),
         etcd: set(&names.etcd()),
         plan: own,

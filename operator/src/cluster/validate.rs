@@ -10,6 +10,7 @@ use reprise_crds::status::Reason;
 
 use super::dereference::Found;
 use crate::plan::Refusal;
+use crate::settings::DefaultImages;
 
 /// Versions of agents and members may be so far apart, in either direction.
 const MINORS_APART_MAX: u64 = 1;
@@ -19,6 +20,7 @@ pub fn validate(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
     unsupported(cluster)
         .or_else(|| found.plan.refused.clone())
         .or_else(|| skew(&found.images.agent, &found.images.control_plane))
+        .or_else(|| skew_of_running(&found.images, found.agents.as_deref(), found.members.as_deref()))
         .or_else(|| found.store.as_ref().and_then(|look| look.secrets.as_ref().err().cloned()))
         .or_else(|| etcd_change(cluster, found.etcd.as_deref()?))
 }
@@ -66,6 +68,21 @@ fn skew(agent: &str, control_plane: &str) -> Option<Refusal> {
         agents.0, agents.1, members.0, members.1, step.0, step.1
     );
     Some(Refusal::new(Reason::VersionSkew, message))
+}
+
+/// Why these images cannot come in place of those that run: while one part is changed it meets the other as it was.
+fn skew_of_running(
+    wanted: &DefaultImages,
+    agents: Option<&DynamicObject>,
+    members: Option<&DynamicObject>,
+) -> Option<Refusal> {
+    let of_members = members.and_then(image).and_then(|members| skew(&wanted.agent, members));
+    of_members.or_else(|| agents.and_then(image).and_then(|agents| skew(agents, &wanted.control_plane)))
+}
+
+/// The image of a workload's pods.
+fn image(workload: &DynamicObject) -> Option<&str> {
+    workload.data["spec"]["template"]["spec"]["containers"][0]["image"].as_str()
 }
 
 /// Major and minor version of an image's tag.
@@ -150,6 +167,36 @@ mod tests {
                 _ => panic!("{agent} {control_plane}: {refused:?}"),
             }
         }
+    }
+
+    #[test]
+    fn what_runs_is_not_replaced_by_what_it_would_not_understand_meanwhile() {
+        let runs = |image: &str| -> DynamicObject {
+            let pod = json!({ "spec": { "containers": [{ "image": image }] } });
+            serde_json::from_value(json!({ "metadata": { "name": "w" }, "spec": { "template": pod } }))
+                .expect("an object")
+        };
+        let wanted = |tag: &str| DefaultImages {
+            agent: format!("a:{tag}"),
+            control_plane: format!("c:{tag}"),
+            etcd: "e:1".to_owned(),
+        };
+        let (agents, members) = (runs("a:0.1.0"), runs("c:0.1.0"));
+        let refused = |tag: &str| skew_of_running(&wanted(tag), Some(&agents), Some(&members));
+        assert_eq!(refused("0.2.0"), None);
+        assert_eq!(skew_of_running(&wanted("0.3.0"), None, None), None, "nothing runs yet");
+        for tag in ["0.3.0", "1.0.0"] {
+            let refused = refused(tag).expect("both are too far from both");
+            assert_eq!(refused.reason, Reason::VersionSkew);
+            assert!(refused.message.contains("go through 0.2 first"), "{}", refused.message);
+        }
+        let only =
+            skew_of_running(&wanted("0.3.0"), Some(&agents), Some(&runs("c:0.2.0"))).expect("of agents");
+        assert!(
+            only.message.contains("agents of version 0.1 and members of version 0.3"),
+            "{}",
+            only.message
+        );
     }
 
     #[test]
