@@ -9,10 +9,14 @@
 //! Whether a lease was renewed is told by a change of its fields, and how long ago by our own clock: clocks of other machines are not
 //! compared. A holder gives up before others take over ([`GIVES_UP`] < [`LASTS`]). Two holders for a moment do no harm: what both write is the
 //! same, or one is refused.
+//!
+//! The lease belongs to the operator's service account, where that is known: when a release is uninstalled nothing of it is left.
 
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::core::v1::ServiceAccount;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{Api, PostParams};
 use kube::core::ObjectMeta;
 
@@ -30,18 +34,27 @@ const GIVES_UP: Duration = Duration::from_secs(10);
 /// HTTP's code when somebody else was first.
 const CONFLICT: u16 = 409;
 
+/// The service account of the operator's pods.
+pub struct Account {
+    /// Where it is looked up.
+    pub api: Api<ServiceAccount>,
+    /// Its name.
+    pub name: String,
+}
+
 /// One replica's view of the lease.
 pub struct Election {
     api: Api<Lease>,
     identity: String,
+    account: Option<Account>,
     /// What was seen last, and since when it is so.
     seen: Option<(LeaseSpec, Instant)>,
 }
 
 impl Election {
     /// A replica that holds nothing.
-    pub fn new(api: Api<Lease>, identity: impl Into<String>) -> Election {
-        Election { api, identity: identity.into(), seen: None }
+    pub fn new(api: Api<Lease>, identity: impl Into<String>, account: Option<Account>) -> Election {
+        Election { api, identity: identity.into(), account, seen: None }
     }
 
     /// Waits until this replica holds the lease.
@@ -97,7 +110,9 @@ impl Election {
     async fn try_take(&mut self) -> Result<bool, OperatorError> {
         let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
         let Some(mut lease) = found else {
-            let metadata = ObjectMeta { name: Some(NAME.to_owned()), ..ObjectMeta::default() };
+            let owner_references = self.owner().await.map(|owner| vec![owner]);
+            let metadata =
+                ObjectMeta { name: Some(NAME.to_owned()), owner_references, ..ObjectMeta::default() };
             let lease = Lease { metadata, spec: Some(self.spec(None)) };
             let made = self.api.create(&PostParams::default(), &lease).await.map(|_| ());
             return or_conflict(made, "make the lease");
@@ -107,9 +122,25 @@ impl Election {
             return Ok(false);
         }
         lease.spec = Some(self.spec(Some(&spec)));
+        if lease.metadata.owner_references.is_none() {
+            lease.metadata.owner_references = self.owner().await.map(|owner| vec![owner]);
+        }
         // With the version that was read: of two that take it at once, one is refused.
         let taken = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
         or_conflict(taken, "take the lease")
+    }
+
+    /// Whose end is the lease's end. None where nobody can say: then it stays.
+    async fn owner(&self) -> Option<OwnerReference> {
+        let account = self.account.as_ref()?;
+        let found = account.api.get_opt(&account.name).await.ok()??;
+        Some(OwnerReference {
+            api_version: "v1".to_owned(),
+            kind: "ServiceAccount".to_owned(),
+            name: account.name.clone(),
+            uid: found.metadata.uid?,
+            ..OwnerReference::default()
+        })
     }
 
     /// Whether a lease is ours, or free.

@@ -75,6 +75,9 @@ struct RunArguments {
     /// Namespace of the lease
     #[arg(long, env = "POD_NAMESPACE")]
     pod_namespace: String,
+    /// Service account of this replica, to which the lease belongs
+    #[arg(long, env = "POD_SERVICE_ACCOUNT")]
+    pod_service_account: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -128,6 +131,7 @@ async fn work(arguments: RunArguments) -> anyhow::Result<()> {
         },
         identity: arguments.pod_name,
         namespace: arguments.pod_namespace,
+        service_account: arguments.pod_service_account,
         admin: arguments.admin_listen,
     };
     let say =

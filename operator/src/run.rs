@@ -14,7 +14,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch as flag;
 
 use crate::context::Context;
-use crate::lease::Election;
+use crate::lease::{Account, Election};
 use crate::settings::Settings;
 use crate::watch::{Requests, Triggers};
 use crate::world::World;
@@ -45,7 +45,9 @@ pub async fn run(
         .with_context(|| format!("cannot listen on {}", settings.admin))?;
     let admin = listener.local_addr()?;
     let leases: Api<Lease> = Api::namespaced(client.clone(), &settings.namespace);
-    let mut election = Election::new(leases, settings.identity.clone());
+    let accounts = || Api::namespaced(client.clone(), &settings.namespace);
+    let account = settings.service_account.clone().map(|name| Account { api: accounts(), name });
+    let mut election = Election::new(leases, settings.identity.clone(), account);
     let (world, writers) = World::new();
     let world = Arc::new(world);
     let context = Arc::new(Context::new(client.clone(), Arc::clone(&world), settings));

@@ -11,6 +11,8 @@ pub struct Settings {
     pub identity: String,
     /// Namespace of the lease.
     pub namespace: String,
+    /// The pod's service account, to which the lease belongs.
+    pub service_account: Option<String>,
     /// Where metrics and health are served.
     pub admin: SocketAddr,
 }
