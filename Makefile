@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 RELEASE := $(CARGO_TARGET_DIR)/release
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab wheel etcd kubernetes cluster helm images bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab k8s-demo wheel etcd kubernetes cluster helm images bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
 	@echo "make e2e-k8s     the tests with a whole Kubernetes: two nodes and real pods; needs root, and installs what it lacks"
 	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
+	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
 	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
@@ -64,12 +65,17 @@ test-vllm:
 	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
 	python/test-vllm.sh
 
-e2e-k8s: etcd cluster
+e2e-k8s: etcd cluster images
 	cargo build --locked --workspace --bins
 	cargo test --locked -p reprise-e2e --test cluster
 
 k8s-lab: etcd cluster
+	cargo build --locked -p reprise-e2e --bins
 	cargo run --locked -p reprise-e2e --bin k8s-lab
+
+k8s-demo: etcd cluster images
+	cargo build --locked -p reprise-e2e --bins
+	cargo run --locked -p reprise-e2e --bin k8s-demo
 
 etcd:
 	e2e/etcd/build.sh
@@ -90,7 +96,7 @@ helm:
 	e2e/helm/build.sh
 	e2e/kubernetes/schemas.sh
 
-# Into $REPRISE_CACHE/images. Needs Rust's target for musl, musl-gcc and buildah, which it installs where it may.
+# Into $REPRISE_CACHE/images, once for the same sources. Needs Rust's target for musl, musl-gcc and buildah, which it installs where it may.
 images:
 	images/build.sh
 

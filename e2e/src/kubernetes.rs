@@ -33,18 +33,24 @@ pub mod accounts;
 pub mod certificates;
 mod cgroups;
 pub mod cluster;
+pub mod engines;
 pub mod image;
+pub mod lab;
 pub mod leftovers;
 pub mod machine;
 pub mod node;
 pub mod programs;
+pub mod release;
 mod users;
+mod volumes;
 
 pub use accounts::PodAccount;
 pub use certificates::User;
 pub use cluster::Cluster;
+pub use engines::Engines;
 pub use image::Image;
 pub use node::Node;
+pub use release::Release;
 
 /// A start takes some 3 s on a machine that does nothing else.
 const READY_WITHIN: Duration = Duration::from_secs(120);

@@ -1,4 +1,5 @@
-//! The harness's own Kubernetes: a control plane and two nodes with real pods, and what a test may do to it.
+//! The harness's own Kubernetes: a control plane and two nodes with real pods, and what a test may do to it; and Reprise on it, installed
+//! by its chart.
 //!
 //! The tests of this file share one cluster and run one after the other, in this order: each leaves the cluster as it found it, and
 //! the last one ends it. They run in namespaces that this program enters at its start.
@@ -7,8 +8,14 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use libtest_mimic::{Arguments, Trial};
-use reprise_e2e::kubernetes::{Cluster, cluster};
+use reprise_e2e::kubernetes::{Cluster, cluster, programs};
 
+#[path = "cluster/chart.rs"]
+mod chart;
+#[path = "cluster/chart_faults.rs"]
+mod chart_faults;
+#[path = "cluster/chart_life.rs"]
+mod chart_life;
 #[path = "cluster/ends.rs"]
 mod ends;
 #[path = "cluster/faults.rs"]
@@ -29,7 +36,7 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
     if !arguments.list
-        && let Err(words) = cluster::enter()
+        && let Err(words) = programs::images().and_then(|_| cluster::enter())
     {
         panic!("no cluster can run here: {words}");
     }
@@ -42,6 +49,25 @@ fn main() -> ExitCode {
         ("a_node_that_is_cut_off_is_not_ready_and_reaches_nobody", faults::a_cut_link),
         ("a_killed_node_is_not_ready_and_comes_back", faults::a_killed_node),
         ("pods_go_on_without_an_api_server", faults::no_api_server),
+        ("a_release_of_the_chart_passes_blocks_between_two_nodes", chart::first_hit),
+        ("all_parts_of_a_release_are_ready_and_say_so", chart::all_is_there),
+        ("agents_have_no_privileges_and_write_of_their_own_node_only", chart::what_agents_may),
+        ("engines_in_pods_hit_on_their_node_and_on_the_other", chart::engines_hit_everywhere),
+        ("an_agent_that_is_deleted_serves_its_blocks_again", chart_faults::an_agent_comes_back),
+        ("killed_operators_cost_no_local_hit_and_go_on_where_they_were", chart_faults::operators_are_killed),
+        ("a_killed_etcd_costs_no_local_hit_and_keeps_its_data", chart_faults::etcd_is_killed),
+        ("a_killed_member_costs_no_local_hit_and_is_replaced", chart_faults::a_member_is_killed),
+        ("engines_hit_while_the_api_server_is_away", chart_faults::the_api_server_is_away),
+        (
+            "a_killed_node_costs_the_other_no_local_hit_and_comes_back_with_its_blocks",
+            chart_faults::a_node_is_killed,
+        ),
+        ("a_release_is_changed_and_taken_back_with_its_blocks", chart_life::changed_and_taken_back),
+        (
+            "another_version_comes_one_node_after_the_other_and_one_too_far_is_refused",
+            chart_life::another_version,
+        ),
+        ("an_uninstalled_release_leaves_its_definitions_and_nothing_else", chart_life::removed),
         ("what_is_not_cleaned_up_is_seen", ends::leftovers_are_seen),
     ];
     let mut trials: Vec<Trial> =

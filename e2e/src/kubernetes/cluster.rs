@@ -13,7 +13,7 @@
 //!   ([`super::leftovers`]). A program that is killed leaves control groups and a folder; the next start removes them;
 //! * the logs of all programs are files in the cluster's folder, and shown when a test fails.
 //!
-//! Deliberately absent: network policies (they are stored and not enforced), volumes by storage class, load balancers.
+//! Deliberately absent: network policies (they are stored and not enforced), volumes beyond a few folders a node, load balancers.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -29,7 +29,7 @@ use super::certificates::User;
 use super::image::Image;
 use super::leftovers::Inventory;
 use super::node::{Node, PAUSE, Place};
-use super::{ApiServer, cgroups, programs, users};
+use super::{ApiServer, cgroups, programs, users, volumes};
 use crate::host::{self, Host, Network};
 use crate::process::Running;
 use crate::seed::say;
@@ -137,6 +137,7 @@ impl Cluster {
         cluster.start_programs();
         cluster.import_own_images();
         cluster.wait_until_ready();
+        cluster.apply(&volumes::lay_down(&cluster.nodes));
         say(&format!("a cluster of {} nodes is ready after {:.1?}", cluster.nodes.len(), started.elapsed()));
         cluster
     }
@@ -205,11 +206,16 @@ impl Cluster {
     /// # Errors
     /// What it says when it fails.
     pub fn helm(&self, arguments: &[&str]) -> Result<String, String> {
+        result(self.helm_command().args(arguments).output().expect("Helm can be run"))
+    }
+
+    /// Helm, with nothing of the user's own configuration.
+    pub fn helm_command(&self) -> Command {
         let mut command = self.command(&programs::helm());
         for home in ["CACHE", "CONFIG", "DATA"] {
             command.env(format!("HELM_{home}_HOME"), self.folder().join("helm-files"));
         }
-        result(command.args(arguments).output().expect("Helm can be run"))
+        command
     }
 
     /// A program that talks to this cluster when it is told by the environment.

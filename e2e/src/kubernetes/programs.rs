@@ -21,12 +21,23 @@ const PLUGINS: [&str; 2] = ["/usr/lib/cni", "/opt/cni/bin"];
 /// # Errors
 /// What cannot be had, and what to do.
 pub fn prepare() -> Result<(), String> {
-    run("kubernetes/packages.sh", &[])?;
-    run("kubernetes/build.sh", &KUBERNETES)?;
-    for script in ["etcd/build.sh", "coredns/build.sh", "helm/build.sh", "kubernetes/pod.sh"] {
+    run("e2e/kubernetes/packages.sh", &[])?;
+    run("e2e/kubernetes/build.sh", &KUBERNETES)?;
+    for script in ["e2e/etcd/build.sh", "e2e/coredns/build.sh", "e2e/helm/build.sh", "e2e/kubernetes/pod.sh"]
+    {
         run(script, &[])?;
     }
     Ok(())
+}
+
+/// The archives of Reprise's own images, as `make images` makes them: built when their sources have changed. To be called before
+/// [`super::cluster::enter`] by who installs the chart; afterwards it takes a moment.
+///
+/// # Errors
+/// They cannot be built.
+pub fn images() -> Result<Vec<PathBuf>, String> {
+    let said = run("images/build.sh", &[])?;
+    Ok(said.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from).collect())
 }
 
 /// A command of Kubernetes.
@@ -34,22 +45,22 @@ pub fn prepare() -> Result<(), String> {
 /// # Panics
 /// When it is not there and cannot be built.
 pub(super) fn kubernetes(command: &str) -> PathBuf {
-    one("kubernetes/build.sh", &[command])
+    one("e2e/kubernetes/build.sh", &[command])
 }
 
 /// The name server of clusters.
 pub(super) fn coredns() -> PathBuf {
-    one("coredns/build.sh", &[])
+    one("e2e/coredns/build.sh", &[])
 }
 
 /// Helm.
 pub(super) fn helm() -> PathBuf {
-    one("helm/build.sh", &[])
+    one("e2e/helm/build.sh", &[])
 }
 
 /// What pods of tests run: `e2e/src/bin/reprise-e2e-pod.rs` as a static program, for images that hold nothing else.
 pub fn pod() -> PathBuf {
-    one("kubernetes/pod.sh", &[])
+    one("e2e/kubernetes/pod.sh", &[])
 }
 
 /// The folder of network plugins.
@@ -67,12 +78,12 @@ fn one(script: &str, arguments: &[&str]) -> PathBuf {
 }
 
 fn run(script: &str, arguments: &[&str]) -> Result<String, String> {
-    let path = crate::tree().join("e2e").join(script);
+    let path = crate::tree().join(script);
     let output = Command::new(&path).args(arguments).stderr(Stdio::inherit()).output();
     let output = output.map_err(|error| format!("{} cannot be run: {error}", path.display()))?;
     if output.status.success() {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     } else {
-        Err(format!("e2e/{script} {} has failed: what it said is above", arguments.join(" ")))
+        Err(format!("{script} {} has failed: what it said is above", arguments.join(" ")))
     }
 }

@@ -93,12 +93,12 @@ pub(crate) fn no_api_server(cluster: &mut Cluster) {
 
 /// What the cluster says of a node.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Says {
+pub(crate) enum Says {
     Ready,
     NotReady,
 }
 
-fn wait_for(cluster: &Cluster, index: usize, says: Says) {
+pub(crate) fn wait_for(cluster: &Cluster, index: usize, says: Says) {
     let node = &cluster.nodes()[index];
     let within = if says == Says::Ready { HEALS_WITHIN } else { SEEN_WITHIN };
     wait_until(&format!("{} to be {says:?}", node.name()), within, || {

@@ -1,0 +1,120 @@
+//! Reprise on Kubernetes, for a person: a cluster of two nodes, the operator by its chart, the chart's examples applied, two pods that are
+//! engines. Says what there is and how blocks are hit, and stays until it is interrupted.
+//!
+//! The examples ask for more memory and disk than one machine has for two nodes; what is made smaller is said.
+
+use std::io::{Stdout, Write};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+use reprise_e2e::kubernetes::engines::Said;
+use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, RELEASE, example, import_images};
+use reprise_e2e::kubernetes::{Cluster, Engines, cluster, lab, programs};
+use reprise_e2e::{tree, wait_until};
+
+/// Nodes of the demonstration.
+const NODES: u8 = 2;
+
+/// Where the example's cluster is, and whom its agents let connect.
+const ENGINES: Engines<'static> = Engines { namespace: "inference", user: 1000 };
+
+/// Its level lets agents mount directories of their nodes.
+const NAMESPACES: &str = "
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: inference
+  labels: { pod-security.kubernetes.io/enforce: privileged }
+---
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: reprise
+  labels: { pod-security.kubernetes.io/enforce: restricted }
+";
+
+/// What is too large for this machine in an example, and what is there instead.
+const SMALLER: [(&str, &str, &str); 2] = [
+    ("resources/pool.yaml", "size: 500Gi", "size: 1Gi"),
+    ("resources/cluster.yaml", "dram: 16Gi", "dram: 256Mi"),
+];
+
+/// Between two lines about hits.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+fn main() -> Result<()> {
+    programs::images().and_then(|_| cluster::enter()).map_err(|words| anyhow!(words))?;
+    let mut out = std::io::stdout();
+    let cluster = Cluster::start(NODES);
+    import_images(&cluster);
+    install(&cluster, &mut out)?;
+    ENGINES.start(&cluster);
+    say(&mut out, &cluster.kubectl(&["get", "reprise", "--all-namespaces"]))?;
+    say(&mut out, &cluster.kubectl(&["get", "pods", "--all-namespaces", "--output=wide"]))?;
+    lab::introduce(&cluster, &mut out)?;
+    say(
+        &mut out,
+        "Try, with its kubectl: get reprise -A; describe kvcc chat -n inference; get cnode -o yaml; logs -f engine-0 -n inference;",
+    )?;
+    say(
+        &mut out,
+        "  delete pod -n inference -l app.kubernetes.io/component=agent; cordon node2; get events -A --watch",
+    )?;
+    let mut moment = ENGINES.now(&cluster);
+    lab::until_interrupted(&cluster, LINE_EVERY, || {
+        let since = ENGINES.since(&cluster, &moment);
+        moment = ENGINES.now(&cluster);
+        for (index, said) in since.iter().enumerate() {
+            say(&mut out, &line(index, said.as_ref()))?;
+        }
+        Ok(())
+    })?;
+    say(&mut out, "ending the cluster")
+}
+
+/// The operator, by its chart without a cluster; then the examples, as `kubectl apply` takes them.
+fn install(cluster: &Cluster, out: &mut Stdout) -> Result<()> {
+    cluster.apply(NAMESPACES);
+    let chart = tree().join("charts/reprise").display().to_string();
+    let started = Instant::now();
+    let installed = cluster.helm(&["install", RELEASE, &chart, "--namespace", NAMESPACE, "--wait"]);
+    say(out, &installed.map_err(|said| anyhow!("helm install: {said}"))?)?;
+    cluster.kubectl(&["label", "nodes", "--all", "reprise.dev/scratch=true"]);
+    for (file, large, small) in SMALLER {
+        let text = example(file);
+        if !text.contains(large) {
+            return Err(anyhow!("{file} has no '{large}' any more"));
+        }
+        say(out, &format!("applying {file} with '{small}' for '{large}'"))?;
+        cluster.apply(&text.replace(large, small));
+    }
+    wait_until("the example's cluster to be ready", PODS_WITHIN, || {
+        std::thread::sleep(Duration::from_millis(500));
+        let wait = ["wait", "-n", "inference", "kvcc/chat", "--for=condition=Ready", "--timeout=10s"];
+        cluster.try_kubectl(&wait).ok()
+    });
+    say(
+        out,
+        &format!(
+            "operator, members, etcd and agents were ready {:.1?} after helm install",
+            started.elapsed()
+        ),
+    )
+}
+
+/// Hits of an engine by where they came from.
+fn line(index: usize, said: Option<&Said>) -> String {
+    let Some(said) = said else { return format!("engine-{index}: started again") };
+    let hits: Vec<String> = said.hits.iter().map(|(source, count)| format!("{source} {count}")).collect();
+    let missed = said.own_missed + said.others_missed;
+    format!(
+        "engine-{index}: hits by tier: {}; missed {missed}; longest outage {} ms",
+        hits.join(", "),
+        said.longest_outage_ms
+    )
+}
+
+fn say(out: &mut Stdout, text: &str) -> Result<()> {
+    writeln!(out, "{}", text.trim_end())?;
+    Ok(out.flush()?)
+}

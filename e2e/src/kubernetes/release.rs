@@ -1,0 +1,296 @@
+//! Reprise on a cluster, installed by its chart as people install it: images from archives, a namespace, Helm.
+//!
+//! Pods are looked at by their labels, and told from those that were there before by their unique ids. Every wait has a bound.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::cluster::Cluster;
+use super::programs;
+use crate::tree;
+
+/// Where it is installed.
+pub const NAMESPACE: &str = "reprise";
+
+/// The release, and the `KVCacheCluster` of its values.
+pub const RELEASE: &str = "reprise";
+
+/// From objects that were applied to pods that serve, on a machine that is busy.
+pub const PODS_WITHIN: Duration = Duration::from_secs(180);
+
+/// As long, as kubectl and Helm are told.
+const TIMEOUT: &str = "--timeout=180s";
+
+/// Between two looks that start a process.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// A namespace whose pods may mount directories of their nodes.
+const NAMESPACES: &str = "
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: reprise
+  labels: { pod-security.kubernetes.io/enforce: privileged }
+";
+
+/// A part of the release, by which its pods are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Replicas of the operator.
+    Operator,
+    /// One on each node.
+    Agents,
+    /// The control plane's.
+    Members,
+    /// The store's.
+    Etcd,
+}
+
+/// A pod that is not about to end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pod {
+    /// Its name.
+    pub name: String,
+    /// Which of those that had the name it is.
+    pub uid: String,
+    /// The node that it is on.
+    pub node: String,
+    /// Whether it serves.
+    pub is_ready: bool,
+}
+
+/// Reprise on a cluster.
+#[derive(Clone, Copy, Debug)]
+pub struct Release<'a> {
+    cluster: &'a Cluster,
+}
+
+impl Part {
+    fn selector(self) -> &'static str {
+        match self {
+            Part::Operator => "app.kubernetes.io/name=reprise-operator",
+            Part::Agents => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=agent",
+            Part::Members => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=control-plane",
+            Part::Etcd => "app.kubernetes.io/name=reprise,app.kubernetes.io/component=etcd",
+        }
+    }
+}
+
+/// Gives all nodes Reprise's images, as `make images` makes them.
+///
+/// # Panics
+/// When they cannot be built, or a node does not take them.
+pub fn import_images(cluster: &Cluster) {
+    for archive in programs::images().unwrap_or_else(|error| panic!("{error}")) {
+        cluster.import_image(&archive);
+    }
+}
+
+impl<'a> Release<'a> {
+    /// Of a cluster, whether it is installed or not.
+    pub fn of(cluster: &'a Cluster) -> Release<'a> {
+        Release { cluster }
+    }
+
+    /// Whether Helm knows it.
+    pub fn is_installed(self) -> bool {
+        self.cluster.helm(&["status", RELEASE, "--namespace", NAMESPACE]).is_ok()
+    }
+
+    /// Makes its namespace, and runs `helm install --wait`. Images must be there.
+    ///
+    /// # Panics
+    /// When Helm fails.
+    pub fn install(self, more: &[&str]) -> String {
+        self.cluster.apply(NAMESPACES);
+        self.helm("install", more)
+    }
+
+    /// `helm upgrade --wait`, by the same values and others.
+    ///
+    /// # Panics
+    /// When Helm fails.
+    pub fn upgrade(self, more: &[&str]) -> String {
+        self.helm("upgrade", more)
+    }
+
+    fn helm(self, command: &str, more: &[&str]) -> String {
+        let chart = tree().join("charts/reprise");
+        let values = chart.join("examples/lab.yaml");
+        let text = |path: std::path::PathBuf| path.to_str().expect("trees are UTF-8").to_owned();
+        let (chart, values) = (text(chart), text(values));
+        let mut all = vec![command, RELEASE, &chart, "--namespace", NAMESPACE, "--values", &values];
+        all.extend(["--wait", TIMEOUT]);
+        all.extend(more);
+        self.run(&all)
+    }
+
+    /// `helm test`, and what its pods have said.
+    ///
+    /// # Panics
+    /// When Helm fails.
+    pub fn test(self) -> String {
+        let mut command = self.cluster.helm_command();
+        command.args(["test", RELEASE, "--namespace", NAMESPACE, TIMEOUT]);
+        let output = command.output().expect("Helm can be run");
+        // What pods have said is where Helm logs.
+        let text = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&text).into_owned();
+        assert!(output.status.success(), "helm test: {said}\n{}", self.state());
+        said
+    }
+
+    /// Helm must do it.
+    ///
+    /// # Panics
+    /// When it does not: with what it says, the pods and their events.
+    pub fn run(self, arguments: &[&str]) -> String {
+        self.cluster
+            .helm(arguments)
+            .unwrap_or_else(|said| panic!("helm {}: {said}\n{}", arguments.join(" "), self.state()))
+    }
+
+    /// Runs kubectl in its namespace.
+    ///
+    /// # Panics
+    /// When it fails.
+    pub fn kubectl(self, arguments: &[&str]) -> String {
+        let mut all = vec!["--namespace", NAMESPACE];
+        all.extend(arguments);
+        self.cluster.kubectl(&all)
+    }
+
+    /// An object of its namespace, or of none.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn object(self, kind: &str, name: &str) -> Value {
+        let said = self.kubectl(&["get", kind, name, "--output=json"]);
+        serde_json::from_str(&said).expect("kubectl says JSON")
+    }
+
+    /// Waits until the cluster, its pool and what it runs are as wanted, and nothing is under way.
+    ///
+    /// # Panics
+    /// When that is not so in time: with the state of everything.
+    pub fn wait_until_ready(self) {
+        let cluster = format!("kvcc/{RELEASE}");
+        for (object, condition) in
+            [(cluster.as_str(), "Ready"), (cluster.as_str(), "Progressing=false"), ("ssdp/lab", "Ready")]
+        {
+            let wanted = format!("--for=condition={condition}");
+            let waited =
+                self.cluster.try_kubectl(&["--namespace", NAMESPACE, "wait", object, &wanted, TIMEOUT]);
+            if let Err(said) = waited {
+                panic!("{object} is not {condition}: {said}\n{}", self.state());
+            }
+        }
+    }
+
+    /// Pods of a part, by name.
+    pub fn pods(self, part: Part) -> Vec<Pod> {
+        self.pods_of(NAMESPACE, part.selector())
+    }
+
+    /// Pods by a namespace and labels, by name.
+    ///
+    /// # Panics
+    /// When kubectl fails.
+    pub fn pods_of(self, namespace: &str, selector: &str) -> Vec<Pod> {
+        let said = self.cluster.kubectl(&[
+            "--namespace",
+            namespace,
+            "get",
+            "pods",
+            &format!("--selector={selector}"),
+            "--output=json",
+        ]);
+        let list: Value = serde_json::from_str(&said).expect("kubectl says JSON");
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let is_ready = |pod: &Value| {
+            let conditions = pod["status"]["conditions"].as_array().into_iter().flatten();
+            let ready = |condition: &Value| condition["type"] == "Ready" && condition["status"] == "True";
+            conditions.into_iter().any(ready)
+        };
+        let pods = list["items"].as_array().expect("a list has items").iter();
+        let pods = pods.filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+        let pod = |pod: &Value| Pod {
+            name: text(&pod["metadata"]["name"]),
+            uid: text(&pod["metadata"]["uid"]),
+            node: text(&pod["spec"]["nodeName"]),
+            is_ready: is_ready(pod),
+        };
+        let mut pods: Vec<Pod> = pods.map(pod).collect();
+        pods.sort_by(|one, other| one.name.cmp(&other.name));
+        pods
+    }
+
+    /// Deletes pods without a word to what runs in them.
+    ///
+    /// # Panics
+    /// When the API server does not do it.
+    pub fn kill(self, pods: &[Pod]) {
+        let mut arguments = vec!["delete", "pod", "--grace-period=0", "--force"];
+        arguments.extend(pods.iter().map(|pod| pod.name.as_str()));
+        self.kubectl(&arguments);
+    }
+
+    /// Waits until so many pods of a part serve, and none of these is among them; who they are.
+    ///
+    /// # Panics
+    /// When that is not so in time.
+    pub fn replaced(self, part: Part, gone: &[Pod], count: usize) -> Vec<Pod> {
+        let gone: BTreeSet<&str> = gone.iter().map(|pod| pod.uid.as_str()).collect();
+        let started = Instant::now();
+        loop {
+            let pods = self.pods(part);
+            let is_well = |pod: &Pod| pod.is_ready && !gone.contains(pod.uid.as_str());
+            if pods.len() == count && pods.iter().all(is_well) {
+                return pods;
+            }
+            assert!(started.elapsed() < PODS_WITHIN, "{part:?} are not replaced: {pods:?}\n{}", self.state());
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Everything that somebody would look at who wonders what is wrong.
+    pub fn state(self) -> String {
+        let look = |arguments: &[&str]| match self.cluster.try_kubectl(arguments) {
+            Ok(said) | Err(said) => format!("$ kubectl {}\n{said}", arguments.join(" ")),
+        };
+        let mut texts = vec![
+            look(&["get", "reprise", "--all-namespaces"]),
+            look(&["get", "pods,pvc", "--all-namespaces", "--output=wide"]),
+            look(&["get", "events", "--all-namespaces", "--sort-by=.lastTimestamp"]),
+            look(&["--namespace", NAMESPACE, "describe", "kvcc"]),
+            look(&["get", "cachenodes", "--output=yaml"]),
+        ];
+        for part in [Part::Operator, Part::Agents, Part::Members, Part::Etcd] {
+            let selector = format!("--selector={}", part.selector());
+            for previous in ["--previous=true", "--previous=false"] {
+                texts.push(look(&[
+                    "--namespace",
+                    NAMESPACE,
+                    "logs",
+                    &selector,
+                    previous,
+                    "--prefix",
+                    "--tail=40",
+                ]));
+            }
+        }
+        texts.join("\n")
+    }
+}
+
+/// Text of an example of the chart.
+///
+/// # Panics
+/// When there is none.
+pub fn example(name: &str) -> String {
+    let path = tree().join("charts/reprise/examples").join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}

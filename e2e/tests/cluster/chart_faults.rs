@@ -1,0 +1,179 @@
+//! What may happen to a release: whatever is killed or away, engines keep what their node has, and everything converges.
+
+use std::time::{Duration, Instant};
+
+use reprise_client::Scope;
+use reprise_e2e::content::{keys, layout_of};
+use reprise_e2e::kubernetes::engines::Said;
+use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part};
+use reprise_e2e::kubernetes::{Cluster, Release};
+use reprise_e2e::seed::say;
+use reprise_e2e::{Engine, Loading, wait_until};
+
+use crate::chart::{ENGINES, running};
+use crate::chart_life::wait_for_all_blocks;
+use crate::faults::{Says, wait_for};
+
+/// Blocks on a node whose agent is started again.
+const BLOCKS: u64 = 100_000;
+
+/// Blocks that are saved at once.
+const BATCH: usize = 2_000;
+
+/// Keys of one question.
+const KEYS: usize = 8_000;
+
+/// From the end of an agent to its node's blocks.
+const AGENT_BACK_WITHIN: Duration = Duration::from_secs(5);
+
+/// For how long the API server is away.
+const AWAY: Duration = Duration::from_secs(30);
+
+/// Between two looks that start a process.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// What both engines have said while something was done. None of their processes may have ended.
+fn said_during(cluster: &mut Cluster, what: &str, fault: impl FnOnce(&mut Cluster)) -> [Said; 2] {
+    running(cluster);
+    let moment = ENGINES.now(cluster);
+    fault(cluster);
+    // A whole line of afterwards.
+    std::thread::sleep(Duration::from_millis(2_500));
+    let since = ENGINES.since(cluster, &moment);
+    let said = since.map(|said| said.unwrap_or_else(|| panic!("an engine ended while {what}")));
+    for (index, said) in said.iter().enumerate() {
+        say(&format!(
+            "{what}: engine {index} hit {:?}, missed {} of its own and {} of others'",
+            said.hits, said.own_missed, said.others_missed
+        ));
+    }
+    said
+}
+
+/// The same, for what must not cost a single local hit.
+fn no_local_hit_fails(cluster: &mut Cluster, what: &str, fault: impl FnOnce(&mut Cluster)) {
+    for said in said_during(cluster, what, fault) {
+        assert_eq!((said.own_missed, said.sessions), (0, 0), "{what}: {said:?}");
+        assert!(said.own_hits() > 0, "{what}: {said:?}");
+    }
+}
+
+pub(crate) fn an_agent_comes_back(cluster: &mut Cluster) {
+    running(cluster);
+    let said = said_during(cluster, "an agent's pod was deleted", |cluster| {
+        let release = Release::of(cluster);
+        let before = release.pods(Part::Agents);
+        let node = cluster.nodes().iter().find(|node| node.name() == before[0].node).expect("one of them");
+        let socket = node.root().join("run/reprise/agent.sock");
+        let connect = || Engine::connect(&socket, layout_of(1, 1));
+        let engine = connect().expect("the test is root, whom agents let connect");
+        let numbers: Vec<u64> = (0..BLOCKS).collect();
+        let started = Instant::now();
+        numbers.chunks(BATCH).for_each(|batch| engine.save_durably(batch));
+        say(&format!("{BLOCKS} blocks were durable after {:.1?}", started.elapsed()));
+
+        let started = Instant::now();
+        release.kubectl(&["delete", "pod", &before[0].name, "--wait=false"]);
+        let gone = wait_until("the old agent to end its sessions", PODS_WITHIN, || {
+            engine.client().match_keys(&keys(&[0]), Scope::Local).is_err().then(Instant::now)
+        });
+        let sample: Vec<u64> = numbers.iter().copied().step_by(97).collect();
+        let engine = wait_until("an agent that serves", PODS_WITHIN, || {
+            let engine = connect().ok()?;
+            let found = engine.client().match_keys(&keys(&sample), Scope::Local).ok()?;
+            (found.len() == sample.len()).then_some(engine)
+        });
+        let (outage, all) = (gone.elapsed(), started.elapsed());
+        say(&format!(
+            "with {BLOCKS} blocks: the node served again {outage:.1?} after the old agent had left, {all:.1?} after kubectl delete"
+        ));
+        for part in numbers.chunks(KEYS) {
+            assert_eq!(engine.matches(part, Scope::Local).len(), part.len(), "no durable block is lost");
+        }
+        engine.load_all(&sample, &Loading::LOCAL);
+        release.replaced(Part::Agents, &before[..1], before.len());
+        release.wait_until_ready();
+        assert!(outage <= AGENT_BACK_WITHIN, "the node was without an agent for {outage:?}");
+    });
+    let longest = said.iter().map(|said| said.longest_outage_ms).max().unwrap_or_default();
+    say(&format!("the longest time in which an engine had not its own block: {longest} ms"));
+    assert!(said.iter().any(|said| said.sessions > 0), "one engine had to open a new session: {said:?}");
+}
+
+pub(crate) fn operators_are_killed(cluster: &mut Cluster) {
+    no_local_hit_fails(cluster, "both operators were killed", |cluster| {
+        let release = Release::of(cluster);
+        let before = release.pods(Part::Operator);
+        release.kill(&before);
+        release.kubectl(&["delete", "configmap", "reprise-connection"]);
+        release.replaced(Part::Operator, &before, before.len());
+        wait_until("what was deleted meanwhile to be made anew", PODS_WITHIN, || {
+            std::thread::sleep(PAUSE);
+            let names = release.kubectl(&["get", "configmaps", "--output=name"]);
+            names.contains("reprise-connection").then_some(())
+        });
+        release.wait_until_ready();
+    });
+}
+
+pub(crate) fn etcd_is_killed(cluster: &mut Cluster) {
+    no_local_hit_fails(cluster, "etcd was killed", |cluster| {
+        let release = Release::of(cluster);
+        let before = release.pods(Part::Etcd);
+        release.kill(&before);
+        release.replaced(Part::Etcd, &before, before.len());
+        release.wait_until_ready();
+    });
+    // It has its data, and takes more.
+    say(&Release::of(cluster).test());
+}
+
+pub(crate) fn a_member_is_killed(cluster: &mut Cluster) {
+    no_local_hit_fails(cluster, "a member of the control plane was killed", |cluster| {
+        let release = Release::of(cluster);
+        let before = release.pods(Part::Members);
+        release.kill(&before[..1]);
+        release.replaced(Part::Members, &before[..1], before.len());
+        release.wait_until_ready();
+    });
+    Release::of(cluster).test();
+}
+
+pub(crate) fn the_api_server_is_away(cluster: &mut Cluster) {
+    no_local_hit_fails(cluster, "the API server was away for 30 s", |cluster| {
+        cluster.stop_api_server();
+        std::thread::sleep(AWAY);
+        cluster.start_api_server();
+        for index in 0..cluster.nodes().len() {
+            wait_for(cluster, index, Says::Ready);
+        }
+        Release::of(cluster).wait_until_ready();
+    });
+}
+
+pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
+    let release = running(cluster);
+    // Etcd's volume is on its node; here it is the other one that goes.
+    let etcd = release.pods(Part::Etcd).remove(0).node;
+    let lost = cluster.nodes().iter().position(|node| node.name() != etcd).expect("there are two");
+    let lost_name = cluster.nodes()[lost].name().to_owned();
+    let engines = release.pods_of(ENGINES.namespace, "app=engine");
+    let stays = engines.iter().position(|pod| pod.node == etcd).expect("one on each node");
+    let moment = ENGINES.now(cluster);
+    cluster.node(lost).kill();
+    wait_for(cluster, lost, Says::NotReady);
+    std::thread::sleep(Duration::from_secs(5));
+    let said = ENGINES.since(cluster, &moment)[stays].clone().expect("its node is well");
+    assert_eq!((said.own_missed, said.sessions), (0, 0), "{said:?}");
+    cluster.node(lost).restart();
+    wait_for(cluster, lost, Says::Ready);
+    let started = Instant::now();
+    wait_for_all_blocks(cluster);
+    say(&format!(
+        "{lost_name} was killed; both engines had all blocks {:.1?} after it was ready again",
+        started.elapsed()
+    ));
+    Release::of(cluster).wait_until_ready();
+    let said = ENGINES.since(cluster, &moment)[stays].clone().expect("its node was well all the time");
+    assert_eq!((said.own_missed, said.sessions), (0, 0), "{said:?}");
+}
