@@ -119,7 +119,7 @@ mod tests {
             let (home, pool) = (Path::new("/home"), Path::new("/pool"));
             let text = AgentConfig { node: "n", home, pool, sizes, members }.text();
             let config = parse(&text);
-            assert_eq!(config["placement"]["bandwidth"].as_str(), Some("0B"));
+            assert_eq!(config["placement"]["bandwidth"].as_str(), Some("0"));
             config["controlplane"]["address"].clone()
         };
         assert_eq!(address(&["a:1"]), toml::Value::from("a:1"));
