@@ -67,6 +67,8 @@ pub(crate) struct AgentSizes {
     pub(crate) arena: ByteSize,
     /// NVMe pool.
     pub(crate) pool: ByteSize,
+    /// What a node gives and takes a second so that blocks have replicas and nodes are filled evenly; none: the agent's default.
+    pub(crate) moves: Option<ByteSize>,
 }
 
 /// The control plane of a cluster.
