@@ -94,7 +94,11 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         "image": found.images.agent,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/{AGENT_FILE}"), "--in-cluster"],
-        "env": [field("NODE_NAME", "spec.nodeName"), field("POD_IP", "status.podIP")],
+        "env": [
+            field("NODE_NAME", "spec.nodeName"),
+            field("POD_IP", "status.podIP"),
+            field("POD_NAME", "metadata.name"),
+        ],
         "ports": [
             { "name": "peers", "containerPort": agents.peers.port, "protocol": "TCP" },
             { "name": "admin", "containerPort": agents.admin_port, "protocol": "TCP" },
