@@ -259,7 +259,7 @@ impl NodeWatch {
                 self.written = Some(next);
             }
             Ok(Err(kube::Error::Api(answer))) if REFUSALS.contains(&answer.code) => {
-                self.refused(&answer.message)
+                self.refused(&answer.message);
             }
             // The watch says whether the server is away.
             Ok(Err(error)) => tracing::debug!(%error, "the status cannot be written"),

@@ -319,7 +319,7 @@ impl Board {
                     }));
                 }
                 (Presence::Here, Data::Kept) if self.doubtful.contains(&wanted.path) => {
-                    place.refuse(doubtful())
+                    place.refuse(doubtful());
                 }
                 (Presence::Here, Data::Kept) if may_open => {
                     let Some(id) = (0..NUMBERS).find(|id| !self.used.contains(id)) else {
