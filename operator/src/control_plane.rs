@@ -167,8 +167,11 @@ impl ControlPlanes {
         metrics: &Metrics,
     ) -> Result<(), Unmet> {
         let Budget { reserved, limit } = budget;
-        let wanted =
-            wire::Tenant { name: tenant.to_owned(), reserved: Some(reserved.into()), limit: Some(limit.into()) };
+        let wanted = wire::Tenant {
+            name: tenant.to_owned(),
+            reserved: Some(reserved.into()),
+            limit: Some(limit.into()),
+        };
         let request = SetTenantRequest { tenant: Some(wanted) };
         let called = within(async {
             self.members(cluster).await?.set_tenant(request).await?;

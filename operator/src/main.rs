@@ -105,7 +105,8 @@ fn control_plane(text: &str) -> Result<(String, String), String> {
     let said = || format!("'{text}' is not NAMESPACE/NAME=HOST:PORT, like cache/main=127.0.0.1:7400");
     let (cluster, address) = text.split_once('=').ok_or_else(said)?;
     let is_cluster = cluster.split('/').filter(|part| !part.is_empty()).count() == 2;
-    let is_address = address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
+    let is_address =
+        address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
     if !is_cluster || cluster.matches('/').count() != 1 || !is_address {
         return Err(said());
     }
@@ -210,7 +211,9 @@ mod tests {
     fn addresses_of_control_planes_name_a_cluster_and_a_port() {
         let read = control_plane("cache/c=127.0.0.1:7400").expect("as it should be");
         assert_eq!(read, ("cache/c".to_owned(), "127.0.0.1:7400".to_owned()));
-        for wrong in ["cache/c", "c=127.0.0.1:7400", "a/b/c=h:1", "/c=h:1", "cache/c=h", "cache/c=:1", "cache/c=h:x"] {
+        for wrong in
+            ["cache/c", "c=127.0.0.1:7400", "a/b/c=h:1", "/c=h:1", "cache/c=h", "cache/c=:1", "cache/c=h:x"]
+        {
             assert!(control_plane(wrong).expect_err(wrong).contains("NAMESPACE/NAME"));
         }
     }

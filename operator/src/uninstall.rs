@@ -24,6 +24,8 @@ use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR, RELEASE};
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// HTTP's code for what is not there.
 const NOT_FOUND: u16 = 404;
+/// HTTP's code for what is to be asked again later.
+const TOO_MANY_REQUESTS: u16 = 429;
 /// So many things are named when it gives up, at the most.
 const NAMES_MAX: usize = 20;
 
@@ -70,7 +72,8 @@ pub async fn delete(client: &Client, release: &Release, within: Duration) -> any
 
 impl Run<'_> {
     async fn tenants(&self) -> anyhow::Result<()> {
-        let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &ApiResource::erase::<CacheTenant>(&()));
+        let api: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<CacheTenant>(&()));
         self.delete_all(&api, &self.applied(&api).await?, &DeleteParams::background()).await?;
         self.until_gone(async || Ok(self.applied(&api).await?.iter().map(remains).collect())).await
     }
@@ -110,7 +113,8 @@ impl Run<'_> {
 
     /// A cluster that is being deleted, and what it waits for.
     async fn of_cluster(&self, cluster: &DynamicObject) -> anyhow::Result<String> {
-        let of_it = ListParams::default().labels(&format!("{CLUSTER_UID}={}", cluster.uid().unwrap_or_default()));
+        let of_it =
+            ListParams::default().labels(&format!("{CLUSTER_UID}={}", cluster.uid().unwrap_or_default()));
         let mut workloads = Vec::new();
         for kind in [ChildKind::StatefulSet, ChildKind::DaemonSet] {
             let api: Api<DynamicObject> =
@@ -118,13 +122,15 @@ impl Run<'_> {
             let found = self.list(&api, &of_it).await?;
             workloads.extend(found.iter().map(|one| format!("{} {}", kind.as_str(), one.name_any())));
         }
-        let waits = if workloads.is_empty() { held(cluster) } else { format!("waits for {}", workloads.join(", ")) };
+        let waits =
+            if workloads.is_empty() { held(cluster) } else { format!("waits for {}", workloads.join(", ")) };
         Ok(format!("KVCacheCluster {}: {waits}", cluster.name_any()))
     }
 
     /// Nodes of clusters of the namespace that are gone or go.
     async fn nodes(&self, staying: &BTreeSet<String>) -> anyhow::Result<Vec<String>> {
-        let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
+        let api: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
         let nodes = self.list(&api, &ListParams::default()).await?;
         let is_left = |node: &&DynamicObject| {
             let cluster = &node.data["spec"]["clusterRef"];
@@ -140,21 +146,28 @@ impl Run<'_> {
         let api: Api<ClusterRoleBinding> = Api::all(self.client.clone());
         let ours = ListParams::default().labels(&format!("{MANAGED_BY}={OPERATOR},{CLUSTER_UID}"));
         let bindings = self.patiently(async || api.list(&ours).await).await?.items;
-        let clusters: Api<DynamicObject> =
-            Api::namespaced_with(self.client.clone(), &self.release.namespace, &ApiResource::erase::<KVCacheCluster>(&()));
+        let clusters: Api<DynamicObject> = Api::namespaced_with(
+            self.client.clone(),
+            &self.release.namespace,
+            &ApiResource::erase::<KVCacheCluster>(&()),
+        );
         let there = self.list(&clusters, &ListParams::default()).await?;
         let stays = |uid: &str| {
             let has = |cluster: &DynamicObject| cluster.metadata.uid.as_deref() == Some(uid);
             there.iter().any(has) && !going.iter().any(has)
         };
         let is_left = |binding: &&ClusterRoleBinding| {
-            let of_us = binding.subjects.iter().flatten().any(|subject| {
-                subject.namespace.as_deref() == Some(self.release.namespace.as_str())
-            });
+            let of_us = binding
+                .subjects
+                .iter()
+                .flatten()
+                .any(|subject| subject.namespace.as_deref() == Some(self.release.namespace.as_str()));
             of_us && !binding.labels().get(CLUSTER_UID).is_some_and(|uid| stays(uid))
         };
         let left = bindings.iter().filter(is_left).map(|binding| binding.name_any());
-        Ok(left.map(|name| format!("ClusterRoleBinding {name}: the operator removes it: does it run?")).collect())
+        Ok(left
+            .map(|name| format!("ClusterRoleBinding {name}: the operator removes it: does it run?"))
+            .collect())
     }
 
     async fn name_what_stays(&self) -> anyhow::Result<()> {
@@ -226,7 +239,9 @@ impl Run<'_> {
         loop {
             match call().await {
                 Ok(done) => return Ok(done),
-                Err(kube::Error::Api(status)) if (400..500).contains(&status.code) => {
+                Err(kube::Error::Api(status))
+                    if (400..500).contains(&status.code) && status.code != TOO_MANY_REQUESTS =>
+                {
                     return Err(kube::Error::Api(status).into());
                 }
                 Err(error) if Instant::now() >= self.give_up => {
@@ -264,7 +279,9 @@ fn held(object: &DynamicObject) -> String {
     match blocked.and_then(|condition| condition["message"].as_str()) {
         Some(message) => message.to_owned(),
         None if object.finalizers().is_empty() => "it is being deleted".to_owned(),
-        None => format!("its finalizers are not done: {}; does the operator run?", object.finalizers().join(", ")),
+        None => {
+            format!("its finalizers are not done: {}; does the operator run?", object.finalizers().join(", "))
+        }
     }
 }
 
@@ -297,7 +314,10 @@ mod tests {
             { "type": "Ready", "status": "True", "message": "fine" },
             { "type": "DeletionBlocked", "status": "True", "message": "2 nodes have not wiped" },
         ] });
-        assert_eq!(remains(&pool(&json!({}), &blocked, &["reprise.dev/wipe"])), "SSDPool p: 2 nodes have not wiped");
+        assert_eq!(
+            remains(&pool(&json!({}), &blocked, &["reprise.dev/wipe"])),
+            "SSDPool p: 2 nodes have not wiped"
+        );
         let held = remains(&pool(&json!({}), &json!({}), &["reprise.dev/wipe"]));
         assert!(held.contains("reprise.dev/wipe") && held.contains("operator"), "{held}");
         assert!(remains(&pool(&json!({}), &json!({}), &[])).contains("being deleted"));

@@ -25,9 +25,12 @@ impl Plane {
     fn new() -> Plane {
         let lab = Lab::new();
         let members = lab.world.control_plane(Store::Embedded);
-        for words in
-            ["node is silent", "the control plane is gone", "cannot register with the control plane", "registration lost"]
-        {
+        for words in [
+            "node is silent",
+            "the control plane is gone",
+            "cannot register with the control plane",
+            "registration lost",
+        ] {
             lab.world.allow(words);
         }
         let agent = lab.world.agent(&AgentConfig {

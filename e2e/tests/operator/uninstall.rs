@@ -92,7 +92,11 @@ fn a_release_takes_what_it_has_applied_with_it_and_leaves_everything_else() {
     }
     assert!(lab.get("SSDPool", "mine").is_some(), "it is somebody else's");
     // Its data is to be destroyed, and nobody has confirmed it.
-    assert!(lab.get("SSDPool", "q").is_some() && said(&output).contains("nobody has confirmed"), "{}", said(&output));
+    assert!(
+        lab.get("SSDPool", "q").is_some() && said(&output).contains("nobody has confirmed"),
+        "{}",
+        said(&output)
+    );
     operator.kill();
 }
 
@@ -107,7 +111,9 @@ fn what_does_not_go_in_time_is_named_with_what_it_waits_for() {
     let output = delete(&lab, "3").wait_with_output().expect("it ends");
     let words = said(&output);
     assert!(!output.status.success(), "{words}");
-    for named in ["KVCacheCluster c", "DaemonSet c-agent", "StatefulSet c-controlplane", "CacheNode n2", "after 3s"] {
+    for named in
+        ["KVCacheCluster c", "DaemonSet c-agent", "StatefulSet c-controlplane", "CacheNode n2", "after 3s"]
+    {
         assert!(words.contains(named), "{named}: {words}");
     }
     // It is gone on with where it was.

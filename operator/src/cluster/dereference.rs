@@ -108,7 +108,8 @@ pub fn is_of(node: &CacheNode, cluster: &ClusterNames) -> bool {
 
 /// Tenants that a cluster's agents know, by name. One that is refused changes nothing.
 pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
-    let is_right = |tenant: &CacheTenant| knows(tenant, cluster) && tenant::validate::validate(tenant).is_none();
+    let is_right =
+        |tenant: &CacheTenant| knows(tenant, cluster) && tenant::validate::validate(tenant).is_none();
     let mut tenants = context.world.tenants.state_filter(is_right);
     tenants.sort_by_key(|tenant| tenant.name_any());
     tenants

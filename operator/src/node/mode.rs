@@ -110,7 +110,8 @@ impl Said {
             mode: live.spec.mode,
             agreed: last.is_some_and(|last| {
                 last.status == ConditionStatus::True
-                    && (last.observed_generation >= generation || last.message == agrees(live.spec.mode).message)
+                    && (last.observed_generation >= generation
+                        || last.message == agrees(live.spec.mode).message)
             }),
             current: last.is_some_and(|last| last.observed_generation >= generation),
             last: match last {
@@ -172,13 +173,15 @@ fn agrees(mode: NodeMode) -> Finding {
 }
 
 fn unreachable(mode: NodeMode, words: &str) -> Step {
-    let message = format!("the control plane could not be told that the node is {mode}, and is tried again: {words}");
+    let message =
+        format!("the control plane could not be told that the node is {mode}, and is tried again: {words}");
     Step::Say(Finding::no(ConditionType::ModeApplied, Reason::ControlPlaneUnreachable, message))
 }
 
 fn unregistered(mode: NodeMode) -> Step {
-    let message =
-        format!("the node has not registered with the control plane, which is told that it is {mode} when it has");
+    let message = format!(
+        "the node has not registered with the control plane, which is told that it is {mode} when it has"
+    );
     Step::Say(Finding::no(ConditionType::ModeApplied, Reason::NotReported, message))
 }
 
@@ -208,7 +211,9 @@ async fn say(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(
         Ok(_) => {}
         // Deleted meanwhile.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
-        Err(error) => return Err(OperatorError::api(format!("write ModeApplied of CacheNode {name}"))(error)),
+        Err(error) => {
+            return Err(OperatorError::api(format!("write ModeApplied of CacheNode {name}"))(error));
+        }
     }
     context.metrics.wrote("CacheNode", Write::Status);
     let is_news = match was {
@@ -269,7 +274,10 @@ mod tests {
         let drains = Said { mode: NodeMode::Draining, ..NEW };
         assert_eq!(step(&NEW, &away, "n1"), Step::Nothing);
         assert_eq!(step(&NEW, &look(&[]), "n1"), Step::Nothing);
-        assert_eq!(step(&Said { agreed: true, current: true, last: Last::Told, ..drains }, &away, "n1"), Step::Nothing);
+        assert_eq!(
+            step(&Said { agreed: true, current: true, last: Last::Told, ..drains }, &away, "n1"),
+            Step::Nothing
+        );
         let untold = step(&drains, &away, "n1");
         assert_eq!(reason(&untold), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
         assert!(matches!(&untold, Step::Say(finding) if finding.message.contains("nobody listens")));

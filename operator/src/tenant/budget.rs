@@ -65,7 +65,8 @@ pub fn wanted(tenant: &CacheTenant) -> Option<Budget> {
     let Quotas { dram, ssd } = &tenant.spec.budget;
     // Sums that cannot be read are refused before.
     let reserved = |quota: &Quota| quota.reserved.bytes().unwrap_or_default();
-    let limit = |quota: &Quota| quota.limit.as_ref().map_or(u64::MAX, |limit| limit.bytes().unwrap_or_default());
+    let limit =
+        |quota: &Quota| quota.limit.as_ref().map_or(u64::MAX, |limit| limit.bytes().unwrap_or_default());
     let budget = Budget {
         reserved: Room { dram: reserved(dram), ssd: reserved(ssd) },
         limit: Room { dram: limit(dram), ssd: limit(ssd) },
@@ -118,12 +119,7 @@ pub async fn settle(tenant: &CacheTenant, refused: Option<&Refusal>, context: &C
 }
 
 /// Nothing to say of: a control plane that is away and is to be told nothing.
-async fn settle_at(
-    names: &ClusterNames,
-    tenant: &str,
-    wanted: Wanted,
-    context: &Context,
-) -> Option<Settled> {
+async fn settle_at(names: &ClusterNames, tenant: &str, wanted: Wanted, context: &Context) -> Option<Settled> {
     let (planes, metrics) = (&context.control_planes, &context.metrics);
     let matters = wanted.budget.is_some() || wanted.ours;
     let look = planes.look(names, metrics).await;
@@ -138,7 +134,9 @@ async fn settle_at(
     };
     let told = match step {
         Step::Nothing => Ok(()),
-        Step::Set(_) | Step::Remove if wanted.paused => return Some(settled(names, Outcome::Paused, overcommitted)),
+        Step::Set(_) | Step::Remove if wanted.paused => {
+            return Some(settled(names, Outcome::Paused, overcommitted));
+        }
         Step::Set(budget) => planes.set_budget(names, tenant, budget, metrics).await,
         Step::Remove => planes.remove_budget(names, tenant, metrics).await,
         Step::Foreign => return Some(settled(names, Outcome::Foreign, overcommitted)),
@@ -199,7 +197,8 @@ mod tests {
 
     #[test]
     fn a_control_plane_is_told_what_differs_and_keeps_what_is_somebodys_own() {
-        let budget = |limit: u64| Budget { reserved: Room::default(), limit: Room { dram: limit, ssd: limit } };
+        let budget =
+            |limit: u64| Budget { reserved: Room::default(), limit: Room { dram: limit, ssd: limit } };
         let wanted = |budget, ours| Wanted { budget, ours, paused: false };
         for (wanted, has, then) in [
             (wanted(Some(budget(1)), true), None, Step::Set(budget(1))),
@@ -218,11 +217,8 @@ mod tests {
     fn the_finalizer_goes_when_no_control_plane_has_the_budget_any_more() {
         let limit = json!({ "ssd": { "limit": "1Mi" } });
         let deleted = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
-        let (stays, ends, goes) = (
-            tenant(limit.clone(), json!({})),
-            tenant(json!({}), json!({})),
-            tenant(limit, deleted),
-        );
+        let (stays, ends, goes) =
+            (tenant(limit.clone(), json!({})), tenant(json!({}), json!({})), tenant(limit, deleted));
         let (kept, untold) = (at(Outcome::Kept), at(Outcome::Untold(String::new())));
         assert!(!is_undone(&stays, None, &[kept.clone()]));
         assert!(is_undone(&ends, None, &[kept.clone()]));

@@ -177,7 +177,8 @@ mod tests {
         let not = feasible(&[], &[at(Outcome::Kept), refused.clone()]);
         assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
         assert!(not.message.contains("n/c") && not.message.contains("10B more"), "{}", not.message);
-        let lost = Settled { overcommitted: control_plane::Room { dram: 0, ssd: 1 << 30 }, ..at(Outcome::Kept) };
+        let lost =
+            Settled { overcommitted: control_plane::Room { dram: 0, ssd: 1 << 30 }, ..at(Outcome::Kept) };
         assert!(feasible(&[], &[lost]).message.contains("1Gi of devices"));
         let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
         let (_, findings) = of(&spec, &[], &[refused], None);

@@ -61,7 +61,10 @@ mod tests {
             validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
         };
         assert_eq!(refused(json!({ "perNode": { "ssd": { "limit": "1Gi" } }, "number": 7 })), "");
-        assert_eq!(refused(json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": "Orphan" })), "");
+        assert_eq!(
+            refused(json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": "Orphan" })),
+            ""
+        );
         for (spec, words) in [
             (json!({ "isolation": "Shared" }), "isolation Shared"),
             (json!({ "deletionPolicy": "Purge" }), "deletionPolicy Purge"),
