@@ -1,7 +1,7 @@
 //! What the chart runs before it goes: deletes the objects that its release has applied, while the operator still runs, and waits until what was
 //! made of them is gone.
 //!
-//! In this order: tenants, whose budgets the control planes forget; pools that are wiped, which agents do; clusters, with everything that Kubernetes
+//! In this order: tenants, whose budgets the control planes forget, if they can be told in a third of the time; pools that are wiped, which agents do; clusters, with everything that Kubernetes
 //! removes of them and that the operator does (`CacheNode`s, bindings); then the other pools, whose data stays. A pool that is to be wiped and that
 //! nobody has confirmed stays, and is named. Definitions stay, and objects that the release has not applied.
 //!
@@ -22,6 +22,8 @@ use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR, RELEASE};
 
 /// Between two looks at what remains.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Control planes have this part of the time to be told that tenants go.
+const TENANTS_PART: u32 = 3;
 /// HTTP's code for what is not there.
 const NOT_FOUND: u16 = 404;
 /// HTTP's code for what is to be asked again later.
@@ -54,7 +56,7 @@ struct Run<'a> {
     client: &'a Client,
     release: &'a Release,
     within: Duration,
-    give_up: Instant,
+    begun: Instant,
 }
 
 /// Deletes what a release has applied, and waits until it is gone.
@@ -62,20 +64,32 @@ struct Run<'a> {
 /// # Errors
 /// Something remains after that time, or may not be deleted; what and why.
 pub async fn delete(client: &Client, release: &Release, within: Duration) -> anyhow::Result<()> {
-    let run = Run { client, release, within, give_up: Instant::now() + within };
+    let run = Run { client, release, within, begun: Instant::now() };
     run.tenants().await?;
     run.pools(Fate::Wiped).await?;
     run.clusters().await?;
+    run.until_gone(async || run.tenants_left().await).await?;
     run.pools(Fate::Retained).await?;
     run.name_what_stays().await
 }
 
 impl Run<'_> {
+    /// Those whose control planes are away go with their clusters.
     async fn tenants(&self) -> anyhow::Result<()> {
-        let api: Api<DynamicObject> =
-            Api::all_with(self.client.clone(), &ApiResource::erase::<CacheTenant>(&()));
+        let api = self.all_tenants();
         self.delete_all(&api, &self.applied(&api).await?, &DeleteParams::background()).await?;
-        self.until_gone(async || Ok(self.applied(&api).await?.iter().map(remains).collect())).await
+        let left = self.wait(self.within / TENANTS_PART, async || self.tenants_left().await).await?;
+        if !left.is_empty() {
+            tracing::info!(
+                "tenants that control planes were not told of go with their clusters: {}",
+                left.join("; ")
+            );
+        }
+        Ok(())
+    }
+
+    async fn tenants_left(&self) -> anyhow::Result<Vec<String>> {
+        Ok(self.applied(&self.all_tenants()).await?.iter().map(remains).collect())
     }
 
     async fn pools(&self, fate: Fate) -> anyhow::Result<()> {
@@ -181,6 +195,10 @@ impl Run<'_> {
         Ok(())
     }
 
+    fn all_tenants(&self) -> Api<DynamicObject> {
+        Api::all_with(self.client.clone(), &ApiResource::erase::<CacheTenant>(&()))
+    }
+
     fn all_pools(&self) -> Api<DynamicObject> {
         Api::all_with(self.client.clone(), &ApiResource::erase::<SSDPool>(&()))
     }
@@ -217,18 +235,28 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits until nothing is left, of what is named with why it remains.
+    /// Waits until nothing is left; of what is, each is named with why it remains.
     async fn until_gone(&self, left: impl AsyncFn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<()> {
+        let mut left = self.wait(self.within, left).await?;
+        if left.is_empty() {
+            return Ok(());
+        }
+        let more = left.len().saturating_sub(NAMES_MAX);
+        left.truncate(NAMES_MAX);
+        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+        bail!("after {:?} there remain: {}{more}", self.within, left.join("; "));
+    }
+
+    /// Waits until nothing is left, and for so long after the beginning at the most; what is left.
+    async fn wait(
+        &self,
+        within: Duration,
+        left: impl AsyncFn() -> anyhow::Result<Vec<String>>,
+    ) -> anyhow::Result<Vec<String>> {
         loop {
-            let mut left = left().await?;
-            if left.is_empty() {
-                return Ok(());
-            }
-            if Instant::now() >= self.give_up {
-                let more = left.len().saturating_sub(NAMES_MAX);
-                left.truncate(NAMES_MAX);
-                let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-                bail!("after {:?} there remain: {}{more}", self.within, left.join("; "));
+            let left = left().await?;
+            if left.is_empty() || self.begun.elapsed() >= within {
+                return Ok(left);
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
@@ -244,7 +272,7 @@ impl Run<'_> {
                 {
                     return Err(kube::Error::Api(status).into());
                 }
-                Err(error) if Instant::now() >= self.give_up => {
+                Err(error) if self.begun.elapsed() >= self.within => {
                     return Err(error).context("the API server does not answer");
                 }
                 Err(error) => tracing::info!(%error, "asked again"),

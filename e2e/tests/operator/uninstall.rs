@@ -33,10 +33,18 @@ fn install(lab: &Lab) {
         spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
         json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": name }, "spec": spec })
     };
-    let tenant = json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "t" }, "spec": {},
-    });
-    let objects = [cluster, pool("p", json!({})), pool("q", json!({ "deletionPolicy": "Wipe" })), tenant];
+    let tenant = |name: &str, spec: Value| {
+        let metadata = json!({ "name": name });
+        json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": metadata, "spec": spec })
+    };
+    let limited = json!({ "budget": { "ssd": { "limit": "1Gi" } } });
+    let objects = [
+        cluster,
+        pool("p", json!({})),
+        pool("q", json!({ "deletionPolicy": "Wipe" })),
+        tenant("t", json!({})),
+        tenant("u", limited),
+    ];
     let text = objects.map(|object| object.to_string()).join("\n---\n");
     let path = lab.world.folder().join("release.yaml");
     std::fs::write(&path, text).expect("a file can be written");
@@ -70,8 +78,11 @@ fn a_release_takes_what_it_has_applied_with_it_and_leaves_everything_else() {
     lab.wait_for("DaemonSet", "c-agent");
     lab.wait_for("CacheNode", "n1");
     lab.wait_for("ClusterRoleBinding", "reprise-cache-c-agent");
+    // The control plane is away, and cannot be told that the tenant's budget ends.
+    lab.wait_condition("CacheTenant", "u", ["BudgetApplied", "False", "ControlPlaneUnreachable"]);
 
-    let deletion = delete(&lab, "60");
+    let deletion = delete(&lab, "45");
+    lab.wait_condition("CacheTenant", "u", ["DeletionBlocked", "True", "Releasing"]);
     wait_until("the cluster is being deleted", PATIENCE, || {
         let cluster = lab.get("KVCacheCluster", "c")?;
         cluster.metadata.deletion_timestamp.map(|_| ())
@@ -83,6 +94,7 @@ fn a_release_takes_what_it_has_applied_with_it_and_leaves_everything_else() {
     assert!(output.status.success(), "{}", said(&output));
     for (kind, name) in [
         ("KVCacheCluster", "c"),
+        ("CacheTenant", "u"),
         ("SSDPool", "p"),
         ("CacheNode", "n1"),
         ("CacheNode", "n2"),
@@ -117,7 +129,7 @@ fn what_does_not_go_in_time_is_named_with_what_it_waits_for() {
         assert!(words.contains(named), "{named}: {words}");
     }
     // It is gone on with where it was.
-    let deletion = delete(&lab, "60");
+    let deletion = delete(&lab, "45");
     std::thread::sleep(Duration::from_millis(500));
     collect_garbage(&lab);
     let output = deletion.wait_with_output().expect("it ends");
