@@ -1,9 +1,10 @@
-//! What the chart runs before it goes: deletes the objects that its release has applied, while the operator still runs, and waits until what was
-//! made of them is gone.
+//! What the chart runs before it goes: deletes the objects that its release has applied, while the operator still runs, and waits until what
+//! was made of them is gone.
 //!
-//! In this order: tenants, whose budgets the control planes forget, if they can be told in a third of the time; pools that are wiped, which agents do; clusters, with everything that Kubernetes
-//! removes of them and that the operator does (`CacheNode`s, bindings); then the other pools, whose data stays. A pool that is to be wiped and that
-//! nobody has confirmed stays, and is named. Definitions stay, and objects that the release has not applied.
+//! In this order: tenants, whose budgets the control planes forget, if they can be told in a third of the time; pools that are wiped, which
+//! agents do; clusters, with everything that Kubernetes removes of them and that the operator does (`CacheNode`s, bindings); then the other
+//! pools, whose data stays. A pool that is to be wiped and that nobody has confirmed stays, and is named. Definitions stay, and objects that the
+//! release has not applied.
 //!
 //! It may be run again after it has given up.
 
