@@ -12,9 +12,7 @@ use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::controller::Action;
 use kube::{Resource, ResourceExt};
 use reprise_crds::fields::NodeMode;
-use reprise_crds::status::{
-    Change, Condition, ConditionStatus, ConditionType, Finding, Reason, find, holds, set,
-};
+use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, find, set};
 use reprise_crds::{CacheNode, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
