@@ -167,6 +167,7 @@ fn step(wanted: Wanted, has: Option<&Budget>) -> Step {
 }
 
 #[cfg(test)]
+#[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
     use serde_json::{Value, json};
 
