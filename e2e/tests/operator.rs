@@ -7,6 +7,8 @@
 
 #[path = "operator/children.rs"]
 mod children;
+#[path = "operator/control_planes.rs"]
+mod control_planes;
 #[path = "operator/convergence.rs"]
 mod convergence;
 #[path = "operator/lab.rs"]
@@ -19,3 +21,5 @@ mod replicas;
 mod stores;
 #[path = "operator/tenants.rs"]
 mod tenants;
+#[path = "operator/uninstall.rs"]
+mod uninstall;

@@ -19,8 +19,10 @@ pub const CONFIGURATION: &str = "reprise.dev/configuration";
 pub const SECRETS: &str = "reprise.dev/secrets";
 /// Finalizer of pools.
 pub const WIPE_FINALIZER: &str = "reprise.dev/wipe";
-/// Finalizer of tenants.
-pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
+/// Finalizer of tenants that control planes were told budgets of.
+pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
+/// Label of the objects that a release of the chart applied: its name.
+pub const RELEASE: &str = "reprise.dev/release";
 
 /// The parts of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -108,17 +108,20 @@ pub fn is_of(node: &CacheNode, cluster: &ClusterNames) -> bool {
 
 /// Tenants that a cluster's agents know, by name. One that is refused changes nothing.
 pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
-    let knows = |tenant: &CacheTenant| {
-        let named = &tenant.spec.clusters;
-        let is_it = |named: &reprise_crds::fields::ClusterRef| {
-            named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
-        };
-        let is_named = named.is_empty() || named.iter().any(is_it);
-        is_named && tenant::validate::validate(tenant).is_none()
-    };
-    let mut tenants = context.world.tenants.state_filter(knows);
+    let is_right =
+        |tenant: &CacheTenant| knows(tenant, cluster) && tenant::validate::validate(tenant).is_none();
+    let mut tenants = context.world.tenants.state_filter(is_right);
     tenants.sort_by_key(|tenant| tenant.name_any());
     tenants
+}
+
+/// Whether a tenant is one of a cluster's.
+pub fn knows(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
+    let named = &tenant.spec.clusters;
+    let is_it = |named: &reprise_crds::fields::ClusterRef| {
+        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
+    };
+    named.is_empty() || named.iter().any(is_it)
 }
 
 /// What the cluster says, else what the operator was released with.
