@@ -11,6 +11,8 @@ mod children;
 mod control_planes;
 #[path = "operator/convergence.rs"]
 mod convergence;
+#[path = "operator/injection.rs"]
+mod injection;
 #[path = "operator/lab.rs"]
 mod lab;
 #[path = "operator/pools.rs"]

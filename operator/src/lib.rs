@@ -18,7 +18,7 @@
 //! * modes and budgets are the resources': what a control plane has is made to be so ([`control_plane`]), and said where somebody else had changed it;
 //! * what this release does not have is refused with words, never ignored.
 //!
-//! Deliberately absent: admission webhooks, injection into pods, volumes by storage class for agents, growth of a managed etcd, purging.
+//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging.
 
 pub mod admin;
 pub mod backoff;
@@ -36,6 +36,7 @@ pub mod lease;
 pub mod metrics;
 pub mod names;
 pub mod node;
+pub mod optional;
 pub mod plan;
 pub mod pool;
 pub mod queue;

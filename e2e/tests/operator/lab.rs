@@ -22,6 +22,9 @@ pub(crate) const SOMEBODY: &str = "somebody";
 /// A few reconciles have passed by then.
 pub(crate) const SETTLED: Duration = Duration::from_millis(1500);
 
+/// Group of admission policies.
+const ADMISSION: &str = "admissionregistration.k8s.io";
+
 /// Kinds that the operator makes.
 pub(crate) const MADE: [(&str, &str, &str, bool); 9] = [
     ("", "ServiceAccount", "serviceaccounts", true),
@@ -100,6 +103,16 @@ impl Lab {
             "GPUQueueAllocation" => ours(kind, "gpuqueueallocations", true),
             "Node" => ("", kind.to_owned(), "nodes".to_owned(), false),
             "Namespace" => ("", kind.to_owned(), "namespaces".to_owned(), false),
+            "MutatingAdmissionPolicy" => {
+                (ADMISSION, kind.to_owned(), "mutatingadmissionpolicies".to_owned(), false)
+            }
+            "MutatingAdmissionPolicyBinding" => {
+                (ADMISSION, kind.to_owned(), "mutatingadmissionpolicybindings".to_owned(), false)
+            }
+            "PodMonitor" => ("monitoring.coreos.com", kind.to_owned(), "podmonitors".to_owned(), true),
+            "CustomResourceDefinition" => {
+                ("apiextensions.k8s.io", kind.to_owned(), "customresourcedefinitions".to_owned(), false)
+            }
             "Event" => ("", kind.to_owned(), "events".to_owned(), true),
             _ => {
                 let made = MADE.iter().find(|made| made.1 == kind).expect("a kind of the lab");

@@ -1,5 +1,6 @@
 //! Reads what a cluster refers to: pools, tenants, its nodes, what runs of it, and its store.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kube::ResourceExt;
@@ -13,6 +14,7 @@ use super::store::StoreLook;
 use crate::child::ChildKind;
 use crate::context::Context;
 use crate::names::ClusterNames;
+use crate::optional::Access;
 use crate::plan::{ClusterPlan, PoolPlan};
 use crate::settings::DefaultImages;
 use crate::tenant;
@@ -45,6 +47,8 @@ pub struct Found {
     pub members: Option<Arc<DynamicObject>>,
     /// What runs: etcd.
     pub etcd: Option<Arc<DynamicObject>>,
+    /// Which optional kinds can be made here.
+    pub access: BTreeMap<ChildKind, Access>,
 }
 
 /// A pool that a cluster names.
@@ -87,6 +91,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         let found = world.cache_nodes.get(&ObjectRef::new(node))?;
         is_of(&found, names).then_some(found)
     });
+    let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
     let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
     Found {
         cache_nodes: cache_nodes.collect(),
@@ -94,6 +99,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         store: context.store_looks.look(cluster, context).await,
         members: set(&names.control_plane()),
         etcd: set(&names.etcd()),
+        access: optional.map(|kind| (kind, world.access(kind))).collect(),
         plan: own,
         referred,
     }

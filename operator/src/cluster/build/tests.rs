@@ -40,6 +40,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         store: None,
         members: None,
         etcd: None,
+        access: std::collections::BTreeMap::new(),
     }
 }
 
