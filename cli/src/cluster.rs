@@ -29,7 +29,7 @@ pub(crate) use directory::end_recorded;
 use etcd::Etcd;
 pub(crate) use member::MemberAddresses;
 use member::{Member, all_registered};
-pub(crate) use process::{Launch, stop};
+pub(crate) use process::{Launch, binary as beside_this, stop};
 use process::{Process, kill};
 
 /// File in the cluster's directory that says how to reach it.
