@@ -21,7 +21,8 @@ run() {
     local suite=$tests/$1 sources=$2
     shift 2
     (cd "$suite" && PYTHONPATH=${sources:+$sources:}$package:$suite:$tests "$python" -P -m pytest -p no:cacheprovider \
-        -c /dev/null --rootdir "$suite" -ra --durations=10 "${@:-.}")
+        -c /dev/null -o tmp_path_retention_count=1 -o tmp_path_retention_policy=failed \
+        --rootdir "$suite" -ra --durations=10 "${@:-.}")
 }
 
 suites=${1:-vllm tier sglang}

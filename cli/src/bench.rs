@@ -3,6 +3,7 @@
 //! Each benchmark runs its reference (a bare loop of the same operations) and Reprise in turn and reports
 //! medians and the median of the ratios ([`report`]). Everything is bounded: bytes, repetitions, time.
 
+mod companion;
 mod directory;
 mod etcd;
 mod failover;
@@ -11,6 +12,7 @@ mod local;
 mod loopback;
 mod matching;
 mod mooncake;
+mod operator;
 mod peer;
 mod pool_file;
 mod recovery;
@@ -76,9 +78,18 @@ enum Which {
     },
     /// One of three control-plane members is killed: how long its keys are missed.
     Failover,
+    /// The operator with many nodes and pools on a real API server: reconciles, memory, writes. Needs `make etcd kubernetes`.
+    Operator {
+        /// Nodes of the Kubernetes cluster; agents on all of them are played.
+        #[arg(long, default_value_t = 1000)]
+        nodes: usize,
+        /// Pools, each on as many nodes.
+        #[arg(long, default_value_t = 20)]
+        pools: usize,
+    },
     /// vLLM's times to the first token with Reprise, without, and with other caches; installs what it needs (6.4 GB and more).
     Vllm(vllm::VllmArgs),
-    /// All of them but vllm; those with etcd need its binary (`make etcd`).
+    /// All of them but operator and vllm; those with etcd need its binary (`make etcd`).
     All,
 }
 
@@ -148,6 +159,9 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,
             Which::Etcd { entries } => etcd::run(*entries, &settings)?,
             Which::Failover => failover::run(&settings)?,
+            Which::Operator { nodes, pools } => {
+                operator::run(operator::Scale { nodes: *nodes, pools: *pools }, &settings)?
+            }
             Which::Vllm(arguments) => vllm::run(arguments, args.repetitions, &settings)?,
             Which::All => continue,
         };

@@ -29,7 +29,7 @@ pub(crate) use directory::end_recorded;
 use etcd::Etcd;
 pub(crate) use member::MemberAddresses;
 use member::{Member, all_registered};
-pub(crate) use process::{Launch, stop};
+pub(crate) use process::{Launch, binary as beside_this, stop};
 use process::{Process, kill};
 
 /// File in the cluster's directory that says how to reach it.
@@ -67,6 +67,8 @@ pub(crate) struct AgentSizes {
     pub(crate) arena: ByteSize,
     /// NVMe pool.
     pub(crate) pool: ByteSize,
+    /// What a node gives and takes a second so that blocks have replicas and nodes are filled evenly; none: the agent's default.
+    pub(crate) moves: Option<ByteSize>,
 }
 
 /// The control plane of a cluster.

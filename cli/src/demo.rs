@@ -171,7 +171,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
             directory.display()
         ),
     });
-    let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool };
+    let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool, moves: None };
     let mut cluster = Cluster::start_controlplane(&directory, control)?;
     cluster.start_agents(nodes, sizes)?;
     for agent in cluster.file().agents {

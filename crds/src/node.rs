@@ -2,7 +2,7 @@
 //!
 //! The object has the name of its node and belongs to it. The operator writes the spec, which is all that an agent needs to
 //! know and may read; the agent writes the status, by server-side apply and confined to its own node by an admission policy on
-//! the node's name in its token. So no other object carries a list of nodes, and no two nodes write to one object.
+//! the node's name in its token. Of the status the operator has one condition, `ModeApplied`. So no other object carries a list of nodes, and no two nodes write to one object.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! `CacheTenant`: whose blocks, how much of the cluster and of each node they may take.
 //!
-//! The object's name is the tenant's. `budget` is for the whole cluster and is kept by the control plane's ledgers; `perNode` goes
+//! The object's name is the tenant's. `budget` is for a whole cluster and is kept by the control plane's ledgers; `perNode` goes
 //! into the configuration of every agent. Who a session is, is still believed (docs/ARCHITECTURE.md, invariant 7): namespaces and
 //! service accounts say which pods are told to be this tenant.
 
@@ -68,7 +68,8 @@ pub struct CacheTenantSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("number is on the devices and cannot be changed: write it as it was"))]
     pub number: Option<u16>,
-    /// What it may have in the whole cluster. A change takes effect within seconds; blocks beyond a lower limit are evicted.
+    /// What it may have in each of its clusters. A change takes effect within seconds; blocks beyond a lower limit are evicted. The control
+    /// plane is told by the operator: `reprise tenant set` of the same tenant is set back.
     #[serde(default)]
     pub budget: Quotas,
     /// What it may have on each node, whoever else is there. A change restarts agents, as `agents.updateStrategy` says.
@@ -99,12 +100,12 @@ choice! {
 choice! {
     /// What becomes of a tenant's blocks.
     TenantDeletion {
-        /// They are evicted everywhere before the object goes.
-        Purge,
         /// They stay until their room is needed.
         Orphan,
+        /// They are evicted everywhere before the object goes; not in this release.
+        Purge,
     }
-    default Purge
+    default Orphan
 }
 
 /// Quotas of memory and of devices.
@@ -169,7 +170,7 @@ pub struct CacheTenantStatus {
     /// What it can really have at the moment, where that is less than its budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effective_quota: Option<Usage>,
-    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `OverQuota`, `DeletionBlocked`.
+    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

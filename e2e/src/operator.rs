@@ -21,6 +21,7 @@ pub struct OperatorFiles {
     log: PathBuf,
     name: String,
     namespace: String,
+    control_planes: Vec<String>,
 }
 
 impl OperatorFiles {
@@ -31,7 +32,15 @@ impl OperatorFiles {
             log: folder.join(format!("{name}.log")),
             name: name.to_owned(),
             namespace: namespace.to_owned(),
+            control_planes: Vec::new(),
         }
+    }
+
+    /// With the control plane of a cluster (`namespace/name`) at an address: nothing here resolves names of services.
+    #[must_use]
+    pub fn control_plane(mut self, cluster: &str, address: &str) -> OperatorFiles {
+        self.control_planes.push(format!("--control-plane-address={cluster}={address}"));
+        self
     }
 
     /// Where it logs.
@@ -52,7 +61,8 @@ impl OperatorFiles {
     /// # Errors
     /// It ended instead of becoming ready.
     pub fn start(&self) -> Result<Operator, Refused> {
-        let command = self.command(&["run", "--admin-listen", "127.0.0.1:0"]);
+        let mut command = self.command(&["run", "--admin-listen", "127.0.0.1:0"]);
+        command.args(&self.control_planes);
         let (running, ready) = Starting::spawn(command, &self.log).ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));
         Ok(Operator { running, admin })

@@ -75,6 +75,7 @@ fn main() -> ExitCode {
         devices::a_device_with_somebody_elses_data_is_left_alone_and_one_that_is_blank_is_used,
         devices::a_device_that_goes_away_is_faulted_and_comes_back_with_its_blocks,
         devices::a_device_that_fails_is_faulted_and_engines_go_on,
+        devices::a_pool_of_fewer_devices_than_match_keeps_its_own_and_its_wipe_destroys_no_other,
         devices::devices_that_two_pools_want_go_to_the_first,
         engines::an_engine_that_cannot_be_had_keeps_a_pool_closed_unless_another_may_do,
         modes::a_node_follows_the_mode_of_its_spec,

@@ -8,7 +8,7 @@ use std::path::Path;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{Api, ObjectMeta, PostParams};
 use reprise_client::{Scope, Source};
-use reprise_crds::KVCacheCluster;
+use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::{Admin, AgentConfig, Loading, PATIENCE, World, wait_until};
@@ -100,10 +100,14 @@ fn operator(world: &World) -> BTreeMap<String, Metric> {
     let clusters = Api::<KVCacheCluster>::default_namespaced(server.admin());
     let cluster = KVCacheCluster::new("c", reprise_crds::KVCacheClusterSpec::default());
     server.block_on(clusters.create(&PostParams::default(), &cluster)).expect("a cluster");
-    let operator = files.start().expect("the operator starts");
+    // Somebody whose budget the control plane is to know, which is not there.
+    let tenants = Api::<CacheTenant>::all(server.admin());
+    let tenant = CacheTenant::new("team-a", reprise_crds::CacheTenantSpec::default());
+    server.block_on(tenants.create(&PostParams::default(), &tenant)).expect("a tenant");
+    let operator = files.control_plane("default/c", "127.0.0.1:9").start().expect("the operator starts");
     wait_until("the operator has met everything", PATIENCE, || {
         let met = |name: &str| operator.metric(&format!("reprise_operator_{name}_total"), "") > 0.0;
-        (met("conflicts") && met("writes") && met("reconciles")).then_some(())
+        (met("conflicts") && met("writes") && met("reconciles") && met("control_plane_calls")).then_some(())
     });
     scrape(operator.admin())
 }

@@ -7,8 +7,12 @@
 
 #[path = "operator/children.rs"]
 mod children;
+#[path = "operator/control_planes.rs"]
+mod control_planes;
 #[path = "operator/convergence.rs"]
 mod convergence;
+#[path = "operator/injection.rs"]
+mod injection;
 #[path = "operator/lab.rs"]
 mod lab;
 #[path = "operator/pools.rs"]
@@ -19,3 +23,5 @@ mod replicas;
 mod stores;
 #[path = "operator/tenants.rs"]
 mod tenants;
+#[path = "operator/uninstall.rs"]
+mod uninstall;

@@ -56,7 +56,7 @@ const EDGES: &[(&str, &[&str])] = &[
         &["reprise-policy", "reprise-proto", "reprise-controlplane-core", "reprise-controlplane-store"],
     ),
     ("reprise-crds", &[]),
-    ("reprise-operator", &["reprise-crds", "reprise-policy"]),
+    ("reprise-operator", &["reprise-crds", "reprise-policy", "reprise-proto"]),
     ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
         "reprise",

@@ -15,13 +15,14 @@
 
 mod board;
 mod facts;
+mod known;
 mod opening;
 mod resolve;
 mod signatures;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -38,8 +39,10 @@ use crate::device::{DeviceContext, OpenedDevice};
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::Released;
 use crate::modes::Modes;
-use board::{Action, Board, Retry, ToOpen};
+use board::{Action, Board, Loss, Retry, ToOpen};
+use known::Known;
 use opening::Tried;
+use resolve::Names;
 
 /// How often facts are gathered: an order of magnitude more often than they are told.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -59,15 +62,20 @@ pub(crate) struct ClaimsParts {
     pub(crate) pool: PoolSettings,
     pub(crate) released: Receiver<Released>,
     pub(crate) modes: Arc<Mutex<Modes>>,
+    /// Set once what the first spec wants was tried; see `ExecutorParts`.
+    pub(crate) complete: Arc<AtomicBool>,
     pub(crate) admin: Arc<AdminContext>,
     /// Where the node's root is mounted.
     pub(crate) root: PathBuf,
+    /// Which pools devices are of, as it was and is to be kept.
+    pub(crate) known: KnownFile,
     pub(crate) config: FollowedConfig,
     pub(crate) endpoints: facts::OwnEndpoints,
     pub(crate) facts: watch::Sender<Option<Facts>>,
 }
 
 pub(crate) use facts::OwnEndpoints;
+pub(crate) use known::KnownFile;
 
 /// The running thread.
 pub(crate) struct Claims {
@@ -105,6 +113,10 @@ struct Worker {
     /// What was said of each refused place, so that it is said once.
     said: BTreeMap<String, Trouble>,
     resolved: Instant,
+    /// Names in use that led nowhere then.
+    missed: BTreeSet<String>,
+    /// What is kept on disk of which pools devices are of.
+    kept: Known,
 }
 
 impl Claims {
@@ -116,14 +128,23 @@ impl Claims {
         let wish = Arc::new(Mutex::new(None));
         let (bell, rings) = bounded(1);
         let desk = Desk { wish: wish.clone(), bell };
+        let kept = parts.known.load().unwrap_or_else(|error| {
+            tracing::warn!(
+                error,
+                "which pools devices are of cannot be read; they say so themselves when they are opened"
+            );
+            Known::default()
+        });
         let worker = Worker {
             parts,
             wish,
-            board: Board::default(),
+            board: Board::knowing(kept.clone()),
             desired: None,
             ended: bounded(EVENTS_MAX),
             said: BTreeMap::new(),
             resolved: Instant::now(),
+            missed: BTreeSet::new(),
+            kept,
         };
         let thread = std::thread::Builder::new()
             .name("claims".to_owned())
@@ -190,7 +211,11 @@ impl Worker {
         let view = facts::core_view(&self.parts.admin);
         for device in view.iter().flat_map(|view| &view.devices) {
             if let Some(reason) = &device.lost {
-                self.board.lost(device.id, reason);
+                let loss = match device.info.sync_failed.load(Ordering::Acquire) {
+                    true => Loss::Sync,
+                    false => Loss::Other,
+                };
+                self.board.lost(device.id, reason, loss);
             }
         }
         let retry = if self.resolved.elapsed() >= RESOLVE_EVERY {
@@ -202,14 +227,24 @@ impl Worker {
         for action in self.board.decide(retry) {
             self.act(action);
         }
-        let Some(desired) = &self.desired else { return };
+        self.keep_known();
+        // Without the core's word nothing is known. It has taken what was attached before it was asked.
+        let (Some(desired), Some(view)) = (&self.desired, view) else { return };
         if self.board.is_settled() && !self.parts.admin.ready.swap(true, Ordering::AcqRel) {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
+            self.parts.complete.store(true, Ordering::Release);
         }
-        // Without the core's word nothing is known.
-        if let Some(view) = view {
-            let facts = facts::gather(&self.parts, &self.board, desired, &view);
-            self.parts.facts.send_replace(Some(facts));
+        let facts = facts::gather(&self.parts, &self.board, desired, &view);
+        self.parts.facts.send_replace(Some(facts));
+    }
+
+    /// Keeps on disk which pools devices are of, when that has changed.
+    fn keep_known(&mut self) {
+        if *self.board.known() != self.kept {
+            self.kept = self.board.known().clone();
+            if let Err(error) = self.parts.known.save(&self.kept) {
+                tracing::warn!(%error, "which pools devices are of cannot be kept on this node");
+            }
         }
     }
 
@@ -235,7 +270,9 @@ impl Worker {
         // The file may have come after the wish for it.
         self.follow_configuration();
         let Some(desired) = &self.desired else { return };
-        let mut pools = resolve::resolve(&self.parts.root, &desired.claims, &self.board.held());
+        let held = self.board.held(&desired.claims);
+        let names = Names { root: &self.parts.root, held, missed: &mut self.missed };
+        let mut pools = resolve::resolve(&desired.claims, names);
         let kept = self.board.wanted().iter().filter(|pool| desired.is_unreadable(&pool.pool));
         let is_known = |name: &str| desired.claims.iter().any(|claim| claim.pool == name);
         let kept: Vec<_> = kept.filter(|pool| !is_known(&pool.pool)).cloned().collect();
@@ -270,12 +307,11 @@ impl Worker {
                     }
                 }
             }
-            Action::Wipe { path, at, kind } => {
-                tracing::warn!(path, "destroying the data of a device, as was confirmed");
-                let (ended, name) = (self.ended.0.clone(), path.clone());
+            Action::Wipe(place) => {
+                let (ended, name) = (self.ended.0.clone(), place.path.clone());
                 let body = move || {
-                    let result = opening::wipe(&at, kind);
-                    let _ = ended.send(Ended::Wiped { path, result });
+                    let result = opening::wipe(&place);
+                    let _ = ended.send(Ended::Wiped { path: place.path, result });
                 };
                 if let Err(trouble) = spawn("wiping", body) {
                     self.board.refused(&name, None, trouble);

@@ -22,6 +22,7 @@ pub(crate) use worker::read_error;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -78,6 +79,8 @@ pub(crate) struct DeviceInfo {
     pub(crate) engine: EngineKind,
     pub(crate) caching: Caching,
     pub(crate) recovery: RecoveryInfo,
+    /// Set when a sync has failed: with a page cache, what is read from then on may not be on the medium.
+    pub(crate) sync_failed: Arc<AtomicBool>,
 }
 
 /// What opening a device took.
@@ -142,6 +145,7 @@ struct Opening {
     verdict: Sender<Verdict>,
     opened: Receiver<Result<(Option<Recovered>, Facts), AgentError>>,
     commands: Sender<Command>,
+    sync_failed: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
@@ -270,6 +274,7 @@ fn begin(
     let (verdict, verdict_receiver) = bounded(1);
     let (opened_sender, opened) = bounded(1);
     let (commands, command_receiver) = bounded(COMMANDS_MAX);
+    let sync_failed = Arc::<AtomicBool>::default();
     let around = Surroundings {
         device: id,
         path: device.path.display().to_string(),
@@ -278,6 +283,7 @@ fn begin(
         arena: context.arena.clone(),
         clock: context.clock,
         metrics: context.metrics.device(id),
+        sync_failed: sync_failed.clone(),
     };
     let recipe = open::Recipe::new(device, settings, &context.arena);
     let span = tracing::info_span!("device", path = %device.path.display());
@@ -302,7 +308,7 @@ fn begin(
         .name(format!("device-{}", id.0))
         .spawn(body)
         .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
-    Ok(Opening { path: device.path.clone(), found, verdict, opened, commands, thread })
+    Ok(Opening { path: device.path.clone(), found, verdict, opened, commands, sync_failed, thread })
 }
 
 fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
@@ -320,7 +326,8 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
     let Recovered { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
     let Facts { bytes, engine, caching, waker } = facts;
-    let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery };
+    let sync_failed = opening.sync_failed;
+    let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery, sync_failed };
     tracing::info!(
         path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "pool device ready"

@@ -16,6 +16,7 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -62,6 +63,8 @@ pub(crate) struct ExecutorParts {
     pub(crate) directory: Arc<DirectoryClient>,
     /// Whether there is a control plane to ask.
     pub(crate) clustered: Clustered,
+    /// Whether all blocks of this node are known: not before the devices of its first spec were tried.
+    pub(crate) complete: Arc<AtomicBool>,
     pub(crate) peers: Option<Peers>,
     /// Names and numbers of tenants; also those of sessions.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
@@ -137,8 +140,9 @@ struct Fetching {
 }
 
 impl Executor {
-    /// Tells the control plane how this node is.
-    pub(crate) fn tell_state(&self, state: OwnState) {
+    /// Tells the control plane how this node is. One that does not know its blocks yet is not drained.
+    pub(crate) fn tell_state(&self, mut state: OwnState) {
+        state.drain.drained &= self.parts.complete.load(Ordering::Acquire);
         if self.parts.clustered == Clustered::Yes {
             self.parts.directory.set_own_state(state);
         }

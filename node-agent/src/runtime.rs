@@ -32,7 +32,7 @@ use tokio::sync::watch;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
 use crate::checker::Checker;
-use crate::claims::{Claims, ClaimsParts, OwnEndpoints};
+use crate::claims::{Claims, ClaimsParts, KnownFile, OwnEndpoints};
 use crate::config::{
     ArenaSettings, FollowedConfig, HugePages, KubernetesSettings, PeerSettings, PodPlace, Settings,
 };
@@ -158,11 +158,13 @@ impl Runtime {
         let clustered = if settings.controlplane.is_some() { Clustered::Yes } else { Clustered::StandAlone };
         let peers = port.as_ref().map(|port| port.peers.clone());
         let (releases, released) = bounded(DEVICES_MAX);
+        let complete = Arc::new(AtomicBool::new(cluster.is_none()));
         let parts = ExecutorParts {
             devices,
             released: releases,
             directory: directory.clone(),
             clustered,
+            complete: complete.clone(),
             peers: peers.clone(),
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
@@ -200,8 +202,8 @@ impl Runtime {
             settings,
         });
         let admin = admin.serve(admin_context.clone())?;
-        let join =
-            |cluster| join_cluster(cluster, (context, modes), released, admin_context.clone(), endpoints);
+        let shared = (context, modes, complete);
+        let join = |cluster| join_cluster(cluster, shared, released, admin_context.clone(), endpoints);
         let cluster = cluster.map(join).transpose()?;
         let ready = Ready {
             ready: true,
@@ -273,13 +275,14 @@ impl Runtime {
 /// Begins to follow what the node's `CacheNode` says.
 fn join_cluster(
     cluster: InCluster,
-    (context, modes): (DeviceContext, Arc<Mutex<Modes>>),
+    (context, modes, complete): (DeviceContext, Arc<Mutex<Modes>>, Arc<AtomicBool>),
     released: Receiver<Released>,
     admin: Arc<AdminContext>,
     endpoints: OwnEndpoints,
 ) -> Result<(Claims, ClusterLink), AgentError> {
     let InCluster { pod, config, access, root } = cluster;
     let KubernetesSettings { state_directory, status_every } = admin.settings.kubernetes.clone();
+    let known = KnownFile::new(&state_directory, &pod.node);
     let node = NodeSettings {
         state: StateDirectory::new(&state_directory, &pod.node),
         node: pod.node,
@@ -290,7 +293,19 @@ fn join_cluster(
     };
     let (facts, told) = watch::channel(None);
     let pool = admin.settings.pool.clone();
-    let parts = ClaimsParts { context, pool, released, modes, admin, root, config, endpoints, facts };
+    let parts = ClaimsParts {
+        context,
+        pool,
+        released,
+        modes,
+        complete,
+        admin,
+        root,
+        known,
+        config,
+        endpoints,
+        facts,
+    };
     let claims = Claims::start(parts)?;
     let link = ClusterLink::start(node, claims.desk(), told)?;
     Ok((claims, link))

@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 use crate::digest;
 use crate::names::APPLIED;
 
+/// Group of admission policies.
+const ADMISSION: &str = "admissionregistration.k8s.io";
+
 /// Kinds of children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ChildKind {
@@ -29,6 +32,12 @@ pub enum ChildKind {
     DaemonSet,
     /// How many members may be away.
     PodDisruptionBudget,
+    /// What pods get that ask for it.
+    MutatingAdmissionPolicy,
+    /// That they get it.
+    MutatingAdmissionPolicyBinding,
+    /// Where Prometheus finds metrics.
+    PodMonitor,
 }
 
 /// Whose the fields of a child are.
@@ -59,7 +68,7 @@ pub struct Child {
 
 impl ChildKind {
     /// All kinds, in the order in which they are applied: what pods refer to first.
-    pub const ALL: [ChildKind; 8] = [
+    pub const ALL: [ChildKind; 11] = [
         ChildKind::ServiceAccount,
         ChildKind::ClusterRoleBinding,
         ChildKind::ConfigMap,
@@ -68,6 +77,9 @@ impl ChildKind {
         ChildKind::PodDisruptionBudget,
         ChildKind::StatefulSet,
         ChildKind::DaemonSet,
+        ChildKind::MutatingAdmissionPolicy,
+        ChildKind::MutatingAdmissionPolicyBinding,
+        ChildKind::PodMonitor,
     ];
 
     /// The kind's name.
@@ -77,7 +89,14 @@ impl ChildKind {
 
     /// Whether objects of it have a namespace.
     pub fn is_namespaced(self) -> bool {
-        self != ChildKind::ClusterRoleBinding
+        use ChildKind::{ClusterRoleBinding, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding};
+        !matches!(self, ClusterRoleBinding | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding)
+    }
+
+    /// Whether there are API servers without the kind, or operators that may not write it ([`crate::optional`]).
+    pub fn is_optional(self) -> bool {
+        use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
+        matches!(self, MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor)
     }
 
     /// As clients have it.
@@ -105,6 +124,13 @@ impl ChildKind {
             ChildKind::StatefulSet => ("apps", "v1", "StatefulSet", "statefulsets"),
             ChildKind::DaemonSet => ("apps", "v1", "DaemonSet", "daemonsets"),
             ChildKind::PodDisruptionBudget => ("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+            ChildKind::MutatingAdmissionPolicy => {
+                (ADMISSION, "v1", "MutatingAdmissionPolicy", "mutatingadmissionpolicies")
+            }
+            ChildKind::MutatingAdmissionPolicyBinding => {
+                (ADMISSION, "v1", "MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings")
+            }
+            ChildKind::PodMonitor => ("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
         }
     }
 }

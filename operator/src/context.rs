@@ -9,6 +9,7 @@ use kube::runtime::events::{Recorder, Reporter};
 
 use crate::backoff::Backoff;
 use crate::cluster::store::StoreLooks;
+use crate::control_plane::ControlPlanes;
 use crate::metrics::Metrics;
 use crate::names::OPERATOR;
 use crate::settings::Settings;
@@ -34,6 +35,8 @@ pub struct Context {
     pub backoff: Backoff,
     /// What stores of others said when they were last asked.
     pub store_looks: StoreLooks,
+    /// The control planes of clusters.
+    pub control_planes: ControlPlanes,
     /// What the API server made of a child: its digest and the version that came of it, by `kind/namespace/name`. The server writes some values
     /// in another way than they were sent, and such a child would look different for ever.
     pub(crate) normalised: Mutex<HashMap<String, (String, String)>>,
@@ -47,6 +50,7 @@ impl Context {
             Reporter { controller: OPERATOR.to_owned(), instance: Some(settings.identity.clone()) };
         Context {
             recorder: Recorder::new(client.clone(), reporter),
+            control_planes: ControlPlanes::new(settings.control_planes.clone()),
             client,
             world,
             settings,

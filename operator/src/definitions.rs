@@ -11,6 +11,8 @@ use reprise_crds::{GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde::Deserialize;
 use std::time::Duration;
 
+use crate::names::RELEASE;
+
 /// A definition is served within a second of being stored.
 const SERVED_WITHIN: Duration = Duration::from_secs(60);
 /// Between two looks whether it is.
@@ -56,17 +58,26 @@ async fn wait_served(client: &Client, definition: &CustomResourceDefinition) -> 
     served.with_context(|| format!("{} are not served within {SERVED_WITHIN:?}", names.plural))
 }
 
-/// Applies objects of our kinds, one YAML document each. What somebody has changed since stays as it is: a conflict is refused.
+/// Applies objects of our kinds, one YAML document each, with the label of a release if they are of one. What somebody has changed since
+/// stays as it is: a conflict is refused.
 ///
 /// # Errors
 /// A document is none of our kinds, or the API server refuses it, with its words.
-pub async fn apply_objects(client: &Client, text: &str, namespace: &str) -> anyhow::Result<()> {
+pub async fn apply_objects(
+    client: &Client,
+    text: &str,
+    namespace: &str,
+    release: Option<&str>,
+) -> anyhow::Result<()> {
     for document in serde_yaml_ng::Deserializer::from_str(text) {
         let value = serde_json::Value::deserialize(document).context("the file is not YAML")?;
         if value.is_null() {
             continue;
         }
-        let object: DynamicObject = serde_json::from_value(value).context("a document is no object")?;
+        let mut object: DynamicObject = serde_json::from_value(value).context("a document is no object")?;
+        if let Some(release) = release {
+            object.labels_mut().insert(RELEASE.to_owned(), release.to_owned());
+        }
         apply_object(client, &object, namespace).await?;
     }
     Ok(())

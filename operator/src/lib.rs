@@ -15,9 +15,10 @@
 //! * nothing is written that is there already: a converged cluster is not written to;
 //! * a field that somebody else owns is reported, not fought over, unless it is ours alone ([`child::Ownership`]);
 //! * one reconciler writes the spec of `CacheNode`s ([`node`]), for all clusters and pools;
+//! * modes and budgets are the resources': what a control plane has is made to be so ([`control_plane`]), and said where somebody else had changed it;
 //! * what this release does not have is refused with words, never ignored.
 //!
-//! Deliberately absent: admission webhooks, injection into pods, volumes by storage class for agents, growth of a managed etcd.
+//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging.
 
 pub mod admin;
 pub mod backoff;
@@ -26,6 +27,7 @@ pub mod children;
 pub mod clock;
 pub mod cluster;
 pub mod context;
+pub mod control_plane;
 pub mod definitions;
 pub mod digest;
 pub mod error;
@@ -34,6 +36,7 @@ pub mod lease;
 pub mod metrics;
 pub mod names;
 pub mod node;
+pub mod optional;
 pub mod plan;
 pub mod pool;
 pub mod queue;
@@ -43,6 +46,7 @@ pub mod settings;
 pub mod status;
 pub mod sweep;
 pub mod tenant;
+pub mod uninstall;
 pub mod unsupported;
 pub mod watch;
 pub mod world;

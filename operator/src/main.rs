@@ -6,6 +6,7 @@
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -13,12 +14,13 @@ use kube::{Client, Config};
 use reprise_operator::definitions::{apply_definitions, apply_objects};
 use reprise_operator::run::{Listening, run};
 use reprise_operator::settings::{DefaultImages, Settings};
+use reprise_operator::uninstall::{Release, delete};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 /// A call that gets no byte for so long has failed. Watches are renewed every 290 s and have bookmarks in between.
-const READ_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(295);
+const READ_TIMEOUT: Duration = Duration::from_secs(295);
 
 /// What is logged unless somebody wants something else. The client of the API server logs every failed attempt as an error; what fails is logged where
 /// it is handled.
@@ -52,7 +54,25 @@ enum Command {
         /// YAML files
         #[arg(required = true)]
         files: Vec<PathBuf>,
+        /// Release of the chart that they are of, by which `delete` finds them
+        #[arg(long)]
+        release: Option<String>,
     },
+    /// Delete what `apply` has applied of a release, and wait until what was made of it is gone
+    Delete(DeleteArguments),
+}
+
+#[derive(Debug, Args)]
+struct DeleteArguments {
+    /// The release
+    #[arg(long)]
+    release: String,
+    /// Namespace of its clusters
+    #[arg(long, env = "POD_NAMESPACE", default_value = "default")]
+    namespace: String,
+    /// Seconds until it gives up and says what remains
+    #[arg(long, default_value_t = 300)]
+    timeout_seconds: u64,
 }
 
 #[derive(Debug, Args)]
@@ -69,6 +89,9 @@ struct RunArguments {
     /// Where metrics and health are served
     #[arg(long, default_value = "127.0.0.1:7421")]
     admin_listen: SocketAddr,
+    /// Where the control plane of a cluster is reached, when not by its service: for an operator outside of the Kubernetes cluster
+    #[arg(long = "control-plane-address", value_name = "NAMESPACE/NAME=HOST:PORT", value_parser = control_plane)]
+    control_planes: Vec<(String, String)>,
     /// Name of this replica, in the lease
     #[arg(long, env = "POD_NAME")]
     pod_name: String,
@@ -78,6 +101,19 @@ struct RunArguments {
     /// Service account of this replica, to which the lease belongs
     #[arg(long, env = "POD_SERVICE_ACCOUNT")]
     pod_service_account: Option<String>,
+}
+
+/// A cluster and an address.
+fn control_plane(text: &str) -> Result<(String, String), String> {
+    let said = || format!("'{text}' is not NAMESPACE/NAME=HOST:PORT, like cache/main=127.0.0.1:7400");
+    let (cluster, address) = text.split_once('=').ok_or_else(said)?;
+    let is_cluster = cluster.split('/').filter(|part| !part.is_empty()).count() == 2;
+    let is_address =
+        address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
+    if !is_cluster || cluster.matches('/').count() != 1 || !is_address {
+        return Err(said());
+    }
+    Ok((cluster.to_owned(), address.to_owned()))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -92,22 +128,29 @@ fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     start_log(&arguments)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(obey(arguments.command))
+    let obeyed = runtime.block_on(obey(arguments.command));
+    // Without a wait for names that are still being looked up.
+    runtime.shutdown_background();
+    obeyed
 }
 
 async fn obey(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Run(arguments) => work(arguments).await,
         Command::ApplyDefinitions => apply_definitions(&client().await?).await,
-        Command::Apply { namespace, files } => {
+        Command::Apply { namespace, files, release } => {
             let client = client().await?;
             for file in files {
                 let text = std::fs::read_to_string(&file);
                 let text = text.with_context(|| format!("cannot read {}", file.display()))?;
-                let applied = apply_objects(&client, &text, &namespace).await;
+                let applied = apply_objects(&client, &text, &namespace, release.as_deref()).await;
                 applied.with_context(|| format!("in {}", file.display()))?;
             }
             Ok(())
+        }
+        Command::Delete(arguments) => {
+            let release = Release { name: arguments.release, namespace: arguments.namespace };
+            delete(&client().await?, &release, Duration::from_secs(arguments.timeout_seconds)).await
         }
     }
 }
@@ -133,6 +176,7 @@ async fn work(arguments: RunArguments) -> anyhow::Result<()> {
         namespace: arguments.pod_namespace,
         service_account: arguments.pod_service_account,
         admin: arguments.admin_listen,
+        control_planes: arguments.control_planes.into_iter().collect(),
     };
     let say =
         |listening: Listening| print(&format!("{}\n", json!({ "ready": true, "admin": listening.admin })));
@@ -161,4 +205,20 @@ fn start_log(arguments: &Arguments) -> anyhow::Result<()> {
         LogFormat::Json => builder.json().init(),
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_control_planes_name_a_cluster_and_a_port() {
+        let read = control_plane("cache/c=127.0.0.1:7400").expect("as it should be");
+        assert_eq!(read, ("cache/c".to_owned(), "127.0.0.1:7400".to_owned()));
+        for wrong in
+            ["cache/c", "c=127.0.0.1:7400", "a/b/c=h:1", "/c=h:1", "cache/c=h", "cache/c=:1", "cache/c=h:x"]
+        {
+            assert!(control_plane(wrong).expect_err(wrong).contains("NAMESPACE/NAME"));
+        }
+    }
 }

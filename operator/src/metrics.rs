@@ -43,6 +43,39 @@ pub struct WriteLabels {
     pub what: &'static str,
 }
 
+/// Labels of calls to control planes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct CallLabels {
+    /// What was called.
+    pub call: &'static str,
+    /// `done`, `refused` or `absent`.
+    pub result: &'static str,
+}
+
+/// Calls to control planes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// What it knows of nodes and tenants.
+    List,
+    /// The mode of a node.
+    SetNode,
+    /// The budget of a tenant.
+    SetTenant,
+    /// The end of one.
+    RemoveTenant,
+}
+
+impl Call {
+    fn as_str(self) -> &'static str {
+        match self {
+            Call::List => "list",
+            Call::SetNode => "set_node",
+            Call::SetTenant => "set_tenant",
+            Call::RemoveTenant => "remove_tenant",
+        }
+    }
+}
+
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
@@ -78,6 +111,7 @@ pub struct Metrics {
     reconcile_time: Family<KindLabels, Histogram, fn() -> Histogram>,
     writes: Family<WriteLabels, Counter>,
     conflicts: Family<KindLabels, Counter>,
+    calls: Family<CallLabels, Counter>,
     /// 1 while this process holds the lease.
     pub leader: Gauge,
 }
@@ -93,6 +127,7 @@ impl Metrics {
             reconcile_time: Family::new_with_constructor(histogram),
             writes: Family::default(),
             conflicts: Family::default(),
+            calls: Family::default(),
             leader: Gauge::default(),
         };
         metrics.register();
@@ -110,6 +145,8 @@ impl Metrics {
         registry.register("writes", help, self.writes.clone());
         let help = "Fields or objects of ours that somebody else owns, each time that they were met";
         registry.register("conflicts", help, self.conflicts.clone());
+        let help = "Calls to the control planes of clusters, by what became of them";
+        registry.register("control_plane_calls", help, self.calls.clone());
         registry.register(
             "leader",
             "1 while this process holds the lease and reconciles",
@@ -132,6 +169,11 @@ impl Metrics {
     /// Somebody else owns what we want to write.
     pub fn conflicted(&self, kind: &'static str) {
         self.conflicts.get_or_create(&KindLabels { kind }).inc();
+    }
+
+    /// A control plane was called.
+    pub fn called(&self, call: Call, result: &'static str) {
+        self.calls.get_or_create(&CallLabels { call: call.as_str(), result }).inc();
     }
 
     /// As scrapers read them.

@@ -17,10 +17,16 @@ pub const APPLIED: &str = "reprise.dev/applied";
 pub const CONFIGURATION: &str = "reprise.dev/configuration";
 /// Annotation of pods: digest of the secrets that they started with.
 pub const SECRETS: &str = "reprise.dev/secrets";
+/// Label of engines' pods: the name of the cluster whose agent's socket they ask for.
+pub const INJECT: &str = "reprise.dev/inject";
+/// Annotation of these pods: what became of it.
+pub const INJECTION: &str = "reprise.dev/injection";
 /// Finalizer of pools.
 pub const WIPE_FINALIZER: &str = "reprise.dev/wipe";
-/// Finalizer of tenants.
-pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
+/// Finalizer of tenants that control planes were told budgets of.
+pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
+/// Label of the objects that a release of the chart applied: its name.
+pub const RELEASE: &str = "reprise.dev/release";
 
 /// The parts of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +119,11 @@ impl ClusterNames {
     /// Binding of the agents' rights.
     pub fn agent_binding(&self) -> String {
         format!("reprise-{}-{}-agent", self.namespace, self.name)
+    }
+
+    /// Admission policy that changes engines' pods, and its binding.
+    pub fn injection(&self) -> String {
+        format!("reprise-{}-{}-inject", self.namespace, self.name)
     }
 
     /// `host:port` of any member.

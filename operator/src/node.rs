@@ -1,7 +1,7 @@
-//! A node of a cluster: the whole spec of its `CacheNode`, which nobody else writes.
+//! A node of a cluster: the whole spec of its `CacheNode`, which nobody else writes, and the node's mode at the control plane.
 //!
 //! Everything that passes from operator to agent is in this spec, for all pools and whatever wants something of the node; its status is the
-//! agent's, so there is no file for it.
+//! agent's, but for one condition ([`mode`]).
 
 use std::sync::Arc;
 
@@ -14,14 +14,24 @@ use crate::error::OperatorError;
 pub mod apply;
 pub mod build;
 pub mod dereference;
+pub mod mode;
 
-/// Makes a node's `CacheNode` what clusters and pools say.
+/// Makes a node's `CacheNode` what clusters and pools say, and the control plane have its mode.
 ///
 /// # Errors
 /// The API server did not do what it was asked for; tried again.
 pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let found = dereference::dereference(&node, &context);
     let wanted = build::build(&node, &found);
+    let wanted_mode = match &wanted {
+        build::Wanted::Spec(spec) => Some(spec.mode),
+        build::Wanted::Nothing | build::Wanted::Unchanged => None,
+    };
     apply::apply(&node, &found, wanted, &context).await?;
-    Ok(Action::await_change())
+    // A spec that was just written comes back as a change, and with its generation.
+    let live = found.live.as_deref().filter(|live| Some(live.spec.mode) == wanted_mode);
+    match (&found.cluster, live) {
+        (Some(own), Some(live)) => mode::tell(&node, own, live, &context).await,
+        _ => Ok(Action::await_change()),
+    }
 }

@@ -1,5 +1,6 @@
 //! What the operator was started with: parsed once, by the command line.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 /// Settings of a running operator.
@@ -15,6 +16,8 @@ pub struct Settings {
     pub service_account: Option<String>,
     /// Where metrics and health are served.
     pub admin: SocketAddr,
+    /// Control planes that are not reached by their services, `host:port` by `namespace/name` of the cluster.
+    pub control_planes: BTreeMap<String, String>,
 }
 
 /// Images that the operator was released with.

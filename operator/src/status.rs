@@ -144,7 +144,7 @@ pub(crate) fn kind_of<K: Resource<DynamicType = ()>>() -> &'static str {
 }
 
 /// An event; one that cannot be written is in the log all the same.
-async fn tell<K: Resource<DynamicType = ()>>(context: &Context, object: &K, finding: &Finding) {
+pub(crate) async fn tell<K: Resource<DynamicType = ()>>(context: &Context, object: &K, finding: &Finding) {
     let kind = kind_of::<K>();
     let (name, condition, reason) = (object.name_any(), finding.kind.as_str(), finding.reason.as_str());
     let (status, message) = (finding.status.as_str(), &finding.message);
@@ -177,6 +177,10 @@ fn is_good(finding: &Finding) -> bool {
     ];
     let plain = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
     let progressing = [Reason::Progressing, Reason::AsDesired, Reason::Paused].contains(&finding.reason);
+    // It is so again, and somebody did otherwise.
+    if finding.reason == Reason::SetBack {
+        return false;
+    }
     let good = if troubles.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
     plain.contains(&finding.kind) || progressing || finding.status == good
 }

@@ -1,7 +1,7 @@
 //! Removes what belonged to a cluster that is gone.
 //!
-//! What lies in a cluster's namespace has the cluster as its owner, and Kubernetes removes it. A binding of rights has no namespace and so
-//! cannot have that owner. Without a finalizer on clusters, which would hold them while the operator is away, it is removed here: at the start and
+//! What lies in a cluster's namespace has the cluster as its owner, and Kubernetes removes it. A binding of rights or an admission policy has
+//! no namespace and so cannot have that owner. Without a finalizer on clusters, which would hold them while the operator is away, it is removed here: at the start and
 //! whenever a cluster goes.
 
 use kube::ResourceExt;
@@ -26,11 +26,12 @@ pub async fn run(context: &Context) {
 }
 
 async fn once(context: &Context) -> Result<(), OperatorError> {
-    let kind = ChildKind::ClusterRoleBinding;
-    for binding in context.world.children(kind) {
-        let Some(uid) = binding.labels().get(CLUSTER_UID) else { continue };
-        if context.world.cluster_of_uid(uid).is_none() {
-            children::remove(context, kind, &binding).await?;
+    for kind in ChildKind::ALL.into_iter().filter(|kind| !kind.is_namespaced()) {
+        for child in context.world.children(kind) {
+            let Some(uid) = child.labels().get(CLUSTER_UID) else { continue };
+            if context.world.cluster_of_uid(uid).is_none() {
+                children::remove(context, kind, &child).await?;
+            }
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
-//! `CacheTenant`: whether it is right, and whether reservations fit what there is. Its limits on each node reach the agents with their
-//! configuration ([`crate::cluster`]), so nothing is built here.
+//! `CacheTenant`: whether it is right, whether reservations fit what there is, and its budget at the control planes of its clusters. Its limits on
+//! each node reach the agents with their configuration ([`crate::cluster`]), so nothing is built here.
 //!
-//! Deliberately absent so far: budgets in the whole cluster, which are refused with words, and purging.
+//! Deliberately absent: purging, and telling pods which tenant they are, which are refused with words.
 
 use std::sync::Arc;
 
@@ -12,20 +12,36 @@ use reprise_crds::CacheTenant;
 use crate::cluster::REPORTED_WITHIN;
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::finalizers::{Finalizer, Left, set};
+use crate::names::BUDGET_FINALIZER;
 
+pub mod budget;
 pub mod dereference;
 pub mod status;
 pub mod validate;
 
-/// Says what is so of a tenant.
+/// Makes control planes have a tenant's budget, and says what is so of it.
 ///
 /// # Errors
 /// The API server did not do what it was asked for; tried again.
 pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Result<Action, OperatorError> {
-    let rooms = dereference::dereference(&tenant, &context);
-    let refused = validate::validate(&tenant);
-    let (fresh, findings) = status::of(&rooms, refused.as_ref());
     let api: Api<CacheTenant> = Api::all(context.client.clone());
+    let refused = validate::validate(&tenant);
+    let ours = budget::is_ours(&tenant);
+    let goes = tenant.metadata.deletion_timestamp.is_some();
+    if !goes && !ours && refused.is_none() && budget::wanted(&tenant).is_some() {
+        // Before anybody is told: what comes of it is a change, and the next reconcile tells.
+        set(&context, &*tenant, &api, BUDGET_FINALIZER, Finalizer::Wanted).await?;
+        return Ok(Action::await_change());
+    }
+    let settled = budget::settle(&tenant, refused.as_ref(), &context).await;
+    let undone = budget::is_undone(&tenant, refused.as_ref(), &settled);
+    let finalizer = if ours && !undone { Finalizer::Wanted } else { Finalizer::Unwanted };
+    if set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await? == Left::Nothing {
+        return Ok(Action::await_change());
+    }
+    let rooms = dereference::dereference(&tenant, &context);
+    let (fresh, findings) = status::of(&tenant, &rooms, &settled, refused.as_ref());
     let found = crate::status::Found {
         object: &*tenant,
         api: &api,
@@ -34,5 +50,6 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     };
     let wait = crate::status::write(&context, found, fresh).await?;
     // Capacities change with what nodes say, and nodes are many: they are looked at again rather than followed.
-    Ok(Action::requeue(wait.map_or(REPORTED_WITHIN, |wait| wait.min(REPORTED_WITHIN))))
+    let next = budget::next(&settled).unwrap_or(REPORTED_WITHIN);
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

@@ -32,6 +32,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::task::JoinSet;
 
 use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR};
+use crate::optional;
 use crate::world::{World, Writers};
 
 /// Requests that wait for a queue, which takes them at once: it keeps one for each object.
@@ -111,10 +112,15 @@ impl Triggers {
         }
     }
 
-    async fn all_clusters_and_pools(&self, world: &World) {
+    /// All clusters.
+    pub(crate) async fn all_clusters(&self, world: &World) {
         for cluster in world.clusters.state() {
             self.send(&self.clusters, &*cluster).await;
         }
+    }
+
+    async fn all_clusters_and_pools(&self, world: &World) {
+        self.all_clusters(world).await;
         for pool in world.pools.state() {
             self.send(&self.pools, &*pool).await;
         }
@@ -224,15 +230,13 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
     for (kind, writer) in writers.children {
         let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
-        tasks.spawn(follow(api, ours, writer, on(), |on, object, _| {
-            Box::pin(async move {
-                let cluster = object.labels().get(CLUSTER_UID).and_then(|uid| on.world.cluster_of_uid(uid));
-                match cluster {
-                    Some(cluster) => on.triggers.send(&on.triggers.clusters, &*cluster).await,
-                    None => on.world.orphaned(),
-                }
-            })
-        }));
+        let following = follow(api, ours, writer, on(), |on, object, _| Box::pin(on.child(object)));
+        if kind.is_optional() {
+            let (world, triggers) = (Arc::clone(world), Arc::clone(triggers));
+            tasks.spawn(optional::follow(client.clone(), kind, world, triggers, following));
+        } else {
+            tasks.spawn(following);
+        }
     }
     tasks
 }
@@ -277,6 +281,15 @@ struct On {
 }
 
 impl On {
+    /// A child has changed: its cluster is looked at, or it has none any more.
+    async fn child(&self, child: &DynamicObject) {
+        let cluster = child.labels().get(CLUSTER_UID).and_then(|uid| self.world.cluster_of_uid(uid));
+        match cluster {
+            Some(cluster) => self.triggers.send(&self.triggers.clusters, &*cluster).await,
+            None => self.world.orphaned(),
+        }
+    }
+
     /// Whatever the plan may have changed for.
     async fn wide(&self, news: News) {
         if news == News::Spec {

@@ -10,10 +10,11 @@ use kube::api::DynamicObject;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::reflector::{ObjectRef, Store, store};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch as flag};
 
 use crate::child::ChildKind;
 use crate::names::CLUSTER_UID;
+use crate::optional::Access;
 use crate::plan::Plan;
 
 /// The stores, for readers.
@@ -35,6 +36,8 @@ pub struct World {
     pub cache_nodes: Store<CacheNode>,
     /// What the operator made, by kind.
     children: BTreeMap<ChildKind, Store<DynamicObject>>,
+    /// Of optional kinds, what is known of them.
+    access: BTreeMap<ChildKind, flag::Sender<Option<Access>>>,
     /// Somebody who removes what belongs to no cluster any more waits for this.
     orphans: Notify,
     /// Counts changes that the plan depends on.
@@ -68,6 +71,7 @@ impl World {
         let child_writers: Vec<(ChildKind, Writer<DynamicObject>)> =
             ChildKind::ALL.into_iter().map(|kind| (kind, Writer::new(kind.resource()))).collect();
         let children = child_writers.iter().map(|(kind, writer)| (*kind, writer.as_reader())).collect();
+        let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
         let world = World {
             clusters,
             pools,
@@ -77,6 +81,7 @@ impl World {
             nodes,
             cache_nodes,
             children,
+            access: optional.map(|kind| (kind, flag::Sender::new(None))).collect(),
             orphans: Notify::new(),
             version: AtomicU64::new(1),
             plan: Mutex::default(),
@@ -106,10 +111,48 @@ impl World {
         self.allocations.wait_until_ready().await?;
         self.nodes.wait_until_ready().await?;
         self.cache_nodes.wait_until_ready().await?;
-        for store in self.children.values() {
-            store.wait_until_ready().await?;
+        for (kind, store) in &self.children {
+            if !kind.is_optional() {
+                store.wait_until_ready().await?;
+            }
+        }
+        for known in self.access.values() {
+            // The sender is ours: it is there.
+            let _ = known.subscribe().wait_for(Option::is_some).await;
         }
         Ok(())
+    }
+
+    /// Waits until what there is of a kind is known.
+    ///
+    /// # Errors
+    /// Its watch has ended, as it does when the process ends.
+    pub async fn filled(
+        &self,
+        kind: ChildKind,
+    ) -> Result<(), kube::runtime::reflector::store::WriterDropped> {
+        match self.children.get(&kind) {
+            Some(store) => store.wait_until_ready().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Whether children of a kind can be made here.
+    pub fn access(&self, kind: ChildKind) -> Access {
+        match self.access.get(&kind) {
+            Some(known) => known.borrow().unwrap_or(Access::NotServed),
+            None => Access::Usable,
+        }
+    }
+
+    /// What was found out about an optional kind.
+    pub(crate) fn set_access(&self, kind: ChildKind, access: Access) {
+        if let Some(known) = self.access.get(&kind) {
+            let is_news = known.send_replace(Some(access)) != Some(access);
+            if is_news {
+                tracing::info!(kind = kind.as_str(), ?access, "whether an optional kind can be used here");
+            }
+        }
     }
 
     /// Something has changed that the plan depends on.

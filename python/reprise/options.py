@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,6 +20,10 @@ SOCKET_PATH_BYTES_MAX = 107
 """Of a unix socket's path (unix(7): `sun_path` has 108 bytes with its end)."""
 
 
+SOCKET_VARIABLE = "REPRISE_SOCKET"
+"""Environment variable with the socket's path, for engines whose configuration names none: pods in Kubernetes are given it."""
+
+
 @dataclass(frozen=True)
 class SharedOptions:
     """Options that every adapter has, checked.
@@ -33,7 +38,7 @@ class SharedOptions:
     """Names that the engine reads itself from the same configuration."""
 
     socket: str = "/run/reprise/agent.sock"
-    """The unix socket of this node's agent."""
+    """The unix socket of this node's agent. Where nothing is configured, `SOCKET_VARIABLE` goes before this."""
 
     tenant: str = "default"
     """Whose blocks these are: their bytes count against this tenant's quotas."""
@@ -64,6 +69,8 @@ class SharedOptions:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
                 raise ValueError(f"{cls.where}: there is no option {name!r}{hint}")
             values[name] = _checked(cls.where, name, value, type(known[name].default))
+        if "socket" not in values and (given := os.environ.get(SOCKET_VARIABLE)):
+            values["socket"] = given
         options = cls(**values)
         _check_socket(cls.where, options.socket)
         return options

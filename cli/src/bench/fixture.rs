@@ -144,5 +144,5 @@ pub(super) fn commit_durable(client: &Client, filled: Filled) -> anyhow::Result<
 
 /// Sizes of an agent.
 pub(super) fn sizes(arena_mib: u64, pool_mib: u64) -> AgentSizes {
-    AgentSizes { arena: ByteSize(arena_mib << 20), pool: ByteSize(pool_mib << 20) }
+    AgentSizes { arena: ByteSize(arena_mib << 20), pool: ByteSize(pool_mib << 20), moves: None }
 }

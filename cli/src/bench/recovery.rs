@@ -54,7 +54,7 @@ const ANNOUNCEMENT_POLL: Duration = Duration::from_millis(10);
 
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let bytes = entries as u64 * DEVICE_BYTES_PER_BLOCK + DEVICE_BYTES_EXTRA;
-    let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(FIRST_POOL_BYTES) };
+    let sizes = AgentSizes { arena: ByteSize(64 << 20), pool: ByteSize(FIRST_POOL_BYTES), moves: None };
     let mut cluster = Cluster::start(&settings.directory, 1, sizes)?;
     let empty = resident::anonymous_bytes(pid(&cluster)?)?;
     cluster.kill_agent(0)?;

@@ -8,10 +8,11 @@
 //! Engines compute on all cores (vLLM's CPU backend), one prompt at a time.
 
 mod absent;
-mod companion;
+
 mod disk;
 mod engine;
 mod environment;
+mod kept;
 mod ours;
 mod peers;
 mod samples;
@@ -29,6 +30,7 @@ use super::report::Figure;
 use crate::output::bytes_text;
 use engine::Surroundings;
 use environment::{Environments, Sources};
+use kept::Kept;
 use samples::{Samples, System};
 
 /// Repetitions, unless told otherwise.
@@ -66,6 +68,9 @@ pub(super) struct VllmArgs {
     /// Tokens of a prompt in full blocks, a multiple of 256 [default: 4096; quick 512].
     #[arg(long, value_name = "N", value_parser = prompt_tokens)]
     prompt_tokens: Option<u64>,
+    /// Goes on with a run that was interrupted, or takes more repetitions of one: those that were measured count.
+    #[arg(long = "continue")]
+    resume: bool,
     /// The folder of the Python package's sources in a checkout.
     #[arg(long, value_name = "DIR", default_value = "python")]
     python: PathBuf,
@@ -154,8 +159,11 @@ pub(super) fn run(
     let machine = world.machine(repetitions);
     settings.audience.emit(&machine);
     settings.audience.say(machine.words());
-    let mut samples = Samples::default();
-    for round in settings.some_rounds("vllm", repetitions) {
+    let systems = turns(&args.peers, 0).into_iter().map(|(system, _)| system).collect();
+    let kept = Kept::new(&world.folder, &machine, systems);
+    let (measured, mut samples) = if args.resume { kept.read()? } else { (0, Samples::default()) };
+    for round in settings.some_rounds("vllm", repetitions.saturating_sub(measured)) {
+        let round = measured + round;
         samples.begin(round);
         for (system, peer) in turns(&args.peers, round) {
             match peer {
@@ -168,6 +176,7 @@ pub(super) fn run(
                 }),
             }
         }
+        kept.write(round + 1, &samples)?;
     }
     let peers: Vec<System> = args.peers.0.iter().flat_map(|peer| peer.systems()).copied().collect();
     absent::print(settings.audience, &samples.absences(&peers));
@@ -248,7 +257,7 @@ impl Precision {
 
 /// Tokens of a prompt from an argument: whole chunks of LMCache, which are two blocks, in what a model of 8,192 may have.
 fn prompt_tokens(text: &str) -> Result<u64, String> {
-    let tokens = text.parse().ok().filter(|tokens| (256..=7936).contains(tokens) && tokens % 256 == 0);
+    let tokens = text.parse::<u64>().ok().filter(|tokens| (256..=7936).contains(tokens) && tokens % 256 == 0);
     tokens.ok_or_else(|| "a multiple of 256 from 256 to 7936".to_owned())
 }
 

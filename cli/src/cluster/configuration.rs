@@ -58,12 +58,14 @@ impl MemberConfig<'_> {
 
 impl AgentConfig<'_> {
     pub(super) fn text(&self) -> String {
+        let moves = self.sizes.moves.map(|bytes| format!("\n[placement]\nbandwidth = \"{bytes}\"\n"));
         // One engine a node, which may have all that engines may have.
         format!(
             "[node]\nname = \"{node}\"\n\n[session]\nsocket = {socket}\n\n[arena]\nbytes = \"{arena}\"\nregion_bytes = \
              \"{region}\"\n\n[pool]\ndevices = [{{ path = {pool}, bytes = \"{bytes}\" }}]\n\n[cache]\n\
              arena_session_permille = 1000\n\n[peers]\nlisten = \"127.0.0.1:0\"\n\n[controlplane]\naddress = \
-             {address}\n\n[admin]\nlisten = \"127.0.0.1:0\"\n",
+             {address}\n\n[admin]\nlisten = \"127.0.0.1:0\"\n{moves}",
+            moves = moves.unwrap_or_default(),
             node = self.node,
             socket = quoted(&self.home.join("agent.sock")),
             arena = self.sizes.arena,
@@ -110,12 +112,15 @@ mod tests {
 
     #[test]
     fn an_agent_is_told_one_member_as_a_string_and_several_as_a_list() {
-        let sizes = AgentSizes { arena: ByteSize(192 << 20), pool: ByteSize(3 << 30) };
+        let sizes =
+            AgentSizes { arena: ByteSize(192 << 20), pool: ByteSize(3 << 30), moves: Some(ByteSize(0)) };
         let address = |members: &[&str]| {
             let members = members.iter().map(|&member| member.to_owned()).collect();
             let (home, pool) = (Path::new("/home"), Path::new("/pool"));
             let text = AgentConfig { node: "n", home, pool, sizes, members }.text();
-            parse(&text)["controlplane"]["address"].clone()
+            let config = parse(&text);
+            assert_eq!(config["placement"]["bandwidth"].as_str(), Some("0"));
+            config["controlplane"]["address"].clone()
         };
         assert_eq!(address(&["a:1"]), toml::Value::from("a:1"));
         assert_eq!(address(&["a:1", "b:2"]), toml::Value::from(vec!["a:1", "b:2"]));

@@ -111,7 +111,7 @@ impl Process {
 }
 
 /// A binary beside this one.
-pub(super) fn binary(program: &str) -> anyhow::Result<PathBuf> {
+pub(crate) fn binary(program: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("cannot find this program's own file")?;
     let path = own.with_file_name(program);
     if !path.exists() {

@@ -58,7 +58,7 @@ pub struct CacheNodeStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drain: Option<Drain>,
     /// What is so: `AgentReady`, `Connected`, `DevicesReady`, `ConfigurationApplied`, `EngineFallback`, `Degraded`, `Cordoned`,
-    /// `Drained`.
+    /// `Drained`; by the operator `ModeApplied`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

@@ -87,6 +87,10 @@ words! {
         DevicesReady,
         /// The node runs by the configuration that the operator gave it last.
         ConfigurationApplied,
+        /// The control plane has the mode that the object says. Written by the operator.
+        ModeApplied,
+        /// The control planes of the tenant's clusters keep to its budget.
+        BudgetApplied,
     }
 }
 
@@ -113,8 +117,10 @@ words! {
         FieldConflict,
         /// etcd does not answer, or refuses.
         EtcdUnreachable,
-        /// The control plane does not answer.
+        /// The control plane does not answer, or cannot do it at the moment.
         ControlPlaneUnreachable,
+        /// Somebody had changed it at the control plane; it is again what the object says.
+        SetBack,
         /// Components differ by more than one minor version.
         VersionSkew,
         /// No node matches the selection.

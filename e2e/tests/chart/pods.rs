@@ -32,6 +32,7 @@ fn pods_are_as_restricted_as_they_can_be() {
         "reprise-operator",
         "reprise-definitions",
         "reprise-objects",
+        "reprise-delete",
         "reprise-round-trip",
         "reprise-seccomp",
     ] {
@@ -69,7 +70,8 @@ fn pods_are_as_restricted_as_they_can_be() {
 #[test]
 fn who_does_not_talk_to_the_api_server_has_no_token() {
     for (name, workload) in workloads() {
-        let talks = ["reprise-operator", "reprise-definitions", "reprise-objects"].contains(&name.as_str());
+        let talks = ["reprise-operator", "reprise-definitions", "reprise-objects", "reprise-delete"];
+        let talks = talks.contains(&name.as_str());
         let pod = &workload.object["spec"]["template"]["spec"];
         assert_eq!(pod["automountServiceAccountToken"], json!(talks), "{name}");
     }

@@ -260,7 +260,10 @@ fn definitions_can_be_left_out_and_monitors_follow_what_the_server_has() {
         documents.iter().map(|one| one.object["kind"].as_str().expect("a kind").to_owned()).collect()
     };
     assert!(!kinds(&["--set", "crds.install=false"]).contains(&"CustomResourceDefinition".to_owned()));
-    assert!(!kinds(&["--set", "crds.upgradeHook=false"]).contains(&"Job".to_owned()));
+    let jobs = |more: &[&str]| kinds(more).iter().filter(|kind| *kind == "Job").count();
+    assert_eq!(jobs(&[]), 2, "definitions before an upgrade, objects before the end");
+    assert_eq!(jobs(&["--set", "crds.upgradeHook=false"]), 1);
+    assert_eq!(jobs(&["--set", "crds.upgradeHook=false", "--set", "hooks.deleteObjects=false"]), 0);
     let auto = ["--set", "monitoring.serviceMonitor=Auto"];
     assert!(!kinds(&auto).contains(&"ServiceMonitor".to_owned()));
     let there = [auto.as_slice(), &["--api-versions", "monitoring.coreos.com/v1"]].concat();

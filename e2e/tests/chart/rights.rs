@@ -61,5 +61,5 @@ fn without_rbac_no_role_is_made_and_pods_keep_their_accounts() {
         crate::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
     let kinds: Vec<&str> = documents.iter().filter_map(|one| one.object["kind"].as_str()).collect();
     assert!(!kinds.iter().any(|kind| kind.contains("Role")), "{kinds:?}");
-    assert_eq!(kinds.iter().filter(|kind| **kind == "ServiceAccount").count(), 3);
+    assert_eq!(kinds.iter().filter(|kind| **kind == "ServiceAccount").count(), 4);
 }

@@ -94,6 +94,32 @@ pub(crate) fn a_device_that_fails_is_faulted_and_engines_go_on(server: &ApiServe
     assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
 }
 
+pub(crate) fn a_pool_of_fewer_devices_than_match_keeps_its_own_and_its_wipe_destroys_no_other(
+    server: &ApiServer,
+) {
+    let mut node = Node::start(server, "fewer");
+    node.world.allow("destroying the data of a device, as was confirmed");
+    let own = node.add_device("nvme-2", b"");
+    let mut claims = json!({ "claims": [device_claim("raw", "nvme-*")] });
+    claims["claims"][0]["maxDevices"] = json!(1);
+    node.bring("it is open", claims.clone(), |status| state(status, "nvme-2") == Some("Open"));
+    node.agent.engine(small()).save_durably(&blocks());
+    // Two more with earlier names: one with somebody's notes, and a blank one.
+    let theirs = node.add_device("nvme-0", b"notes");
+    node.add_device("nvme-1", b"");
+    node.agent.kill();
+    node.agent.start();
+    node.wait_ready();
+    let engine = node.agent.engine(small());
+    assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
+
+    claims["claims"][0]["wipe"] = json!(true);
+    let status = node.bring("it is wiped", claims, |status| state(status, "nvme-2") == Some("Wiped"));
+    assert_eq!(status["devices"].as_array().map(Vec::len), Some(1), "no other was touched: {status:#}");
+    assert!(std::fs::read(&own).expect("it is there").iter().all(|byte| *byte == 0));
+    assert!(std::fs::read(&theirs).expect("it is there").starts_with(b"notes"));
+}
+
 pub(crate) fn devices_that_two_pools_want_go_to_the_first(server: &ApiServer) {
     let node = Node::start(server, "disputed");
     node.add_device("nvme-1", b"");

@@ -6,9 +6,13 @@ use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
 use reprise_e2e::{AgentConfig, ApiServer, World, wait_until};
+use reprise_policy::ByteSize;
 use serde_json::json;
 
 use crate::node::{Node, Setup, TOLD_WITHIN, condition, file_claim, state};
+
+/// Of an arena enough are left when a tenant without engines on a node takes one.
+const REGION: ByteSize = ByteSize(2 << 20);
 
 fn mode(node: &Node<'_>) -> String {
     node.agent.admin().json("/status")["placement"]["mode"].as_str().expect("a mode").to_owned()
@@ -38,6 +42,7 @@ pub(crate) fn a_node_is_drained_by_its_spec(server: &ApiServer) {
     let member = world.control_plane(Store::Memory);
     let other = world.agent(&AgentConfig {
         control_plane: vec![member.address().to_owned()],
+        region: REGION,
         ..AgentConfig::named("stays")
     });
     let setup = Setup { control_plane: vec![member.address().to_owned()], ..Setup::of("drained") };

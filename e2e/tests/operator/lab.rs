@@ -15,10 +15,15 @@ use serde_json::{Value, json};
 pub(crate) const SPACE: &str = "cache";
 /// Namespace of the operator.
 pub(crate) const SYSTEM: &str = "reprise-system";
+/// Where nobody listens: ports below 1024 are not given to processes of tests.
+const NOBODY: &str = "127.0.0.1:9";
 /// The manager of what tests write.
 pub(crate) const SOMEBODY: &str = "somebody";
 /// A few reconciles have passed by then.
 pub(crate) const SETTLED: Duration = Duration::from_millis(1500);
+
+/// Group of admission policies.
+const ADMISSION: &str = "admissionregistration.k8s.io";
 
 /// Kinds that the operator makes.
 pub(crate) const MADE: [(&str, &str, &str, bool); 9] = [
@@ -65,9 +70,15 @@ impl Lab {
         lab
     }
 
-    /// An operator of this name, not started.
+    /// An operator of this name, not started, that finds nobody where the control plane should be.
     pub(crate) fn operator_files(&self, name: &str) -> OperatorFiles {
-        self.world.operator(&self.server, name, SYSTEM)
+        self.operator_with(name, NOBODY)
+    }
+
+    /// An operator of this name, not started, and the address of the control plane of cluster `c`.
+    pub(crate) fn operator_with(&self, name: &str, control_plane: &str) -> OperatorFiles {
+        let files = self.world.operator(&self.server, name, SYSTEM);
+        files.control_plane(&format!("{SPACE}/c"), control_plane)
     }
 
     /// Starts the operator; it must start.
@@ -92,6 +103,16 @@ impl Lab {
             "GPUQueueAllocation" => ours(kind, "gpuqueueallocations", true),
             "Node" => ("", kind.to_owned(), "nodes".to_owned(), false),
             "Namespace" => ("", kind.to_owned(), "namespaces".to_owned(), false),
+            "MutatingAdmissionPolicy" => {
+                (ADMISSION, kind.to_owned(), "mutatingadmissionpolicies".to_owned(), false)
+            }
+            "MutatingAdmissionPolicyBinding" => {
+                (ADMISSION, kind.to_owned(), "mutatingadmissionpolicybindings".to_owned(), false)
+            }
+            "PodMonitor" => ("monitoring.coreos.com", kind.to_owned(), "podmonitors".to_owned(), true),
+            "CustomResourceDefinition" => {
+                ("apiextensions.k8s.io", kind.to_owned(), "customresourcedefinitions".to_owned(), false)
+            }
             "Event" => ("", kind.to_owned(), "events".to_owned(), true),
             _ => {
                 let made = MADE.iter().find(|made| made.1 == kind).expect("a kind of the lab");
@@ -154,8 +175,18 @@ impl Lab {
 
     /// Waits until a condition has this status and reason, of the present generation; its message.
     pub(crate) fn wait_condition(&self, kind: &str, name: &str, wanted: [&str; 3]) -> String {
+        self.wait_condition_within(PATIENCE, (kind, name), wanted)
+    }
+
+    /// The same, for something that takes longer.
+    pub(crate) fn wait_condition_within(
+        &self,
+        within: Duration,
+        (kind, name): (&str, &str),
+        wanted: [&str; 3],
+    ) -> String {
         let mut seen = Value::Null;
-        let give_up = std::time::Instant::now() + PATIENCE;
+        let give_up = std::time::Instant::now() + within;
         while std::time::Instant::now() < give_up {
             if let Some(object) = self.get(kind, name) {
                 let generation = object.metadata.generation;

@@ -28,7 +28,7 @@ fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
     for node in ["n1", "n2"] {
         lab.agent_reports(node, "Open");
     }
-    // Another one, and together they are too many. A budget in the cluster is refused, and changes nothing on nodes.
+    // Another one, and together they are too many. One that is refused changes nothing on nodes.
     tenant(&lab, "b", &reserves("32Mi"));
     let said = lab.wait_condition("CacheTenant", "b", ["QuotaFeasible", "False", "OverCapacity"]);
     assert!(said.contains("n1") && said.contains("80Mi") && said.contains("a, b"), "{said}");
@@ -37,11 +37,10 @@ fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
     for name in ["a", "b"] {
         lab.wait_condition("CacheTenant", name, ["Ready", "True", "AsDesired"]);
     }
-    let budget =
-        json!({ "budget": { "ssd": { "limit": "1Gi" } }, "perNode": { "ssd": { "limit": "17Mi" } } });
-    tenant(&lab, "c", &budget);
+    let purged = json!({ "deletionPolicy": "Purge", "perNode": { "ssd": { "limit": "17Mi" } } });
+    tenant(&lab, "c", &purged);
     let said = lab.wait_condition("CacheTenant", "c", ["Accepted", "False", "Unsupported"]);
-    assert!(said.contains("reprise tenant set"), "{said}");
+    assert!(said.contains("use Orphan"), "{said}");
     wait_until("b's new reservation is told", PATIENCE, || told("16MiB"));
     assert!(told("17MiB").is_none());
     operator.kill();

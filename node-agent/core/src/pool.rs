@@ -41,7 +41,7 @@ pub use geometry::{
     DEVICE_BYTES_MAX, PoolParams, SEGMENT_ALIGNMENT, SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_MAX,
     SUPERBLOCK_OFFSETS,
 };
-pub use recovery::{READ_BYTES_MAX, Recovery, RecoveryReport};
+pub use recovery::{OWNER_BYTES, READ_BYTES_MAX, Recovery, RecoveryReport, owner};
 pub use superblock::FORMAT_VERSION;
 
 /// Number of a 4 KiB page on a device: 16 TiB at the most.

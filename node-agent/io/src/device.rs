@@ -7,6 +7,7 @@
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, Seek, SeekFrom};
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -195,20 +196,39 @@ impl DeviceFile {
     /// # Errors
     /// Any: some of it may be left.
     pub fn erase(&self) -> Result<(), IoError> {
-        if let Err(error) = sys::zero(self.file.as_fd(), self.size) {
-            tracing::info!(path = %self.path.display(), %error, "the kernel cannot zero this; zeroes are written");
-            self.write_zeroes()?;
-        }
+        self.zero(0..self.size)?;
         self.sync()
     }
 
-    fn write_zeroes(&self) -> Result<(), IoError> {
+    /// Destroys so many of the first and of the last bytes, durably: where others look whose a device is.
+    ///
+    /// # Errors
+    /// Any: some of it may be left.
+    pub fn erase_ends(&self, bytes: u64) -> Result<(), IoError> {
+        let first = bytes.min(self.size);
+        self.zero(0..first)?;
+        self.zero(self.size.saturating_sub(bytes).max(first)..self.size)?;
+        self.sync()
+    }
+
+    fn zero(&self, range: Range<u64>) -> Result<(), IoError> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        if let Err(error) = sys::zero(self.file.as_fd(), range.clone()) {
+            tracing::info!(path = %self.path.display(), %error, "the kernel cannot zero this; zeroes are written");
+            self.write_zeroes(range)?;
+        }
+        Ok(())
+    }
+
+    fn write_zeroes(&self, range: Range<u64>) -> Result<(), IoError> {
         let erasing = || format!("erasing {}", self.path.display());
         let no_memory = |_| IoError::new(IoErrorKind::Busy, erasing());
         let zeroes = PageBuffer::new(ERASE_BYTES).map_err(no_memory)?;
-        let mut offset = 0;
-        while offset < self.size {
-            let bytes = usize::try_from(self.size - offset).unwrap_or(ERASE_BYTES).min(ERASE_BYTES);
+        let mut offset = range.start;
+        while offset < range.end {
+            let bytes = usize::try_from(range.end - offset).unwrap_or(ERASE_BYTES).min(ERASE_BYTES);
             let written = self.file.write_all_at(&zeroes[..bytes], offset);
             written.map_err(|error| IoError::from_call(Call::Transfer, erasing(), error))?;
             offset += bytes as u64;

@@ -1,6 +1,7 @@
 //! Every system call of this crate that neither std nor the io-uring crate makes.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
@@ -73,16 +74,16 @@ pub(crate) fn fallocate(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Makes a file's or block device's first `bytes` read as zeroes without moving any, as fallocate(2) can: by giving the space back,
+/// Makes a range of a file or block device read as zeroes without moving any, as fallocate(2) can: by giving the space back,
 /// or by marking it as never written. Both are passed down to a device that can discard or write zeroes by itself.
-pub(crate) fn zero(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
-    let bytes = file_offset(bytes)?;
+pub(crate) fn zero(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<()> {
+    let (offset, bytes) = (file_offset(range.start)?, file_offset(range.end - range.start)?);
     let modes = [libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, libc::FALLOC_FL_ZERO_RANGE];
     let mut refused = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
     for mode in modes {
         loop {
             // SAFETY: fallocate(2) takes integers only.
-            match check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, 0, bytes) }) {
+            match check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, offset, bytes) }) {
                 Ok(()) => return Ok(()),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 Err(error) => {

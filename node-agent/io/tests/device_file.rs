@@ -341,3 +341,19 @@ fn an_erased_file_reads_as_zeroes_and_keeps_its_size() {
     assert_eq!(content.len() as u64, 3 * MIB + 4096);
     assert!(content.iter().all(|byte| *byte == 0));
 }
+
+#[test]
+fn a_file_whose_ends_are_erased_keeps_the_rest_and_a_small_one_nothing() {
+    let directory = directory();
+    let path = directory.path().join("pool");
+    for (size, kept) in [(4 * MIB, MIB..3 * MIB), (MIB, MIB..MIB)] {
+        let size = usize::try_from(size).expect("it fits");
+        std::fs::write(&path, vec![7; size]).expect("written");
+        let file = DeviceFile::open(&path, FileAccess::ReadWrite, Missing::Fail).expect("it is there");
+        file.erase_ends(MIB).expect("erased");
+        drop(file);
+        let content = std::fs::read(&path).expect("it is there");
+        let expected = |at: usize| if kept.contains(&(at as u64)) { 7 } else { 0 };
+        assert!(content.len() == size && content.iter().enumerate().all(|(at, byte)| *byte == expected(at)));
+    }
+}

@@ -141,6 +141,15 @@ impl Desired {
         Desired { generation, mode, configuration_digest, claims, profiles, problems }
     }
 
+    /// The same as far as it is followed without the API server's word: nothing is destroyed that somebody may have thought better of
+    /// since.
+    #[must_use]
+    pub fn without_destruction(mut self) -> Desired {
+        self.claims.retain(|claim| claim.data == Data::Kept);
+        self.claims.iter_mut().for_each(|claim| claim.foreign = ForeignSignatures::Refuse);
+        self
+    }
+
     /// Whether the claim of a pool is there and cannot be read: what the pool has stays as it is.
     pub fn is_unreadable(&self, pool: &str) -> bool {
         let speaks_of = |problem: &Problem| problem.pool.as_deref().is_none_or(|named| named == pool);

@@ -79,6 +79,17 @@ impl StateDirectory {
         fs::rename(&beside, self.path.join(FILE))?;
         File::open(&self.path)?.sync_all()
     }
+
+    /// Keeps nothing any more.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn forget(&self) -> io::Result<()> {
+        match fs::remove_file(self.path.join(FILE)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.and_then(|()| File::open(&self.path)?.sync_all()),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -88,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_kept_comes_back_with_fields_that_nobody_knows() {
+    fn what_was_kept_comes_back_with_fields_that_nobody_knows_until_it_is_forgotten() {
         let folder = tempfile::tempdir().expect("a folder");
         let state = StateDirectory::new(&folder.path().join("state"), "n");
         assert_eq!(state.load(), Ok(None));
@@ -98,6 +109,10 @@ mod tests {
         }
         let kept = state.load().expect("readable").expect("there");
         assert_eq!((kept.generation, kept.spec), (2, spec));
+        for _ in 0..2 {
+            state.forget().expect("a disk that works");
+            assert_eq!(state.load(), Ok(None));
+        }
     }
 
     #[test]

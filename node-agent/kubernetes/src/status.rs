@@ -38,16 +38,19 @@ pub(crate) struct Identity {
     pub(crate) started_at: Time,
 }
 
-/// What is to be written, without the time of the writing. `conditions` are those that were written last.
+/// What is to be written, without the time of the writing. `conditions` are those that are there; others' are theirs to write.
 pub(crate) fn status(
     identity: &Identity,
     facts: &Facts,
     conditions: &[Condition],
     now: &Time,
 ) -> CacheNodeStatus {
-    let mut conditions = conditions.to_vec();
-    for finding in findings(facts) {
-        set(&mut conditions, &finding, facts.generation, now);
+    let findings = findings(facts);
+    let is_ours =
+        |condition: &&Condition| findings.iter().any(|finding| finding.kind.as_str() == condition.kind);
+    let mut conditions: Vec<Condition> = conditions.iter().filter(is_ours).cloned().collect();
+    for finding in &findings {
+        set(&mut conditions, finding, facts.generation, now);
     }
     CacheNodeStatus {
         observed_generation: facts.generation,

@@ -26,7 +26,11 @@ use crate::status::{Identity, status};
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a leaving agent gives its last write.
-const LAST_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
+const LAST_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Answers that say that the status or its writer is wrong, as waiting does not change: a bad request, no identity, no right, no valid
+/// object. Others are of a server that is not ready, is busy, or has no object yet.
+const REFUSALS: [u16; 4] = [400, 401, 403, 422];
 
 /// What the loop needs to know.
 #[derive(Clone, Debug)]
@@ -53,8 +57,8 @@ pub struct NodeWatch {
     pace: Pace,
     /// What the agent is told.
     tell: Box<dyn FnMut(Desired) + Send>,
-    /// The spec that it was told last.
-    told: Option<(i64, Value)>,
+    /// Generation and spec that it was told last; no spec of the server's, if it is the kept one.
+    told: Option<(i64, Option<Value>)>,
     /// The status that was written last.
     written: Option<CacheNodeStatus>,
     /// Conditions of the object when it was read, for their times.
@@ -129,11 +133,13 @@ impl NodeWatch {
                     Some(Ok(watcher::Event::InitDone)) => {
                         self.answers();
                         if !is_listed {
-                            tracing::info!(node = self.settings.node, "this node's CacheNode has not been made yet");
+                            tracing::info!(node = self.settings.node, "there is no CacheNode of this node; the node goes on as it is");
+                            self.gone();
                         }
                     }
                     Some(Ok(watcher::Event::Delete(_))) => {
                         tracing::warn!(node = self.settings.node, "this node's CacheNode was deleted; the node goes on as it is");
+                        self.gone();
                     }
                     Some(Err(error)) => self.away(&error),
                     None => unreachable!("a watch is begun again for ever"),
@@ -171,8 +177,8 @@ impl NodeWatch {
                     generation = kept.generation,
                     "starting from the spec that was kept on this node"
                 );
-                self.told = Some((kept.generation, kept.spec.clone()));
-                (self.tell)(Desired::read(kept.generation, &kept.spec));
+                self.told = Some((kept.generation, None));
+                (self.tell)(Desired::read(kept.generation, &kept.spec).without_destruction());
             }
             Ok(None) => {}
             Err(error) => tracing::warn!(error, "the kept spec cannot be used; waiting for the API server's"),
@@ -188,15 +194,25 @@ impl NodeWatch {
         }
         let spec = &object.data["spec"];
         let generation = object.meta().generation.unwrap_or(0);
-        if self.told.as_ref().is_some_and(|(told, known)| *told == generation && known == spec) {
+        if self.told.as_ref().is_some_and(|(told, known)| *told == generation && known.as_ref() == Some(spec))
+        {
             return;
         }
         tracing::info!(generation, "the spec of this node's CacheNode is new");
-        self.told = Some((generation, spec.clone()));
+        self.told = Some((generation, Some(spec.clone())));
         if let Err(error) = self.settings.state.save(generation, spec) {
             tracing::warn!(%error, "the spec cannot be kept on this node: without the API server the agent could not start again");
         }
         (self.tell)(Desired::read(generation, spec));
+    }
+
+    /// There is no object: no status to write, and nothing to start from another time. One that is made anew is told in any case.
+    fn gone(&mut self) {
+        (self.told, self.written) = (None, None);
+        self.found.clear();
+        if let Err(error) = self.settings.state.forget() {
+            tracing::warn!(%error, "the kept spec of this node cannot be removed: the agent would start from it");
+        }
     }
 
     fn answers(&mut self) {
@@ -242,8 +258,10 @@ impl NodeWatch {
                 }
                 self.written = Some(next);
             }
-            Ok(Err(kube::Error::Api(refused))) => self.refused(&refused.message),
-            // The watch says that the server is away.
+            Ok(Err(kube::Error::Api(answer))) if REFUSALS.contains(&answer.code) => {
+                self.refused(&answer.message);
+            }
+            // The watch says whether the server is away.
             Ok(Err(error)) => tracing::debug!(%error, "the status cannot be written"),
             Err(_) => tracing::debug!("the status was not taken in time"),
         }
@@ -279,3 +297,6 @@ fn chain(error: &dyn std::error::Error) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,17 +11,21 @@
 //! wanted then is looked at again afterwards. Devices of one pool are opened together, so that they agree on one identity.
 //!
 //! Invariants: a number is given to one device at a time; a place that nobody wants ends; what failed is tried again when its claim
-//! changes, what was refused also from time to time.
+//! changes, what was refused also from time to time; a device that was chosen stays so ([`Board::held`]), above all while it is wiped.
+
+mod place;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{
-    ClaimFact, Data, DeviceFact, DeviceState, Engine, FallbackEngine, ForeignSignatures, Reason, Trouble,
+    Claim, ClaimFact, Data, DeviceFact, Engine, FallbackEngine, ForeignSignatures, Reason, Trouble,
 };
 
+use super::known::Known;
 use crate::device::{Membership, PoolIdentity};
+use place::{Next, Place, State, gone};
 
 /// Devices that may be open at once.
 pub(super) const NUMBERS: u8 = 32;
@@ -92,7 +96,7 @@ pub(super) enum Action {
     /// Open these, which are of one pool.
     Open { identity: PoolIdentity, places: Vec<ToOpen> },
     /// Destroy what is there.
-    Wipe { path: String, at: PathBuf, kind: Kind },
+    Wipe(ToWipe),
     /// Close a device.
     Detach(DeviceId),
 }
@@ -106,11 +110,31 @@ pub(super) struct ToOpen {
     pub(super) recipe: Recipe,
 }
 
+/// A place to wipe.
+#[derive(Clone, Debug)]
+pub(super) struct ToWipe {
+    pub(super) path: String,
+    pub(super) at: PathBuf,
+    pub(super) kind: Kind,
+    /// The pool that its claim has, where that is known: no other is destroyed.
+    pub(super) pool: Option<[u8; 16]>,
+    /// Whether it is known to be of that pool: then erasing it may have begun before.
+    pub(super) is_member: bool,
+}
+
 /// Whether what was refused is tried again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Retry {
     Refused,
     Nothing,
+}
+
+/// How a device was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Loss {
+    /// A sync of it has failed.
+    Sync,
+    Other,
 }
 
 /// See the module.
@@ -119,54 +143,27 @@ pub(super) struct Board {
     pools: Vec<WantedPool>,
     places: BTreeMap<String, Place>,
     used: BTreeSet<u8>,
-    /// Which pool the devices of a pool were, by its unique id and their path: fresh ones join them, also while some are away.
-    known: BTreeMap<(String, String), Membership>,
-}
-
-#[derive(Debug)]
-struct Place {
-    at: PathBuf,
-    recipe: Recipe,
-    generation: i64,
-    data: Data,
-    state: State,
-}
-
-#[derive(Clone, Debug)]
-enum State {
-    Vacant,
-    Opening,
-    Open {
-        id: DeviceId,
-        opened: Opened,
-    },
-    /// It is to be Faulted afterwards for `trouble`, if there is any.
-    Closing {
-        id: DeviceId,
-        trouble: Option<Trouble>,
-    },
-    Faulted {
-        id: Option<DeviceId>,
-        trouble: Trouble,
-    },
-    Wiping,
-    Wiped,
-    Refused(Trouble),
-}
-
-/// What becomes of a place.
-enum Next {
-    Stay,
-    Forget,
-    Become(State),
-    Close { id: DeviceId, trouble: Option<Trouble> },
+    /// Fresh devices join the pool that their claim has, also while its others are away.
+    known: Known,
+    /// Places whose page cache may hold what a failed sync has not brought to the medium: reading it would announce it as durable.
+    doubtful: BTreeSet<String>,
 }
 
 impl Board {
+    /// An empty one that knows this of the devices that it will be told of.
+    pub(super) fn knowing(known: Known) -> Board {
+        Board { known, ..Board::default() }
+    }
+
     /// What is wanted from now on.
     pub(super) fn want(&mut self, pools: Vec<WantedPool>) {
-        self.known.retain(|(uid, _), _| pools.iter().any(|pool| pool.uid == *uid));
+        self.known.forget_beyond_bound(|uid| pools.iter().any(|pool| pool.uid == uid));
         self.pools = pools;
+    }
+
+    /// Which pools the devices of claims are of.
+    pub(super) fn known(&self) -> &Known {
+        &self.known
     }
 
     /// What a pool wanted so far.
@@ -174,30 +171,36 @@ impl Board {
         &self.pools
     }
 
-    /// Paths that are in use, or were until they failed.
-    pub(super) fn held(&self) -> BTreeSet<String> {
-        let is_held = |place: &Place| {
-            matches!(place.state, State::Open { .. } | State::Closing { .. } | State::Faulted { .. })
+    /// Paths that keep their place among those that claims mean: all that were chosen, but what was only looked at and left alone, and
+    /// what is gone once its claim has changed. What is to be wiped keeps it in any case, or another device would take it over.
+    pub(super) fn held(&self, claims: &[Claim]) -> BTreeSet<String> {
+        let is_as_before = |place: &Place| {
+            claims.iter().any(|claim| claim.uid == place.recipe.uid && claim.generation == place.generation)
         };
-        self.places.iter().filter(|(_, place)| is_held(place)).map(|(path, _)| path.clone()).collect()
+        let is_held = |(path, place): &(&String, &Place)| match &place.state {
+            State::Faulted { id: None, .. } => is_as_before(place),
+            State::Vacant | State::Refused(_) if place.refusal().is_some() => {
+                place.data == Data::Wiped || self.known.has(&place.recipe.uid, path)
+            }
+            _ => true,
+        };
+        self.places.iter().filter(is_held).map(|(path, _)| path.clone()).collect()
     }
 
     /// Whether everything that is wanted has been tried.
     pub(super) fn is_settled(&self) -> bool {
-        let is_settled = |place: &WantedPlace| self.settled(&place.path);
-        self.pools.iter().all(|pool| pool.places.iter().all(is_settled))
+        self.pools.iter().all(|pool| self.all_places(pool, Place::is_tried))
     }
 
-    fn settled(&self, path: &str) -> bool {
-        self.places.get(path).is_some_and(|place| {
-            !matches!(place.state, State::Vacant | State::Opening | State::Closing { .. } | State::Wiping)
-        })
+    fn all_places(&self, pool: &WantedPool, holds: impl Fn(&Place, &WantedPool) -> bool) -> bool {
+        pool.places.iter().all(|wanted| self.places.get(&wanted.path).is_some_and(|place| holds(place, pool)))
     }
 
     /// A place was opened.
     pub(super) fn opened(&mut self, path: &str, id: DeviceId, opened: Opened) {
         if let Some(place) = self.places.get_mut(path) {
-            self.known.insert((place.recipe.uid.clone(), path.to_owned()), opened.membership);
+            self.known.note(&place.recipe.uid, path, opened.membership);
+            place.refused = None;
             place.state = State::Open { id, opened };
         }
     }
@@ -208,24 +211,29 @@ impl Board {
             self.used.remove(&id.0);
         }
         if let Some(place) = self.places.get_mut(path) {
-            place.state = State::Refused(trouble);
+            place.refuse(trouble);
         }
     }
 
     /// A place was wiped.
     pub(super) fn wiped(&mut self, path: &str) {
         if let Some(place) = self.places.get_mut(path) {
-            self.known.remove(&(place.recipe.uid.clone(), path.to_owned()));
+            self.doubtful.remove(path);
+            place.refused = None;
             place.state = State::Wiped;
         }
     }
 
     /// A device has failed.
-    pub(super) fn lost(&mut self, lost: DeviceId, reason: &str) {
-        for place in self.places.values_mut() {
-            if let State::Open { id, .. } = place.state
-                && id == lost
+    pub(super) fn lost(&mut self, lost: DeviceId, reason: &str, loss: Loss) {
+        for (path, place) in &mut self.places {
+            if let State::Open { id, opened } = &place.state
+                && *id == lost
             {
+                let id = *id;
+                if loss == Loss::Sync && !opened.direct {
+                    self.doubtful.insert(path.clone());
+                }
                 let message = format!(
                     "the device has failed: {reason}. Its blocks are misses; replace it, then change the pool or restart the agent"
                 );
@@ -292,29 +300,31 @@ impl Board {
         };
         let may_open = !self.places.values().any(is_busy);
         for wanted in &pool.places {
-            let place = self.places.entry(wanted.path.clone()).or_insert_with(|| Place {
-                at: wanted.at.clone(),
-                recipe: wanted.recipe.clone(),
-                generation: pool.generation,
-                data: pool.data,
-                state: State::Vacant,
-            });
+            let place = self.places.entry(wanted.path.clone()).or_insert_with(|| Place::new(pool, wanted));
             if !matches!(place.state, State::Vacant) {
                 continue;
             }
-            (place.at, place.recipe) = (wanted.at.clone(), wanted.recipe.clone());
-            (place.generation, place.data) = (pool.generation, pool.data);
+            place.aim(pool, wanted);
             match (wanted.presence, pool.data) {
                 (Presence::Gone, _) => place.state = State::Faulted { id: None, trouble: gone() },
                 (Presence::Here, Data::Wiped) => {
                     place.state = State::Wiping;
                     let (path, at) = (wanted.path.clone(), wanted.at.clone());
-                    actions.push(Action::Wipe { path, at, kind: wanted.recipe.kind });
+                    actions.push(Action::Wipe(ToWipe {
+                        kind: wanted.recipe.kind,
+                        pool: self.known.pool(&pool.uid),
+                        is_member: self.known.has(&pool.uid, &path),
+                        path,
+                        at,
+                    }));
+                }
+                (Presence::Here, Data::Kept) if self.doubtful.contains(&wanted.path) => {
+                    place.refuse(doubtful());
                 }
                 (Presence::Here, Data::Kept) if may_open => {
                     let Some(id) = (0..NUMBERS).find(|id| !self.used.contains(id)) else {
                         let message = format!("{NUMBERS} devices of this node are open already");
-                        place.state = State::Refused(Trouble { reason: Reason::OverCapacity, message });
+                        place.refuse(Trouble { reason: Reason::OverCapacity, message });
                         continue;
                     };
                     self.used.insert(id);
@@ -326,33 +336,23 @@ impl Board {
             }
         }
         if !to_open.is_empty() {
-            let identity = self.identity(&pool.uid, &to_open);
+            // Those that are about to be opened say themselves what they are.
+            let is_other = |path: &str| to_open.iter().all(|place| place.path != path);
+            let identity = self.known.identity(&pool.uid, is_other);
             actions.push(Action::Open { identity, places: to_open });
         }
     }
 
-    /// What the devices of a pool agree on, without those that are about to be opened: they say themselves what they are.
-    fn identity(&self, uid: &str, opening: &[ToOpen]) -> PoolIdentity {
-        let mut identity = PoolIdentity::default();
-        for ((of, path), membership) in &self.known {
-            if of == uid && opening.iter().all(|place| place.path != *path) {
-                // One that was replaced under its name is known twice, if at all: the first counts.
-                let _ = identity.enter(path.as_ref(), *membership);
-            }
-        }
-        identity
-    }
-
     /// Claims that are followed.
     pub(super) fn claims(&self) -> Vec<ClaimFact> {
-        let is_settled = |pool: &&WantedPool| pool.places.iter().all(|place| self.settled(&place.path));
+        let is_followed = |pool: &&WantedPool| self.all_places(pool, Place::is_followed);
         let fact = |pool: &WantedPool| ClaimFact {
             pool: pool.pool.clone(),
             uid: pool.uid.clone(),
             generation: pool.generation,
             trouble: pool.trouble.clone(),
         };
-        self.pools.iter().filter(is_settled).map(fact).collect()
+        self.pools.iter().filter(is_followed).map(fact).collect()
     }
 
     /// Devices and files; what is used of them is for the caller to add, by their numbers.
@@ -361,90 +361,10 @@ impl Board {
     }
 }
 
-impl Place {
-    /// Whether an open device is as good for what is wanted now: what happens to foreign data, and which engine would do where the
-    /// wanted one cannot be had, matters while a device is opened.
-    fn serves(&self, opened: &Opened, pool: &WantedPool, wanted: &Recipe) -> bool {
-        let fallback = if opened.engine == wanted.engine { wanted.fallback } else { self.recipe.fallback };
-        let as_opened = Recipe { foreign: wanted.foreign, fallback, ..self.recipe.clone() };
-        as_opened == *wanted && self.data == pool.data
-    }
-
-    fn next(&self, wanted: Option<(&WantedPool, &WantedPlace)>, retry: Retry) -> Next {
-        let Some((pool, place)) = wanted else {
-            return match &self.state {
-                State::Opening | State::Wiping => Next::Stay,
-                State::Closing { id, trouble: Some(_) } => {
-                    Next::Become(State::Closing { id: *id, trouble: None })
-                }
-                State::Closing { .. } => Next::Stay,
-                State::Open { id, .. } | State::Faulted { id: Some(id), .. } => {
-                    Next::Close { id: *id, trouble: None }
-                }
-                State::Vacant | State::Wiped | State::Refused(_) | State::Faulted { id: None, .. } => {
-                    Next::Forget
-                }
-            };
-        };
-        let is_same = self.recipe == place.recipe && self.data == pool.data;
-        let is_renewed = !is_same || self.generation != pool.generation;
-        let is_gone = place.presence == Presence::Gone;
-        match &self.state {
-            State::Opening | State::Wiping | State::Closing { .. } | State::Vacant => Next::Stay,
-            State::Open { id, .. } if is_gone => Next::Close { id: *id, trouble: Some(gone()) },
-            State::Open { id, opened } if !self.serves(opened, pool, &place.recipe) => {
-                Next::Close { id: *id, trouble: None }
-            }
-            State::Open { .. } => Next::Stay,
-            State::Faulted { id: Some(id), .. } if is_gone => Next::Close { id: *id, trouble: Some(gone()) },
-            State::Faulted { id: Some(id), .. } if is_renewed => Next::Close { id: *id, trouble: None },
-            State::Faulted { id: Some(_), .. } => Next::Stay,
-            State::Faulted { id: None, .. } if is_gone => Next::Stay,
-            // It is back.
-            State::Faulted { id: None, .. } => Next::Become(State::Vacant),
-            State::Refused(_) if is_renewed || retry == Retry::Refused => Next::Become(State::Vacant),
-            State::Wiped if !is_same => Next::Become(State::Vacant),
-            State::Refused(_) | State::Wiped => Next::Stay,
-        }
-    }
-
-    fn fact(&self, path: &str) -> (Option<DeviceId>, DeviceFact) {
-        let waiting = |message: &str| Trouble { reason: Reason::Progressing, message: message.to_owned() };
-        let (id, state, trouble) = match &self.state {
-            State::Vacant => (None, DeviceState::Found, Some(waiting("not opened yet"))),
-            State::Opening => (None, DeviceState::Opening, Some(waiting("its journal is read"))),
-            State::Open { id, opened } => (Some(*id), DeviceState::Open, opened.fallback.clone()),
-            State::Closing { trouble: Some(trouble), .. } => {
-                (None, DeviceState::Faulted, Some(trouble.clone()))
-            }
-            State::Closing { .. } => (None, DeviceState::Found, Some(waiting("it is being closed"))),
-            State::Faulted { trouble, .. } => (None, DeviceState::Faulted, Some(trouble.clone())),
-            State::Wiping => (None, DeviceState::Found, Some(waiting("its data is being destroyed"))),
-            State::Wiped => (None, DeviceState::Wiped, None),
-            State::Refused(trouble) => (None, DeviceState::Refused, Some(trouble.clone())),
-        };
-        let (engine, direct) = match &self.state {
-            State::Open { opened, .. } => (Some(opened.engine), opened.direct),
-            _ => (None, false),
-        };
-        let fact = DeviceFact {
-            path: path.to_owned(),
-            pool: self.recipe.pool.clone(),
-            state,
-            trouble,
-            size: 0,
-            used: 0,
-            wanted: self.recipe.engine,
-            engine,
-            direct,
-        };
-        (id, fact)
-    }
-}
-
-fn gone() -> Trouble {
-    let message = "the device is gone: its name leads nowhere. It is opened again when it is back".to_owned();
-    Trouble { reason: Reason::DeviceFailed, message }
+/// Why a device is not opened again after a failed sync.
+fn doubtful() -> Trouble {
+    let message = "a sync of it has failed, and its file system may show what the disk does not have: restart the node, or wipe the pool";
+    Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
 }
 
 #[cfg(test)]

@@ -73,7 +73,8 @@ pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view
         devices: devices.collect(),
         mode: spec_mode(view.mode),
         drain: DrainFact {
-            drained: drain.drained && view.counters.unsaved_blocks == 0,
+            // Blocks of a device that is not open yet are not among those that were looked at.
+            drained: drain.drained && view.counters.unsaved_blocks == 0 && board.is_settled(),
             walked: drain.walked_blocks,
             durable: drain.durable_blocks,
             nowhere: drain.nowhere_blocks,

@@ -3,17 +3,23 @@
 //!
 //! Somebody else's data is neither opened nor destroyed, unless the claim says that it may be overwritten.
 
-use std::path::Path;
+use std::io::ErrorKind;
 
 use reprise_agent_core::effect::DeviceId;
+use reprise_agent_core::pool::{OWNER_BYTES, owner};
 use reprise_agent_kubernetes::{Engine, FallbackEngine, ForeignSignatures, Reason, Trouble};
 use reprise_io::{Caching, DeviceFile, EngineKind, FileAccess, Missing};
 
-use super::board::{Kind, Opened, Recipe, ToOpen};
+use super::board::{Kind, Opened, Recipe, ToOpen, ToWipe};
 use super::signatures;
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::device::{self, DeviceContext, OpenedDevice, PoolIdentity, Unusable, unusable};
 use crate::error::AgentError;
+
+/// At each end of a device that is overwritten: more than any mark of somebody else lies from it, and than a blank device is looked at.
+const OVERWRITTEN_BYTES: u64 = 4 << 20;
+
+const _: () = assert!(OVERWRITTEN_BYTES >= OWNER_BYTES as u64 && OVERWRITTEN_BYTES >= signatures::LOOKED_AT);
 
 /// A place that was tried.
 pub(super) struct Tried {
@@ -72,30 +78,52 @@ pub(super) fn open(
     tried
 }
 
-/// Destroys what is on a place, and a file with it.
-pub(super) fn wipe(at: &Path, kind: Kind) -> Result<(), Trouble> {
-    let failed = |reason, message: String| Trouble { reason, message };
-    match signatures::foreign(at) {
+/// Destroys what the claim's pool has on a place, and a file with it. What is another pool's, or was written by nobody known, is refused;
+/// a blank device that the pool never used is left as it is.
+pub(super) fn wipe(place: &ToWipe) -> Result<(), Trouble> {
+    let at = &place.at;
+    let foreign = |what: &str| {
+        let message = format!("it holds {what}, which is not ours to destroy: take it out of the pool");
+        trouble(Reason::ForeignSignature, message)
+    };
+    if let Some(what) = signatures::foreign(at).map_err(unreadable)? {
+        return Err(foreign(what));
+    }
+    let start = match signatures::start(at, OWNER_BYTES) {
+        // A device that cannot be found was not wiped.
+        Err(error) if error.kind() == ErrorKind::NotFound && place.kind == Kind::File => return Ok(()),
+        start => start.map_err(unreadable)?,
+    };
+    match owner(&start) {
+        Ok(None) if place.kind == Kind::Device && !place.is_member => return Ok(()),
         Ok(None) => {}
-        Ok(Some(what)) => {
-            let message = format!("it holds {what}, which is not ours to destroy: take it out of the pool");
-            return Err(failed(Reason::ForeignSignature, message));
-        }
-        Err(error) => return Err(failed(Reason::DeviceFailed, format!("it cannot be read: {error}"))),
+        Ok(Some(pool)) if place.pool.is_none_or(|own| own == pool) => {}
+        Ok(Some(_)) => return Err(foreign("another pool")),
+        Err(_) => return Err(foreign("data that no pool of ours wrote, or a pool that cannot be read")),
     }
-    if !at.exists() {
-        return Ok(());
-    }
-    let unusable =
-        |error: reprise_io::IoError| failed(Reason::DeviceFailed, format!("it cannot be erased: {error}"));
-    let file = DeviceFile::open(at, FileAccess::ReadWrite, Missing::Fail).map_err(unusable)?;
-    file.erase().map_err(unusable)?;
-    if kind == Kind::File {
+    tracing::warn!(path = place.path, "destroying the data of a device, as was confirmed");
+    let file = DeviceFile::open(at, FileAccess::ReadWrite, Missing::Fail).map_err(not_erased)?;
+    file.erase().map_err(not_erased)?;
+    if place.kind == Kind::File {
         std::fs::remove_file(at).map_err(|error| {
-            failed(Reason::DeviceFailed, format!("it is erased and cannot be removed: {error}"))
+            trouble(Reason::DeviceFailed, format!("it is erased and cannot be removed: {error}"))
         })?;
     }
     Ok(())
+}
+
+fn trouble(reason: Reason, message: String) -> Trouble {
+    Trouble { reason, message }
+}
+
+#[allow(clippy::needless_pass_by_value, reason = "it maps errors")]
+fn unreadable(error: std::io::Error) -> Trouble {
+    trouble(Reason::DeviceFailed, format!("it cannot be read: {error}"))
+}
+
+#[allow(clippy::needless_pass_by_value, reason = "it maps errors")]
+fn not_erased(error: reprise_io::IoError) -> Trouble {
+    trouble(Reason::DeviceFailed, format!("it cannot be erased: {error}"))
 }
 
 impl Attempt {
@@ -106,22 +134,18 @@ impl Attempt {
     }
 }
 
-/// Looks whose data is there, and erases it where the claim says so.
+/// Looks whose data is there, and takes the mark of it away where the claim says so.
 fn prepare(place: &ToOpen) -> Result<(), Trouble> {
-    let failed = |reason, message: String| Trouble { reason, message };
-    let unreadable =
-        |error: std::io::Error| failed(Reason::DeviceFailed, format!("it cannot be read: {error}"));
     match (signatures::foreign(&place.at).map_err(unreadable)?, place.recipe.foreign) {
         (None, _) => Ok(()),
         (Some(what), ForeignSignatures::Wipe) => {
             tracing::warn!(path = place.path, what, "overwriting what is on a device, as its pool says");
-            let unusable = |error: reprise_io::IoError| {
-                failed(Reason::DeviceFailed, format!("it cannot be erased: {error}"))
-            };
-            let file = DeviceFile::open(&place.at, FileAccess::ReadWrite, Missing::Fail).map_err(unusable)?;
-            file.erase().map_err(unusable)
+            let file =
+                DeviceFile::open(&place.at, FileAccess::ReadWrite, Missing::Fail).map_err(not_erased)?;
+            // The other devices of the pool wait for this one: the rest is overwritten by blocks.
+            file.erase_ends(OVERWRITTEN_BYTES).map_err(not_erased)
         }
-        (Some(what), ForeignSignatures::Refuse) => Err(failed(
+        (Some(what), ForeignSignatures::Refuse) => Err(trouble(
             Reason::ForeignSignature,
             format!(
                 "it holds {what} and is left alone: take it out of the pool, or have its data overwritten (foreignSignatures)"
@@ -204,3 +228,6 @@ fn succeeded(place: ToOpen, attempt: Attempt, opened: OpenedDevice) -> Tried {
     let facts = Opened { membership: opened.membership, engine, fallback, direct };
     Tried { path: place.path, id: place.id, result: Ok((Box::new(opened), facts)) }
 }
+
+#[cfg(test)]
+mod tests;

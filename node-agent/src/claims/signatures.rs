@@ -8,7 +8,7 @@ use std::io::{self, Read};
 use std::path::Path;
 
 /// The furthest mark is an uberblock of ZFS, in the second half of its first label.
-const LOOKED_AT: u64 = 256 << 10;
+pub(super) const LOOKED_AT: u64 = 256 << 10;
 
 /// First bytes of a pool of ours (docs/FORMAT.md, "Superblock").
 const OURS: &[u8] = b"REPRISE\0";
@@ -50,19 +50,31 @@ const MARKS: &[Mark] = &[
 const UBERBLOCKS: (usize, usize) = (128 << 10, 1024);
 const UBERBLOCK: [&[u8]; 2] = [b"\x0c\xb1\xba\x00\x00\x00\x00\x00", b"\x00\x00\x00\x00\x00\xba\xb1\x0c"];
 
+/// Whether a device begins as a pool of ours, of whomever. One that cannot be read does not.
+pub(super) fn is_ours(path: &Path) -> bool {
+    start(path, OURS.len()).is_ok_and(|start| start == OURS)
+}
+
 /// What is on a device or in a file that is not ours; `None` when there is no mark, or no device.
 ///
 /// # Errors
 /// It cannot be read.
 pub(super) fn foreign(path: &Path) -> io::Result<Option<&'static str>> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
+    match start(path, LOOKED_AT as usize) {
+        Ok(start) => Ok(recognise(&start)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// So many of the first bytes of a device or file, or all that it has.
+///
+/// # Errors
+/// It is not there, or cannot be read.
+pub(super) fn start(path: &Path, bytes: usize) -> io::Result<Vec<u8>> {
     let mut start = Vec::new();
-    file.take(LOOKED_AT).read_to_end(&mut start)?;
-    Ok(recognise(&start))
+    File::open(path)?.take(bytes as u64).read_to_end(&mut start)?;
+    Ok(start)
 }
 
 fn recognise(start: &[u8]) -> Option<&'static str> {
@@ -122,5 +134,8 @@ mod tests {
         std::fs::write(&path, disk(&[(0, b"XFSB")])).expect("written");
         assert_eq!(foreign(&path).expect("readable"), Some("an XFS file system"));
         assert!(foreign(folder.path()).is_err(), "a directory cannot be read");
+        assert!(!is_ours(&path) && !is_ours(folder.path()) && !is_ours(&folder.path().join("missing")));
+        std::fs::write(&path, disk(&[(0, OURS)])).expect("written");
+        assert!(is_ours(&path));
     }
 }

@@ -18,6 +18,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, TryRecvError};
@@ -67,6 +68,8 @@ pub(super) struct Surroundings {
     pub(super) arena: Arc<Arena>,
     pub(super) clock: Clock,
     pub(super) metrics: DeviceMetrics,
+    /// See [`DeviceInfo`](super::DeviceInfo).
+    pub(super) sync_failed: Arc<AtomicBool>,
 }
 
 /// The thread's state while the device works.
@@ -400,6 +403,7 @@ impl Worker {
                 self.around.metrics.sync(latency);
                 // A sync that failed leaves nothing certain: fsync(2), and the reports of 2018 about it.
                 let outcome = if error.is_none() { Ok(()) } else { Err(DeviceError::Lost) };
+                self.around.sync_failed.fetch_or(outcome.is_err(), Ordering::AcqRel);
                 self.report.done.push((token, outcome));
             }
         }

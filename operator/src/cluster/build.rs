@@ -13,7 +13,9 @@ mod agents;
 pub mod configuration;
 mod connection;
 mod etcd;
+mod injection;
 mod members;
+mod monitoring;
 mod pods;
 #[cfg(test)]
 mod tests;
@@ -26,6 +28,8 @@ pub fn build(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Option<
         children.extend(etcd::build(cluster, found));
     }
     children.push(connection::build(cluster, &found.referred.names));
+    children.extend(injection::build(cluster, &found.referred.names));
+    children.extend(monitoring::build(cluster, &found.referred.names));
     children.sort_by_key(|child| ChildKind::ALL.iter().position(|kind| *kind == child.kind));
     children
 }

@@ -1,5 +1,6 @@
 //! Reads what a cluster refers to: pools, tenants, its nodes, what runs of it, and its store.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kube::ResourceExt;
@@ -13,6 +14,7 @@ use super::store::StoreLook;
 use crate::child::ChildKind;
 use crate::context::Context;
 use crate::names::ClusterNames;
+use crate::optional::Access;
 use crate::plan::{ClusterPlan, PoolPlan};
 use crate::settings::DefaultImages;
 use crate::tenant;
@@ -47,6 +49,8 @@ pub struct Found {
     pub members: Option<Arc<DynamicObject>>,
     /// What runs: etcd.
     pub etcd: Option<Arc<DynamicObject>>,
+    /// Which optional kinds can be made here.
+    pub access: BTreeMap<ChildKind, Access>,
 }
 
 /// A pool that a cluster names.
@@ -89,6 +93,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         let found = world.cache_nodes.get(&ObjectRef::new(node))?;
         is_of(&found, names).then_some(found)
     });
+    let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
     let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
     Found {
         cache_nodes: cache_nodes.collect(),
@@ -97,6 +102,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         agents: world.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members: set(&names.control_plane()),
         etcd: set(&names.etcd()),
+        access: optional.map(|kind| (kind, world.access(kind))).collect(),
         plan: own,
         referred,
     }
@@ -111,17 +117,20 @@ pub fn is_of(node: &CacheNode, cluster: &ClusterNames) -> bool {
 
 /// Tenants that a cluster's agents know, by name. One that is refused changes nothing.
 pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
-    let knows = |tenant: &CacheTenant| {
-        let named = &tenant.spec.clusters;
-        let is_it = |named: &reprise_crds::fields::ClusterRef| {
-            named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
-        };
-        let is_named = named.is_empty() || named.iter().any(is_it);
-        is_named && tenant::validate::validate(tenant).is_none()
-    };
-    let mut tenants = context.world.tenants.state_filter(knows);
+    let is_right =
+        |tenant: &CacheTenant| knows(tenant, cluster) && tenant::validate::validate(tenant).is_none();
+    let mut tenants = context.world.tenants.state_filter(is_right);
     tenants.sort_by_key(|tenant| tenant.name_any());
     tenants
+}
+
+/// Whether a tenant is one of a cluster's.
+pub fn knows(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
+    let named = &tenant.spec.clusters;
+    let is_it = |named: &reprise_crds::fields::ClusterRef| {
+        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
+    };
+    named.is_empty() || named.iter().any(is_it)
 }
 
 /// What the cluster says, else what the operator was released with.

@@ -1,6 +1,8 @@
 //! What is refused of a cluster: modes that this release does not have, versions that are too far apart, secrets that lack something,
 //! and changes of a managed etcd that would risk it. A cluster that is refused is left as it is.
 
+use std::collections::BTreeMap;
+
 use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{
@@ -9,6 +11,8 @@ use reprise_crds::cluster::{
 use reprise_crds::status::Reason;
 
 use super::dereference::Found;
+use crate::child::ChildKind;
+use crate::optional::Access;
 use crate::plan::Refusal;
 use crate::settings::DefaultImages;
 
@@ -18,6 +22,7 @@ const MINORS_APART_MAX: u64 = 1;
 /// Why a cluster is refused, if it is.
 pub fn validate(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
     unsupported(cluster)
+        .or_else(|| missing(cluster, &found.access))
         .or_else(|| found.plan.refused.clone())
         .or_else(|| skew(&found.images.agent, &found.images.control_plane))
         .or_else(|| skew_of_running(&found.images, found.agents.as_deref(), found.members.as_deref()))
@@ -41,16 +46,45 @@ fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
     if spec.agents.rdma.mode != RdmaMode::None {
         return refuse("agents.rdma.mode", spec.agents.rdma.mode.as_str(), "use None; agents speak TCP");
     }
-    if spec.injection.mode != InjectionMode::None {
-        let instead = "use None, and mount the socket's directory as the connection ConfigMap says";
+    if spec.injection.mode == InjectionMode::Webhook {
+        let instead =
+            "use AdmissionPolicy, or None and mount the socket's directory as the connection ConfigMap says";
         return refuse("injection.mode", spec.injection.mode.as_str(), instead);
-    }
-    if spec.monitoring.mode != MonitoringMode::None {
-        let instead = "use None, and make a PodMonitor for the ports named admin";
-        return refuse("monitoring.mode", spec.monitoring.mode.as_str(), instead);
     }
     if spec.slack_profiles.is_some() {
         return refuse("slackProfiles", "set", "remove it; profiles are not distributed yet");
+    }
+    None
+}
+
+/// Kinds that the cluster needs and that cannot be made here.
+fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, Access>) -> Option<Refusal> {
+    use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
+    let spec = &cluster.spec;
+    let injection: &[ChildKind] = &[MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
+    let refuse = |field: &str, kinds: &[ChildKind], server: &str, value: &str| {
+        let of = |kind: &ChildKind| access.get(kind).copied().unwrap_or(Access::NotServed);
+        let (kind, lacks) =
+            kinds.iter().map(|kind| (kind, of(kind))).find(|(_, access)| *access != Access::Usable)?;
+        let kind = kind.as_str();
+        let message = match lacks {
+            Access::NotAllowed => format!(
+                "{field} needs objects of the kind {kind}, which the operator may not write: set {value} of the chart, or use None"
+            ),
+            _ => format!(
+                "{field} needs the kind {kind}, which the API server does not have: {server}, or use None"
+            ),
+        };
+        Some(Refusal::new(Reason::Unsupported, message))
+    };
+    if spec.injection.mode == InjectionMode::AdmissionPolicy {
+        let server = "use Kubernetes 1.36 or later";
+        if let Some(refusal) = refuse("injection.mode", injection, server, "rbac.injection") {
+            return Some(refusal);
+        }
+    }
+    if spec.monitoring.mode == MonitoringMode::PodMonitor {
+        return refuse("monitoring.mode", &[PodMonitor], "install Prometheus' operator", "rbac.podMonitors");
     }
     None
 }
@@ -139,13 +173,26 @@ mod tests {
             (json!({ "agents": { "gpuAccess": { "mode": "Privileged" } } }), "agents.gpuAccess.mode"),
             (json!({ "agents": { "rdma": { "mode": "HostNetwork" } } }), "agents.rdma.mode"),
             (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
-            (json!({ "monitoring": { "mode": "PodMonitor" } }), "monitoring.mode"),
             (json!({ "slackProfiles": {} }), "slackProfiles"),
         ] {
             let refused = unsupported(&cluster(spec)).expect(words);
             assert_eq!(refused.reason, Reason::Unsupported);
             assert!(refused.message.starts_with(words), "{}", refused.message);
         }
+    }
+
+    #[test]
+    fn a_kind_that_cannot_be_made_here_is_missing_for_who_needs_it_only() {
+        let injecting = cluster(json!({ "injection": { "mode": "AdmissionPolicy" } }));
+        let monitored = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
+        let all = |access: Access| ChildKind::ALL.into_iter().map(|kind| (kind, access)).collect();
+        for one in [&injecting, &monitored] {
+            assert_eq!(missing(one, &all(Access::Usable)), None);
+            let words = |access| missing(one, &all(access)).expect("it is missing").message;
+            assert!(words(Access::NotServed).contains("does not have"));
+            assert!(words(Access::NotAllowed).contains("of the chart"));
+        }
+        assert_eq!(missing(&cluster(json!({})), &all(Access::NotServed)), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use reprise_crds::fields::{Engine, NodeMode, Quantity};
 use reprise_crds::node::{Device, DeviceState};
 use reprise_crds::pool::{EngineUse, PoolCapacity, PoolDevices, PoolNodes};
-use reprise_crds::status::{ConditionType as Type, Finding, Reason};
+use reprise_crds::status::{ConditionType as Type, Finding, Reason, find};
 use reprise_crds::{SSDPool, SSDPoolStatus};
 
 use super::build::{Wipe, wipe};
@@ -188,8 +188,22 @@ fn drained(pool: &SSDPool, found: &Found) -> Option<Finding> {
     Some(if left == 0 {
         Finding::yes(Type::Drained, Reason::AsDesired, "every durable block is on another node as well")
     } else {
-        Finding::no(Type::Drained, Reason::Draining, format!("{left} nodes are not empty yet"))
+        let untold = untold(found).unwrap_or_default();
+        Finding::no(Type::Drained, Reason::Draining, format!("{left} nodes are not empty yet{untold}"))
     })
+}
+
+/// Without the control plane's word no other node takes what a drained one gives away.
+fn untold(found: &Found) -> Option<String> {
+    let why = |node: &PoolNode| {
+        let applied = find(&node.node.status.as_ref()?.conditions, Type::ModeApplied)?;
+        let is_not = applied.status == reprise_crds::status::ConditionStatus::False;
+        is_not.then(|| {
+            let name = node.node.metadata.name.as_deref().unwrap_or_default();
+            format!("; {name}: {}", applied.message)
+        })
+    };
+    found.nodes.iter().find_map(why)
 }
 
 fn fallback(pool: &SSDPool, found: &Found) -> Finding {

@@ -1,33 +1,130 @@
 //! What a tenant is. Pure.
 
-use reprise_crds::CacheTenantStatus;
 use reprise_crds::fields::Quantity;
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason};
+use reprise_crds::{CacheTenant, CacheTenantStatus};
 
+use super::budget::{self, Outcome, Settled};
 use super::dereference::Room;
+use crate::control_plane;
+use crate::names::BUDGET_FINALIZER;
 use crate::plan::Refusal;
 
 /// What to say of a tenant.
-pub fn of(rooms: &[Room], refused: Option<&Refusal>) -> (CacheTenantStatus, Vec<Finding>) {
-    let feasible = feasible(rooms);
-    let accepted = match refused {
+pub fn of(
+    tenant: &CacheTenant,
+    rooms: &[Room],
+    settled: &[Settled],
+    refused: Option<&Refusal>,
+) -> (CacheTenantStatus, Vec<Finding>) {
+    let mut findings = vec![match refused {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
         None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is right"),
-    };
-    let wrong = [&accepted, &feasible].into_iter().find(|found| found.status == ConditionStatus::False);
+    }];
+    findings.push(feasible(rooms, settled));
+    findings.extend(applied(tenant, settled, refused));
+    let wrong = findings.iter().find(|found| found.status == ConditionStatus::False);
     let ready = match wrong {
         Some(found) => Finding::no(Type::Ready, found.reason, &found.message),
         None => Finding::yes(
             Type::Ready,
             Reason::AsDesired,
-            "the limits on each node are in the agents' configuration",
+            "the limits on each node are in the agents' configuration, and control planes have its budget",
         ),
     };
-    (CacheTenantStatus::default(), vec![accepted, feasible, ready])
+    findings.push(ready);
+    findings.extend(blocked(tenant, settled));
+    (CacheTenantStatus::default(), findings)
+}
+
+/// Whether control planes have the budget; nothing where there is none to have.
+fn applied(tenant: &CacheTenant, settled: &[Settled], refused: Option<&Refusal>) -> Option<Finding> {
+    let kind = Type::BudgetApplied;
+    let wanted = budget::wanted(tenant);
+    if let Some(refused) = refused {
+        let message = "the spec is not accepted, and control planes keep what they have";
+        return wanted.is_some().then(|| Finding::no(kind, refused.reason, message));
+    }
+    let wrong = settled.iter().find_map(|settled| {
+        let cluster = &settled.cluster;
+        let (reason, message) = match &settled.outcome {
+            Outcome::Kept => return None,
+            Outcome::Untold(words) => (
+                Reason::ControlPlaneUnreachable,
+                format!("the control plane of {cluster} could not be told the budget, and is tried again: {words}"),
+            ),
+            Outcome::Refused(words) => {
+                (Reason::OverCapacity, format!("the control plane of {cluster} refuses the budget: {words}"))
+            }
+            Outcome::Foreign => (
+                Reason::Conflict,
+                format!(
+                    "the control plane of {cluster} has a budget for the tenant that somebody else has set: write it into budget, or \
+                     remove it by reprise tenant remove"
+                ),
+            ),
+            Outcome::Paused => (
+                Reason::Paused,
+                format!("KVCacheCluster {cluster} is paused, and its control plane has another budget"),
+            ),
+        };
+        Some(Finding::no(kind, reason, message))
+    });
+    if wrong.is_some() {
+        return wrong;
+    }
+    wanted?;
+    if settled.is_empty() {
+        let message = "no KVCacheCluster has the tenant: make one, or correct clusters";
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, message));
+    }
+    let clusters: Vec<&str> = settled.iter().map(|settled| settled.cluster.as_str()).collect();
+    let message = format!("the control planes of {} have it", clusters.join(", "));
+    Some(Finding::yes(kind, Reason::AsDesired, message))
+}
+
+/// Only while the tenant is being deleted and a control plane has its budget still.
+fn blocked(tenant: &CacheTenant, settled: &[Settled]) -> Option<Finding> {
+    tenant.metadata.deletion_timestamp.as_ref()?;
+    let left = settled.iter().find(|settled| settled.outcome != Outcome::Kept)?;
+    let why = match &left.outcome {
+        Outcome::Untold(words) | Outcome::Refused(words) => words.as_str(),
+        Outcome::Paused => "the cluster is paused",
+        Outcome::Foreign | Outcome::Kept => "it is somebody else's",
+    };
+    let message = format!(
+        "the control plane of {} may have the tenant's budget still, which is tried again: {why}. To leave it there, remove the finalizer \
+         {BUDGET_FINALIZER}",
+        left.cluster
+    );
+    Some(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message))
+}
+
+/// Whether reservations fit: those of budgets what the control planes count, those on each node what each has.
+fn feasible(rooms: &[Room], settled: &[Settled]) -> Finding {
+    let refused = settled.iter().find_map(|settled| match &settled.outcome {
+        Outcome::Refused(words) => Some(format!("{}: {words}", settled.cluster)),
+        _ => None,
+    });
+    let exceeds = |settled: &&Settled| settled.overcommitted != control_plane::Room::default();
+    let lost = settled.iter().find(exceeds).map(|settled| {
+        let control_plane::Room { dram, ssd } = settled.overcommitted;
+        format!(
+            "the reservations of all budgets exceed what living nodes of {} have by {} of memory and {} of devices: lower \
+             budget.dram.reserved or budget.ssd.reserved of some tenants, or add nodes",
+            settled.cluster,
+            Quantity::of_bytes(dram),
+            Quantity::of_bytes(ssd),
+        )
+    });
+    match refused.or(lost) {
+        Some(message) => Finding::no(Type::QuotaFeasible, Reason::OverCapacity, message),
+        None => fits_nodes(rooms),
+    }
 }
 
 /// Whether the reservations of all tenants together fit every node that has said what it has.
-fn feasible(rooms: &[Room]) -> Finding {
+fn fits_nodes(rooms: &[Room]) -> Finding {
     let kind = Type::QuotaFeasible;
     if rooms.is_empty() {
         return Finding::unknown(kind, Reason::NotReported, "no node has said yet what it has");
@@ -59,10 +156,51 @@ mod tests {
             reserved,
             tenants: vec!["a".to_owned(), "b".to_owned()],
         };
-        assert_eq!(feasible(&[]).status, ConditionStatus::Unknown);
-        assert_eq!(feasible(&[room(1 << 30)]).status, ConditionStatus::True);
-        let not = feasible(&[room(0), room(3 << 30)]);
+        assert_eq!(feasible(&[], &[]).status, ConditionStatus::Unknown);
+        assert_eq!(feasible(&[room(1 << 30)], &[]).status, ConditionStatus::True);
+        let not = feasible(&[room(0), room(3 << 30)], &[]);
         assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
         assert!(not.message.contains("has 1Gi") && not.message.contains("a, b"), "{}", not.message);
+    }
+
+    fn at(outcome: Outcome) -> Settled {
+        Settled { cluster: "n/c".to_owned(), outcome, overcommitted: control_plane::Room::default() }
+    }
+
+    fn tenant(spec: serde_json::Value) -> CacheTenant {
+        CacheTenant::new("t", serde_json::from_value(spec).expect("a spec"))
+    }
+
+    #[test]
+    fn what_control_planes_refuse_or_cannot_keep_is_said_in_their_words() {
+        let refused = at(Outcome::Refused("dram: 10B more than there is".to_owned()));
+        let not = feasible(&[], &[at(Outcome::Kept), refused.clone()]);
+        assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
+        assert!(not.message.contains("n/c") && not.message.contains("10B more"), "{}", not.message);
+        let lost =
+            Settled { overcommitted: control_plane::Room { dram: 0, ssd: 1 << 30 }, ..at(Outcome::Kept) };
+        assert!(feasible(&[], &[lost]).message.contains("1Gi of devices"));
+        let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
+        let (_, findings) = of(&spec, &[], &[refused], None);
+        let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("said");
+        assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
+        assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);
+    }
+
+    #[test]
+    fn a_budget_is_applied_when_all_control_planes_have_it() {
+        let with = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
+        let without = tenant(serde_json::json!({}));
+        let said = |tenant: &CacheTenant, settled: &[Settled]| {
+            applied(tenant, settled, None).map(|found| (found.status, found.reason))
+        };
+        let untold = at(Outcome::Untold("nobody listens".to_owned()));
+        assert_eq!(said(&without, &[]), None);
+        assert_eq!(said(&without, &[at(Outcome::Kept)]), None);
+        assert_eq!(said(&without, &[at(Outcome::Foreign)]), Some((ConditionStatus::False, Reason::Conflict)));
+        assert_eq!(said(&with, &[at(Outcome::Kept)]), Some((ConditionStatus::True, Reason::AsDesired)));
+        assert_eq!(said(&with, &[]), Some((ConditionStatus::False, Reason::ReferenceNotFound)));
+        let both = [at(Outcome::Kept), untold];
+        assert_eq!(said(&with, &both), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
     }
 }

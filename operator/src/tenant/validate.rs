@@ -2,7 +2,7 @@
 
 use reprise_crds::CacheTenant;
 use reprise_crds::status::Reason;
-use reprise_crds::tenant::{Isolation, Quotas};
+use reprise_crds::tenant::{Isolation, Quotas, TenantDeletion};
 
 use crate::plan::Refusal;
 
@@ -16,9 +16,14 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
             spec.isolation
         ));
     }
-    if spec.budget != Quotas::default() {
-        let instead = "set perNode, or the budget by reprise tenant set, and remove budget";
-        return refuse(format!("budget is not told to the control plane by this release: {instead}"));
+    if spec.deletion_policy != TenantDeletion::Orphan {
+        return refuse(format!(
+            "deletionPolicy {} is not in this release: use Orphan; blocks of a tenant that is deleted go when their room is needed",
+            spec.deletion_policy
+        ));
+    }
+    if let Some(message) = unreadable(&spec.budget) {
+        return Some(Refusal::new(Reason::InvalidSpec, message));
     }
     if spec.max_gpu_queue_pairs.is_some() {
         return refuse(
@@ -30,6 +35,17 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
         return refuse(format!("pods are not told which tenant they are by this release: {instead}"));
     }
     None
+}
+
+/// Sums that a control plane cannot be told.
+fn unreadable(budget: &Quotas) -> Option<String> {
+    let Quotas { dram, ssd } = budget;
+    let reserved = [("dram.reserved", Some(&dram.reserved)), ("ssd.reserved", Some(&ssd.reserved))];
+    let limits = [("dram.limit", dram.limit.as_ref()), ("ssd.limit", ssd.limit.as_ref())];
+    reserved.into_iter().chain(limits).find_map(|(field, amount)| {
+        let error = amount?.bytes().err()?;
+        Some(format!("budget.{field}: {error}"))
+    })
 }
 
 #[cfg(test)]
@@ -45,9 +61,14 @@ mod tests {
             validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
         };
         assert_eq!(refused(json!({ "perNode": { "ssd": { "limit": "1Gi" } }, "number": 7 })), "");
+        assert_eq!(
+            refused(json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": "Orphan" })),
+            ""
+        );
         for (spec, words) in [
             (json!({ "isolation": "Shared" }), "isolation Shared"),
-            (json!({ "budget": { "ssd": { "limit": "1Gi" } } }), "budget"),
+            (json!({ "deletionPolicy": "Purge" }), "deletionPolicy Purge"),
+            (json!({ "budget": { "ssd": { "limit": "99999999999Ei" } } }), "budget.ssd.limit"),
             (json!({ "maxGpuQueuePairs": 1 }), "maxGpuQueuePairs"),
             (json!({ "namespaceSelector": {} }), "pods are not told"),
         ] {

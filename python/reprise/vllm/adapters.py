@@ -4,14 +4,16 @@ An adapter that was trained again lies where it lay before, and another node has
 files goes into the keys of its requests' blocks. An adapter of the hub has the commit of its snapshot. What cannot be told apart is neither
 loaded nor saved.
 
-The sample is taken once a path, when its first request comes: vLLM keeps an adapter as it has read it. One that is to be read anew
-(``load_inplace``) is looked at for each request, and sampled again when its files have changed. Replacing files without it is not seen, as vLLM
-does not see it either.
+Files may lie on a slow disk or a network, so a thread reads them, never the scheduler. The sample is taken once a path; for each
+request it is looked whether the files are still those. vLLM reads an adapter again when it has forgotten it meanwhile, so blocks of one whose files
+have changed are not kept any more, until it is to be read anew (``load_inplace``), which is sampled again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import queue
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,30 +25,66 @@ if TYPE_CHECKING:
 
 CONFIGURATION = "adapter_config.json"
 
+LOOKS_MAX = 256
+"""Looks that wait for the thread; a request beyond that goes on without Reprise."""
+
 Stamp = tuple[tuple[str, int, int], ...]
 """Names, sizes and times of files: what is sampled again when it changes."""
+
+
+@dataclass
+class AdapterLook:
+    """A look at an adapter, which a thread takes."""
+
+    path: str
+    is_anew: bool
+    digest: bytes | None = None
+    """What goes behind the block hashes of its requests, once it is known; None: it cannot be told from others."""
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, patience_s: float) -> bool:
+        """Whether it has ended, after so many seconds at the most."""
+        return self._ended.wait(patience_s)
+
+    def end(self) -> None:
+        """The digest is there, or there is none."""
+        self._ended.set()
 
 
 @dataclass
 class Adapters:
     """Digests of adapters by their path."""
 
-    _known: dict[str, tuple[Stamp, bytes]] = field(default_factory=dict)
+    _known: dict[str, tuple[Stamp, bytes | None]] = field(default_factory=dict)
+    """The thread's alone. Without a digest: its files have changed under vLLM."""
+    _looks: queue.Queue[AdapterLook] = field(default_factory=lambda: queue.Queue(LOOKS_MAX))
+    _thread: threading.Thread | None = None
 
-    def digest(self, lora: LoRARequest | None) -> bytes | None:
-        """What goes behind the block hashes of a request: nothing without an adapter; None: it cannot be told from others."""
-        if lora is None:
-            return b""
-        known = self._known.get(lora.lora_path)
-        if known is not None and not lora.load_inplace:
-            return known[1]
+    def look(self, lora: LoRARequest) -> AdapterLook:
+        """Begins a look at the adapter of a request, as it is from now on."""
+        look = AdapterLook(lora.lora_path, lora.load_inplace)
+        if self._thread is None:
+            # A daemon: one that hangs in a read keeps no engine from ending.
+            self._thread = threading.Thread(target=self._run, name="reprise-adapters", daemon=True)
+            self._thread.start()
         try:
-            return self._sampled(lora.lora_path, known)
-        except (OSError, ValueError):
-            return None
+            self._looks.put_nowait(look)
+        except queue.Full:
+            look.end()
+        return look
 
-    def _sampled(self, path: str, known: tuple[Stamp, bytes] | None) -> bytes | None:
-        folder = _folder(path)
+    def _run(self) -> None:
+        while True:
+            look = self._looks.get()
+            try:
+                look.digest = self._digest(look)
+            except (OSError, ValueError):
+                look.digest = None
+            finally:
+                look.end()
+
+    def _digest(self, look: AdapterLook) -> bytes | None:
+        folder = _folder(look.path)
         if folder is None:
             return None
         snapshot = weights.hub_snapshot(str(folder))
@@ -54,11 +92,16 @@ class Adapters:
         if snapshot is None and not files:
             return None
         stamp = _stamp([*files, folder / CONFIGURATION])
-        if known is not None and known[0] == stamp:
-            return known[1]
+        known = self._known.get(look.path)
+        if known is not None and (known[0] == stamp or not look.is_anew):
+            if known[0] != stamp:
+                self._known[look.path] = (known[0], None)
+            return self._known[look.path][1]
         told = f"hub:{snapshot}" if snapshot is not None else f"{_configuration(folder)}:{weights.sample(files)}"
         digest = hashlib.sha256(told.encode()).digest()
-        self._known[path] = (stamp, digest)
+        if _stamp([*files, folder / CONFIGURATION]) != stamp:
+            return None
+        self._known[look.path] = (stamp, digest)
         return digest
 
 

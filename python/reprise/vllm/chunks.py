@@ -5,7 +5,7 @@ row of a chunk   [ worker 0: layer 0 │ layer 1 │ … ][ worker 1: … ] … 
 our block        [ piece 0 │ piece 1 │ …  as many as the model has layers          ]
 ```
 
-A chunk is ``blocks_per_chunk`` blocks of all workers, in an order that depends on nothing but what is in the namespace: its
+A chunk is ``blocks_per_chunk`` blocks of all workers, in an order that depends on nothing but what is in the namespace (:func:`_inner_order`): its
 bytes are kept as they are, cut into equal pieces, so that each has a checksum of its own. Padding is not kept.
 """
 
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm import envs
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
 from reprise import KvMemory, Layout, Namespace, block_keys, opaque
-from reprise.vllm.geometry import hash_seed, tenant_salt
+from reprise.vllm.geometry import hash_seed, tenant_salt, vllm_release
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
@@ -109,10 +111,17 @@ def read(config: OffloadingConfig, is_single_copy: bool, options: TierOptions) -
         layout=layout,
         hash_algorithm=options.hash_algorithm,
         hash_seed=hash_seed(options.hash_algorithm),
-        engine_format=f"vllm-chunk:{config.kv_cache_layout}:{kind}:{config.model.dtype}:{blocks}:{shape}",
+        engine_format=f"vllm-chunk:{config.kv_cache_layout}:{kind}:{config.model.dtype}:{blocks}:{shape}:{_inner_order()}",
         tenant_salt=tenant_salt(options.tenant),
     )
     return Chunks(namespace=namespace, group=group.group_id)
+
+
+def _inner_order() -> str:
+    """What decides where values lie within a block, and what fp8 means, beside what vLLM says of the layout."""
+    platform = current_platform
+    shuffled = "shuffled" if envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT else "plain"
+    return f"{platform.device_name}:{platform.fp8_dtype()}:{shuffled}:{vllm_release()}"
 
 
 def _full_attention_group(config: OffloadingConfig) -> OffloadingGroupConfig:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from reprise import Layout, Namespace, weights
@@ -119,11 +121,32 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
                 layout=layout,
                 hash_algorithm=algorithm,
                 hash_seed=hash_seed(algorithm),
-                engine_format=f"vllm:{kv_layout}:{spec.kv_quant_mode.name}",
+                engine_format=f"vllm:{kv_layout}:{spec.kv_quant_mode.name}:{inner_order(config, spec)}",
                 tenant_salt=tenant_salt(options.tenant),
             )
         )
     return Geometry(layer_names=tuple(layers), block_tokens=spec.block_size, rank=rank, namespaces=tuple(namespaces))
+
+
+def inner_order(config: VllmConfig, spec: AttentionSpec) -> str:
+    """What decides where values lie within a block of a layer, beside its shape.
+
+    vLLM's kernels for CPUs choose that by the processor: with AMX, bfloat16 is kept in tiles. They may choose otherwise in another release.
+    """
+    from vllm.v1.attention.backends import cpu_attn
+
+    head_size, cache_dtype = spec.head_size, config.cache_config.cache_dtype
+    try:
+        order = cpu_attn._get_attn_isa(config.model_config.dtype, spec.block_size, head_size, cache_dtype)
+    except NotImplementedError:
+        # No kernel here takes this cache: vLLM says so itself.
+        order = "none"
+    return f"{platform.machine()}:{order}:{vllm_release()}"
+
+
+def vllm_release() -> str:
+    """Major and minor version: what a block holds inside is vLLM's own business, and no promise of it lasts longer."""
+    return ".".join(vllm.__version__.split("+")[0].split(".")[:2])
 
 
 def _layout(**dimensions: Any) -> Layout:

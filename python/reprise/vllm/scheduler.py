@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reprise import Session, block_keys
-from reprise.vllm.adapters import Adapters
+from reprise.vllm.adapters import AdapterLook, Adapters
 from reprise.vllm.asking import KEYS_PER_MATCH, Asker, Question
 from reprise.vllm.events import KvEvents
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 ANSWER_KEPT_S = 0.5
 """How long an answer is believed when a request is asked about again, because vLLM had no room for it."""
+
+ADAPTER_WAIT_S = 0.25
+"""How long a request waits until its LoRA adapter is told from others; then it goes on without Reprise."""
+
+SAVE_HOLDS_S = 0.25
+"""A save that has taken longer is not waited for: vLLM preempts somebody instead. An agent without room takes its time."""
 
 PINNED_SHARE = 4
 """At most one of so many blocks of vLLM's memory waits for its save; what is beyond that is saved in a later step of its request,
@@ -65,8 +71,13 @@ class RequestState:
     """Loads are not tried again: one has failed."""
     left_out: int = 0
     """Full blocks that were not saved in its last step, because too many wait for their saves."""
-    adapter: bytes | None = b""
-    """What tells its LoRA adapter apart; None: nothing does, and its blocks are not kept."""
+    adapter: bytes | None = None
+    """What tells its LoRA adapter apart; None: nothing does (yet), and its blocks are not kept."""
+    look: AdapterLook | None = None
+    """At its adapter, as long as it is under way."""
+    since: float = field(default_factory=time.monotonic)
+    is_stale: bool = False
+    """Whether it holds KV of weights that are not the engine's any more."""
 
 
 @dataclass
@@ -95,6 +106,8 @@ class SchedulerSide:
     _proven_saves: list[SavePlan] = field(default_factory=list)
     """Of requests that were unproven; to go out with the next step."""
     _pinned: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    """Blocks of saves under way, with how many ranks have not ended them; the oldest save first."""
+    _pinned_at: dict[int, float] = field(default_factory=dict)
     _partial: set[int] = field(default_factory=set)
     """Saves under way of which something was not kept."""
     _pinned_blocks: int = 0
@@ -110,6 +123,7 @@ class SchedulerSide:
     def begin(self, request: Request) -> None:
         """Notes a request and asks about it: the answer comes while the scheduler does other things."""
         state = self._state(request)
+        self._settle(state, 0.0)
         if self.may_load and state.adapter is not None and request.block_hashes:
             self._ask(state)
 
@@ -124,6 +138,11 @@ class SchedulerSide:
         tokens = self.geometry.block_tokens
         state = self._state(request)
         state.local_blocks = local_tokens // tokens
+        if local_tokens == 0:
+            state.is_stale = False
+        if not self._settle(state, 0.0 if self._computing else self.options.match_budget_ms / 1e3):
+            is_waited_for = time.monotonic() - state.since < ADAPTER_WAIT_S
+            return (None if is_waited_for else 0), False
         if state.gave_up or state.adapter is None or len(request.block_hashes) <= state.local_blocks:
             return 0, False
         answer = self._answer(state)
@@ -165,6 +184,8 @@ class SchedulerSide:
         self._generation = uuid.uuid4().bytes
         for state in self._requests.values():
             state.question = state.answer = state.known = None
+            # What it has computed so far is the old weights'.
+            state.is_stale = True
 
     def hit_sources(self, request: Request) -> Sequence[int]:
         """Where the blocks come from that are loaded for a request, one source number for each."""
@@ -214,18 +235,32 @@ class SchedulerSide:
         return bool(self._pinned or self._loading)
 
     def saves_hold_blocks(self) -> bool:
-        """Whether the end of a save under way frees blocks: those that nobody else has. Waiting for others frees nothing."""
+        """Whether the end of a save under way frees blocks soon: those that nobody else has. Waiting for others frees nothing."""
         pool = self.pool
-        return pool is not None and any(
+        if pool is None or not self._pinned_at:
+            return False
+        oldest = next(iter(self._pinned_at.values()))
+        return time.monotonic() - oldest < SAVE_HOLDS_S and any(
             pool.blocks[block].ref_cnt == 1 for blocks, _ in self._pinned.values() for block in blocks
         )
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request=request, adapter=self._adapters.digest(request.lora_request))
+            lora = request.lora_request
+            look = self._adapters.look(lora) if lora is not None else None
+            state = RequestState(request=request, adapter=b"" if lora is None else None, look=look)
             self._requests[request.request_id] = state
         return state
+
+    def _settle(self, state: RequestState, patience_s: float) -> bool:
+        """Takes what was found of a request's adapter; false: not known yet."""
+        if state.look is None:
+            return True
+        if not state.look.wait(patience_s):
+            return False
+        state.adapter, state.look = state.look.digest, None
+        return True
 
     def _answer(self, state: RequestState) -> Answer | None:
         """The answer about a request, asked for when there is none; None: not yet."""
@@ -269,7 +304,10 @@ class SchedulerSide:
     def _save(self, metadata: RepriseMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
         """Plans the save of a request's blocks that are full after this step."""
         state = self._requests.get(request_id)
-        if state is None or state.adapter is None or self.pool is None:
+        if state is None or self.pool is None or state.is_stale:
+            return
+        self._settle(state, 0.0)
+        if state.adapter is None:
             return
         request = state.request
         tokens = computed + output.num_scheduled_tokens[request_id]
@@ -312,6 +350,7 @@ class SchedulerSide:
         save_id = self._next_save
         self._next_save += 1
         self._pinned[save_id] = (blocks, self.ranks)
+        self._pinned_at[save_id] = time.monotonic()
         self._pinned_blocks += len(blocks)
         return save_id
 
@@ -320,7 +359,7 @@ class SchedulerSide:
         if ranks > ended:
             self._pinned[save_id] = (blocks, ranks - ended)
             return
-        del self._pinned[save_id]
+        del self._pinned[save_id], self._pinned_at[save_id]
         self._pinned_blocks -= len(blocks)
         if self.events is not None:
             self.events.ended(save_id, whole=save_id not in self._partial)

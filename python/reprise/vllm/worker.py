@@ -135,6 +135,11 @@ class WorkerSide:
         saves, self._step_saves = self._step_saves, None
         self._filled.clear()
         if not is_whole or self._transfers is None:
+            if saves is None:
+                # Nobody will end them: their blocks would be kept for ever.
+                for plan in metadata.saves:
+                    self._ended.ended_saves[plan.save_id] += 1
+                    self._ended.partial_saves.add(plan.save_id)
             return
         if saves is None:
             self._submit_saves(metadata, self._transfers.save)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_model import adapter
 from test_scheduler import TOKENS, FakeSession, keys_of, output, request, side
 from vllm.lora.request import LoRARequest
 
-from reprise import Source
+from reprise import Source, weights
+from reprise.vllm import scheduler as scheduler_module
 
 
 def adapted(folder: Path, name: str = "r") -> Any:
@@ -37,20 +40,52 @@ def test_an_adapter_that_was_trained_again_under_its_name_and_path_has_keys_of_i
     assert len({*first, *again, *keys_of(without.questions[0])}) == 6
 
 
-def test_an_adapter_is_read_once_unless_it_is_to_be_loaded_anew(tmp_path: Path) -> None:
+def test_an_adapter_whose_files_change_is_not_kept_until_it_is_to_be_loaded_anew(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "law", seed=1)
     session = FakeSession()
     scheduler = side(session)
     scheduler.matched_tokens(adapted(folder, "a"), 0)
+    scheduler.matched_tokens(adapted(folder, "b"), 0)
     adapter(folder, seed=2)
     os.utime(folder / "adapter_model.safetensors", (1, 1))
-    scheduler.matched_tokens(adapted(folder, "b"), 0)
-    anew = adapted(folder, "c")
+    # vLLM has the old one, or has forgotten it and read the new one: nobody here knows which.
+    assert scheduler.matched_tokens(adapted(folder, "c"), 0) == (0, False)
+    anew = adapted(folder, "d")
     anew.lora_request.load_inplace = True
     scheduler.matched_tokens(anew, 0)
-    before, same, after = (keys_of(question) for question in session.questions)
+    scheduler.matched_tokens(adapted(folder, "e"), 0)
+    before, same, after, since = (keys_of(question) for question in session.questions)
     assert before == same
     assert not set(before) & set(after)
+    assert after == since
+
+
+def test_the_scheduler_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, is_read = threading.Event(), threading.Event()
+    sample = weights.sample
+
+    def slow(files: list[Path]) -> str:
+        reads.set()
+        assert is_read.wait(60.0)
+        return sample(files)
+
+    monkeypatch.setattr(weights, "sample", slow)
+    session = FakeSession(answer=[Source.OWN_DRAM] * 2)
+    scheduler = side(session, match_budget_ms=5.0)
+    folder = adapter(tmp_path / "law", seed=1)
+    asked = adapted(folder, "a")
+    assert scheduler.matched_tokens(asked, 0) == (None, False), "vLLM asks again in its next step"
+    assert reads.wait(60.0)
+    asked_long_ago = adapted(folder, "b")
+    scheduler.begin(asked_long_ago)
+    monkeypatch.setattr(scheduler_module, "ADAPTER_WAIT_S", 0.0)
+    assert scheduler.matched_tokens(asked_long_ago, 0) == (0, False), "it goes on without Reprise"
+    assert scheduler.step(output({"b": (0, 2 * TOKENS)}, {"b": [1, 2]})).saves == []
+    is_read.set()
+    monkeypatch.setattr(scheduler_module, "ADAPTER_WAIT_S", 600.0)
+    while (told := scheduler.matched_tokens(asked, 0)) == (None, False):
+        scheduler.step(output({}, {}))
+    assert told == (2 * TOKENS, True)
 
 
 def test_blocks_of_an_adapter_that_cannot_be_told_apart_are_neither_loaded_nor_saved(tmp_path: Path) -> None:

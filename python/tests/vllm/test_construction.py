@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from cluster import Cluster
 from engine import connector as transfer_config
 from engine_model import model
@@ -15,6 +17,7 @@ from huggingface_hub import ResolvedRevision
 from vllm.config import KVTransferConfig, ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -115,6 +118,16 @@ def test_nothing_that_changes_kv_is_shared(weights: Path, other_weights: Path, m
     }
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     digests["another seed"] = digest(engine_config(weights))
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with monkeypatch.context() as changed:
+        changed.setattr(cpu_attn, "_get_attn_isa", lambda *_: "tiles of a processor that is not this one")
+        digests["another order of values within a block"] = digest(engine_config(weights))
+    with monkeypatch.context() as changed:
+        changed.setattr(platform, "machine", lambda: "another")
+        digests["another processor"] = digest(engine_config(weights))
+    with monkeypatch.context() as changed:
+        changed.setattr(vllm, "__version__", "99.1.0")
+        digests["another release of vLLM"] = digest(engine_config(weights))
     assert len(set(digests.values())) == len(digests), digests
 
 
@@ -275,6 +288,14 @@ def test_a_socket_in_a_closed_folder_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "stat", closed)
     with pytest.raises(ValueError, match="this user may not look at /run/reprise/agent"):
         Options.read({})
+
+
+def test_the_environment_names_the_socket_where_the_configuration_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRISE_SOCKET", "/run/given/agent.sock")
+    assert Options.read({}).socket == "/run/given/agent.sock"
+    assert Options.read({"socket": "/run/own/agent.sock"}).socket == "/run/own/agent.sock"
+    monkeypatch.setenv("REPRISE_SOCKET", "")
+    assert Options.read({}).socket == "/run/reprise/agent.sock"
 
 
 def test_without_an_agent_the_connector_comes_up_and_finds_nothing(weights: Path) -> None:

@@ -26,7 +26,7 @@ from reprise.vllm.geometry import Geometry
 from reprise.vllm.metadata import RepriseMetadata, RepriseWorkerMetadata
 from reprise.vllm.options import Options
 from reprise.vllm.ranks import RankSessions
-from reprise.vllm.scheduler import SchedulerSide
+from reprise.vllm.scheduler import SAVE_HOLDS_S, SchedulerSide
 
 TOKENS = 16
 POOL_BLOCKS = 64
@@ -243,6 +243,19 @@ def test_vllm_waits_for_saves_only_where_their_end_frees_blocks() -> None:
     assert scheduler.saves_hold_blocks()
 
 
+def test_vllm_does_not_wait_for_a_save_that_takes_long(monkeypatch: Any) -> None:
+    scheduler = side(FakeSession())
+    scheduler.matched_tokens(request(2), 0)
+    blocks = scheduler.pool.get_new_blocks(2)
+    scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": [block.block_id for block in blocks]}))
+    scheduler.pool.free_blocks(blocks)
+    assert scheduler.saves_hold_blocks()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + SAVE_HOLDS_S)
+    assert not scheduler.saves_hold_blocks()
+    assert scheduler.is_under_way()
+
+
 def test_a_step_costs_its_budget_however_many_requests_come_while_the_agent_hangs(tmp_path: Path) -> None:
     budget_s = 0.005
     cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
@@ -403,6 +416,20 @@ def test_after_a_change_of_weights_nothing_from_before_is_found_or_saved_over() 
     assert not set(keys_of(before)) & set(keys_of(after))
     (save,) = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [1, 2, 3, 4]})).saves
     assert not set(save.hashes) & set(asked.block_hashes)
+
+
+def test_what_runs_while_the_weights_change_is_not_saved_until_it_is_computed_anew() -> None:
+    session = FakeSession()
+    scheduler = side(session)
+    asked = request(4)
+    scheduler.matched_tokens(asked, 0)
+    scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": [1, 2]}))
+    scheduler.forget()
+    assert scheduler.step(output({"r": (2 * TOKENS, 2 * TOKENS)}, {"r": [1, 2, 3, 4]})).saves == []
+    # Preempted, and begun again at its first token.
+    scheduler.matched_tokens(asked, 0)
+    (save,) = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [5, 6, 7, 8]})).saves
+    assert len(save.hashes) == 4
 
 
 def test_a_finished_request_is_forgotten() -> None:

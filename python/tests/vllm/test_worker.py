@@ -10,7 +10,7 @@ import torch
 from test_scheduler import geometry
 
 from reprise import Session
-from reprise.vllm.metadata import LoadPlan, RepriseMetadata
+from reprise.vllm.metadata import LoadPlan, RepriseMetadata, SavePlan
 from reprise.vllm.options import Options
 from reprise.vllm.worker import WorkerSide
 
@@ -37,3 +37,16 @@ def test_why_loads_fail_is_logged_once(tmp_path: Path, caplog: pytest.LogCapture
     assert len(said) == 1
     assert "blocks were not loaded or saved whole: the session with the agent has ended" in said[0]
     assert "no agent at" in said[0]
+
+
+def test_saves_of_a_step_that_was_not_whole_are_ended(tmp_path: Path) -> None:
+    shape = geometry()
+    session = Session(tmp_path / "nobody.sock", shape.namespace, shape.layout)
+    worker = WorkerSide(geometry=shape, options=Options(), session=session)
+    worker.register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
+    worker.end_step(RepriseMetadata(saves=[SavePlan(save_id=7, hashes=(b"h",), blocks=(1,))]), is_whole=False)
+    said = worker.take_said()
+    assert said is not None
+    assert said.ended_saves == {7: 1}
+    assert said.partial_saves == {7}
+    worker.close()

@@ -45,7 +45,8 @@ struct Nodes<'a> {
 /// Measures Reprise and the recompute with fresh engines and agents.
 pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()> {
     let bytes = ByteSize(world.sizes.store_bytes());
-    let sizes = AgentSizes { arena: bytes, pool: ByteSize(bytes.0 * 2) };
+    // Blocks stay where each leg looks for them: the second node is empty, and would be given some.
+    let sizes = AgentSizes { arena: bytes, pool: ByteSize(bytes.0 * 2), moves: Some(ByteSize(0)) };
     let cluster = Cluster::start(&world.folder.join("cluster"), 2, sizes)?;
     let mut nodes = Nodes { world, clients: Vec::new(), cluster };
     nodes.connect()?;
@@ -215,11 +216,17 @@ impl Nodes<'_> {
     /// Waits until an agent's counters say something.
     fn until(&self, node: usize, holds: impl Fn(&BTreeMap<String, u64>) -> bool) -> anyhow::Result<()> {
         let give_up = Instant::now() + PATIENCE;
-        while !holds(&self.counters(node)?) {
-            ensure!(Instant::now() < give_up, "an agent did not come to rest within {PATIENCE:?}");
+        loop {
+            let counters = self.counters(node)?;
+            if holds(&counters) {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < give_up,
+                "an agent did not come to rest within {PATIENCE:?}; it counts {counters:?}"
+            );
             std::thread::sleep(LOOK_PAUSE);
         }
-        Ok(())
     }
 
     /// Leaves the first node's blocks on its device alone.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde_json::{Value, json};
 
-use super::companion::{Companion, Script};
+use super::super::companion::{Companion, Script};
 use super::disk;
 use super::engine::{Answer, Engine, Surroundings};
 use super::samples::{Leg, Memory, Samples, System};

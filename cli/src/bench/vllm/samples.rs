@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::super::report::{Figure, Paired, Target, median};
 use super::absent::Absence;
@@ -30,7 +30,7 @@ const DEVICE_RATIO_MAX: f64 = 1.2;
 const SCHEDULER_P99_MS_MAX: f64 = 1.0;
 
 /// What engines keep their KV in besides their own memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum System {
     /// Nothing: prompts are computed.
     Recompute,
@@ -46,7 +46,7 @@ pub(super) enum System {
 }
 
 /// Where a prompt's KV comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Leg {
     /// Nowhere.
     Cold,
@@ -63,7 +63,7 @@ pub(super) enum Leg {
 }
 
 /// Resident memory at its peak, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Memory {
     /// Of the engine's processes.
     pub(super) engine: u64,
@@ -72,13 +72,15 @@ pub(super) struct Memory {
 }
 
 /// Everything that was measured.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Samples {
     /// The repetition that is measured.
     round: usize,
     /// Milliseconds to the first token: the median of the prompts of each repetition, by its number.
+    #[serde(with = "pairs")]
     times: BTreeMap<(System, Leg), BTreeMap<usize, f64>>,
     /// Share of the blocks that came from where they were to come from, of each repetition.
+    #[serde(with = "pairs")]
     found: BTreeMap<(System, Leg), Vec<f64>>,
     /// Time of a miss with the connector over that without it, pair by pair.
     misses: Vec<f64>,
@@ -98,10 +100,33 @@ pub(super) struct Samples {
 }
 
 /// The middle and the slowest hundredth of a call's times, in milliseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Percentiles {
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
+}
+
+/// Maps whose keys are no texts, as JSON has them: lists of pairs.
+mod pairs {
+    use std::collections::BTreeMap;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<K: Serialize, V: Serialize, S: Serializer>(
+        map: &BTreeMap<K, V>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(map)
+    }
+
+    pub(super) fn deserialize<'de, K, V, D>(deserializer: D) -> Result<BTreeMap<K, V>, D::Error>
+    where
+        K: Deserialize<'de> + Ord,
+        V: Deserialize<'de>,
+        D: Deserializer<'de>,
+    {
+        Ok(Vec::<(K, V)>::deserialize(deserializer)?.into_iter().collect())
+    }
 }
 
 impl System {

@@ -27,6 +27,7 @@
 
 mod log_scan;
 mod opening;
+mod owner;
 mod report;
 
 use std::collections::VecDeque;
@@ -47,6 +48,7 @@ use super::slots::{Restored, Slots};
 use super::superblock::{BankHeader, FoundSuperblock, GENERATION_MAX, Superblock};
 use log_scan::{LogEnd, LogScan};
 use opening::{Bank, FoundHeader, Identity, Trace, foreign_data, identify, is_journal_page, rank_banks};
+pub use owner::{OWNER_BYTES, owner};
 pub use report::RecoveryReport;
 
 /// Bytes of one read at the most.

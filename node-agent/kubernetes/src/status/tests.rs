@@ -243,6 +243,14 @@ fn the_same_facts_later_keep_the_times_of_their_conditions() {
 }
 
 #[test]
+fn conditions_of_others_are_left_to_them() {
+    let told = Finding::yes(ConditionType::ModeApplied, Reason::AsDesired, "the control plane has it");
+    let mut there = said(&facts()).conditions;
+    set(&mut there, &told, 1, &early());
+    assert_eq!(status(&identity(), &facts(), &there, &early()), said(&facts()));
+}
+
+#[test]
 fn amounts_of_any_size_fit_their_fields() {
     for bytes in [0, 1023, 1025, (16 << 40) - 4096, u64::MAX] {
         let text = quantity(bytes).to_string();

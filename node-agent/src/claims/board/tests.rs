@@ -1,5 +1,7 @@
 //! What is done about devices: one situation at a time, and random ones that must end where the claims say.
 
+use reprise_agent_kubernetes::{DeviceState, Source};
+
 use super::*;
 
 fn recipe(uid: &str) -> Recipe {
@@ -31,6 +33,20 @@ fn pool(uid: &str, paths: &[&str]) -> WantedPool {
     }
 }
 
+fn claim(uid: &str, generation: i64) -> Claim {
+    Claim {
+        pool: format!("pool-{uid}"),
+        uid: uid.to_owned(),
+        generation,
+        source: Source::Devices { globs: vec!["/*".to_owned()], most: 1 },
+        bytes: None,
+        engine: Engine::IoUring,
+        fallback: FallbackEngine::None,
+        foreign: ForeignSignatures::Refuse,
+        data: Data::Kept,
+    }
+}
+
 fn opened(index: u8) -> Opened {
     Opened {
         membership: Membership { uuid: [1; 16], index },
@@ -52,7 +68,7 @@ fn short(actions: &[Action]) -> Vec<String> {
                 places.iter().map(|place| format!("{}={}", place.path, place.id.0)).collect();
             format!("open {}", places.join(" "))
         }
-        Action::Wipe { path, .. } => format!("wipe {path}"),
+        Action::Wipe(place) => format!("wipe {}", place.path),
         Action::Detach(id) => format!("close {}", id.0),
     };
     actions.iter().map(one).collect()
@@ -229,7 +245,7 @@ fn what_was_refused_is_tried_again_from_time_to_time_and_when_its_claim_changes(
 #[test]
 fn a_device_that_failed_stays_so_until_its_claim_changes() {
     let mut board = with_one_open();
-    board.lost(DeviceId(0), "write error");
+    board.lost(DeviceId(0), "write error", Loss::Other);
     assert!(board.decide(Retry::Refused).is_empty());
     assert_eq!(state(&board, "/a"), Some(DeviceState::Faulted));
     let mut newer = pool("u", &["/a"]);
@@ -250,7 +266,7 @@ fn a_device_that_is_gone_is_faulted_and_opened_when_it_is_back() {
     assert_eq!(state(&board, "/a"), Some(DeviceState::Faulted));
     board.released(DeviceId(0));
     assert!(decide(&mut board).is_empty());
-    assert!(board.held().contains("/a"), "it is still looked for");
+    assert!(board.held(&[claim("u", 1)]).contains("/a"), "it is still looked for");
     assert_eq!(state(&board, "/a"), Some(DeviceState::Faulted));
     board.want(vec![pool("u", &["/a"])]);
     assert_eq!(decide(&mut board), ["open /a=0"]);
@@ -286,90 +302,5 @@ fn more_devices_than_there_are_numbers_are_refused() {
     assert_eq!(state(&board, paths[usize::from(NUMBERS)]), Some(DeviceState::Refused));
 }
 
-proptest::proptest! {
-    #[test]
-    fn whatever_happens_the_board_ends_where_the_claims_say(steps in proptest::collection::vec((0u8..6, 0u8..8), 0..60)) {
-        let wishes = |number: u8| {
-            let paths: Vec<&str> = ["/a", "/b", "/c"].into_iter().enumerate()
-                .filter(|(at, _)| number & (1 << at) != 0).map(|(_, path)| path).collect();
-            vec![pool("u", &paths)]
-        };
-        let mut board = Board::default();
-        let mut world = World::default();
-        for (what, number) in steps {
-            match what {
-                0 | 1 => board.want(wishes(number)),
-                2 => world.end_one(&mut board, number),
-                3 => world.lose_one(&mut board, number),
-                4 => board.want(vec![WantedPool { generation: i64::from(number), ..pool("u", &["/a", "/b"]) }]),
-                _ => {}
-            }
-            world.begin(board.decide(if number == 7 { Retry::Refused } else { Retry::Nothing }));
-        }
-        board.want(vec![WantedPool { generation: 99, ..pool("u", &["/a", "/c"]) }]);
-        for _ in 0..40 {
-            world.begin(board.decide(Retry::Refused));
-            world.end_one(&mut board, 0);
-        }
-        proptest::prop_assert!(board.is_settled());
-        let open: Vec<String> = world.open.values().cloned().collect();
-        proptest::prop_assert_eq!(world.sorted(open), vec!["/a".to_owned(), "/c".to_owned()]);
-        proptest::prop_assert!(board.decide(Retry::Nothing).is_empty(), "nothing is left to do");
-    }
-}
-
-/// What threads and the core do, as far as the board learns of it.
-#[derive(Default)]
-struct World {
-    opening: Vec<ToOpen>,
-    closing: Vec<DeviceId>,
-    open: BTreeMap<u8, String>,
-}
-
-impl World {
-    fn begin(&mut self, actions: Vec<Action>) {
-        for action in actions {
-            match action {
-                Action::Open { places, .. } => {
-                    for place in places {
-                        assert!(!self.open.contains_key(&place.id.0), "{} is in use", place.id.0);
-                        assert!(
-                            self.opening.iter().all(|other| other.id != place.id && other.path != place.path)
-                        );
-                        assert!(!self.closing.contains(&place.id));
-                        self.opening.push(place);
-                    }
-                }
-                Action::Detach(id) => {
-                    assert!(self.open.remove(&id.0).is_some(), "{} is open", id.0);
-                    self.closing.push(id);
-                }
-                Action::Wipe { path, .. } => panic!("nobody wipes {path}"),
-            }
-        }
-    }
-
-    fn end_one(&mut self, board: &mut Board, chance: u8) {
-        if let Some(id) = self.closing.pop() {
-            return board.released(id);
-        }
-        let Some(ToOpen { id, path, .. }) = self.opening.pop() else { return };
-        if chance % 3 == 2 {
-            return board.refused(&path, Some(id), trouble());
-        }
-        board.opened(&path, id, opened(id.0));
-        self.open.insert(id.0, path);
-    }
-
-    fn lose_one(&mut self, board: &mut Board, chance: u8) {
-        let at = usize::from(chance) % (self.open.len() + 1);
-        if let Some(id) = self.open.keys().nth(at) {
-            board.lost(DeviceId(*id), "random");
-        }
-    }
-
-    fn sorted(&self, mut paths: Vec<String>) -> Vec<String> {
-        paths.sort();
-        paths
-    }
-}
+mod keeping;
+mod random;

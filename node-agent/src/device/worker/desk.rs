@@ -119,6 +119,7 @@ impl Desk {
             arena: arena.clone(),
             clock: Clock::start(),
             metrics: Metrics::new("test", PageCoverage::default()).device(DeviceId(0)),
+            sync_failed: Arc::default(),
         };
         let worker = Some(Worker::new(around, open.into_engine()));
         let (found, losses) = (stored, Vec::new());

@@ -109,6 +109,7 @@ impl World {
             arena: arena.clone(),
             clock: Clock::start(),
             metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
+            sync_failed: Arc::default(),
         };
         let thread = Some(std::thread::spawn(move || Worker::new(around, Box::new(engine)).run()));
         World { device, arena, commands, waker, inputs, thread }

@@ -27,7 +27,7 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Child {
 }
 
 /// For engines that keep their KV in host memory (python/README.md, "vLLM").
-fn in_host_memory(socket: &str) -> Value {
+pub(super) fn in_host_memory(socket: &str) -> Value {
     json!({
         "kv_connector": "RepriseConnector",
         "kv_connector_module_path": "reprise.vllm",

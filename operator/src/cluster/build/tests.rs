@@ -41,6 +41,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         agents: None,
         members: None,
         etcd: None,
+        access: std::collections::BTreeMap::new(),
     }
 }
 

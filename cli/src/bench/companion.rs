@@ -1,4 +1,4 @@
-//! A process beside the engine that keeps KV for it. A shell runs it and ends it with its own standard input, so that it ends
+//! A process beside what is measured: a store of KV beside an engine, an API server beside an operator. A shell runs it and ends it with its own standard input, so that it ends
 //! with this program whatever happens.
 
 use std::fs;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-use super::super::resident;
+use super::resident;
 use crate::cluster::stop;
 
 /// Until it is ready to be used: imports of seconds, and ten times that on a machine with as much else to do.

@@ -1,0 +1,283 @@
+//! Nodes, pools and a cluster as people and Kubernetes make them, and agents that do at once what their `CacheNode`s say.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, ApiResource, DynamicObject, ListParams, ObjectMeta, Patch, PatchParams, PostParams};
+use kube::core::GroupVersionKind;
+use kube::{Client, ResourceExt};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+use super::Scale;
+
+/// Namespace and name of the cluster.
+const SPACE: &str = "default";
+const CLUSTER: &str = "bench";
+
+/// Label of nodes: the pool that they are of.
+const POOL_LABEL: &str = "reprise.dev/bench-pool";
+
+/// Whom pools and cluster are from, and whom the reports.
+const PERSON: &str = "bench";
+const AGENT: &str = "reprise-agent";
+
+/// Calls under way.
+const AT_ONCE: usize = 16;
+
+/// An agent reports so often.
+const REPORT_EVERY: Duration = Duration::from_secs(10);
+
+/// Between two looks at all nodes.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// What is measured is not how fast a disk is allocated.
+const POOL_SIZE: &str = "1Gi";
+
+/// All of it, as a client of the API server.
+pub(super) struct Fleet {
+    client: Client,
+    scale: Scale,
+    etcd: String,
+}
+
+impl Fleet {
+    pub(super) fn new(client: Client, scale: Scale, etcd: String) -> Fleet {
+        Fleet { client, scale, etcd }
+    }
+
+    /// Nodes, each of one pool.
+    pub(super) async fn create_nodes(&self) -> anyhow::Result<()> {
+        let api: Api<Node> = Api::all(self.client.clone());
+        let pools = self.scale.pools;
+        all((0..self.scale.nodes).map(|number| {
+            let api = api.clone();
+            async move {
+                let labels = [(POOL_LABEL.to_owned(), pool_name(number % pools))];
+                let metadata = ObjectMeta {
+                    name: Some(format!("node-{number:04}")),
+                    labels: Some(labels.into_iter().collect()),
+                    ..ObjectMeta::default()
+                };
+                let node = Node { metadata, ..Node::default() };
+                api.create(&PostParams::default(), &node).await.context("making a node").map(drop)
+            }
+        }))
+        .await
+    }
+
+    /// Pools, and the cluster that has them.
+    pub(super) async fn create_cluster(&self) -> anyhow::Result<()> {
+        let names: Vec<Value> =
+            (0..self.scale.pools).map(|pool| json!({ "name": pool_name(pool) })).collect();
+        for pool in 0..self.scale.pools {
+            let name = pool_name(pool);
+            let spec = json!({
+                "directory": { "path": format!("/data/{name}"), "size": POOL_SIZE },
+                "nodeSelector": { "matchLabels": { POOL_LABEL: name } },
+            });
+            self.apply("SSDPool", &name, spec).await?;
+        }
+        let spec = json!({
+            "etcd": { "mode": "External", "external": { "endpoints": [self.etcd] } },
+            "pools": names,
+        });
+        self.apply("KVCacheCluster", CLUSTER, spec).await
+    }
+
+    /// Every pool takes no more blocks, one after the other.
+    pub(super) async fn cordon_pools(&self) -> anyhow::Result<()> {
+        let patch = Patch::Merge(json!({ "spec": { "mode": "Cordoned" } }));
+        for pool in 0..self.scale.pools {
+            let changed = self.api("SSDPool").patch(&pool_name(pool), &PatchParams::default(), &patch).await;
+            changed.context("changing a pool")?;
+        }
+        Ok(())
+    }
+
+    /// Waits for something.
+    pub(super) async fn until(
+        &self,
+        what: &str,
+        patience: Duration,
+        holds: impl AsyncFn(&Fleet) -> anyhow::Result<bool>,
+    ) -> anyhow::Result<()> {
+        let give_up = Instant::now() + patience;
+        while !holds(self).await? {
+            if Instant::now() > give_up {
+                bail!("the operator has not come to this within {patience:?}: {what}");
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        Ok(())
+    }
+
+    /// Whether every node has a claim.
+    pub(super) async fn is_wanted_everywhere(&self) -> anyhow::Result<bool> {
+        let nodes = self.cache_nodes().await?;
+        let has_claim = |node: &DynamicObject| {
+            node.data["spec"]["claims"].as_array().is_some_and(|claims| claims.len() == 1)
+        };
+        Ok(nodes.len() == self.scale.nodes && nodes.iter().all(has_claim))
+    }
+
+    /// Whether every node is cordoned.
+    pub(super) async fn is_cordoned(&self) -> anyhow::Result<bool> {
+        Ok(self.cache_nodes().await?.iter().all(|node| node.data["spec"]["mode"] == "Cordoned"))
+    }
+
+    /// Whether every pool says that it is ready.
+    pub(super) async fn is_ready(&self) -> anyhow::Result<bool> {
+        let pools = self.list("SSDPool").await?;
+        let is_ready = |pool: &DynamicObject| {
+            let conditions = pool.data["status"]["conditions"].as_array();
+            conditions
+                .is_some_and(|all| all.iter().any(|one| one["type"] == "Ready" && one["status"] == "True"))
+        };
+        Ok(pools.iter().all(is_ready))
+    }
+
+    /// Every agent reports once, as fast as the API server takes it.
+    pub(super) async fn report_all(&self) -> anyhow::Result<()> {
+        let api = self.api("CacheNode");
+        let nodes = self.cache_nodes().await?;
+        all(nodes.into_iter().map(|node| {
+            let api = api.clone();
+            async move { report(&api, &node).await }
+        }))
+        .await
+    }
+
+    /// Every agent reports as often as agents do, evenly over time.
+    pub(super) async fn report_for(&self, time: Duration) -> anyhow::Result<()> {
+        let api = self.api("CacheNode");
+        let nodes = self.cache_nodes().await?;
+        let began = Instant::now();
+        let mut ticks = tokio::time::interval(REPORT_EVERY / u32::try_from(nodes.len()).unwrap_or(u32::MAX));
+        let mut running = JoinSet::new();
+        for node in nodes.iter().cycle() {
+            ticks.tick().await;
+            if began.elapsed() >= time {
+                break;
+            }
+            let (api, node) = (api.clone(), node.clone());
+            running.spawn(async move { report(&api, &node).await });
+            while running.len() >= AT_ONCE {
+                ended(running.join_next().await)?;
+            }
+        }
+        while !running.is_empty() {
+            ended(running.join_next().await)?;
+        }
+        Ok(())
+    }
+
+    /// The largest object of ours, in bytes as JSON.
+    pub(super) async fn largest_object_bytes(&self) -> anyhow::Result<usize> {
+        let mut largest = 0;
+        for kind in ["KVCacheCluster", "SSDPool", "CacheNode"] {
+            for object in self.list(kind).await? {
+                largest = largest.max(serde_json::to_vec(&object)?.len());
+            }
+        }
+        Ok(largest)
+    }
+
+    async fn cache_nodes(&self) -> anyhow::Result<Vec<DynamicObject>> {
+        self.list("CacheNode").await
+    }
+
+    async fn list(&self, kind: &str) -> anyhow::Result<Vec<DynamicObject>> {
+        let listed = self.api(kind).list(&ListParams::default()).await;
+        Ok(listed.with_context(|| format!("listing {kind}"))?.items)
+    }
+
+    async fn apply(&self, kind: &str, name: &str, spec: Value) -> anyhow::Result<()> {
+        let object = json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": { "name": name }, "spec": spec,
+        });
+        let applied = self.api(kind).patch(name, &PatchParams::apply(PERSON), &Patch::Apply(&object)).await;
+        applied.with_context(|| format!("applying {kind} {name}")).map(drop)
+    }
+
+    fn api(&self, kind: &str) -> Api<DynamicObject> {
+        let plural = format!("{}s", kind.to_lowercase());
+        let kind_of = GroupVersionKind::gvk("reprise.dev", "v1alpha1", kind);
+        let resource = ApiResource::from_gvk_with_plural(&kind_of, &plural);
+        match kind {
+            "KVCacheCluster" => Api::namespaced_with(self.client.clone(), SPACE, &resource),
+            _ => Api::all_with(self.client.clone(), &resource),
+        }
+    }
+}
+
+fn pool_name(pool: usize) -> String {
+    format!("pool-{pool:02}")
+}
+
+/// What an agent says that has done what its node's spec says.
+async fn report(api: &Api<DynamicObject>, node: &DynamicObject) -> anyhow::Result<()> {
+    let name = node.name_any();
+    // It follows its spec as it is now.
+    let node = api.get(&name).await.context("reading a node's spec")?;
+    let (spec, generation) = (&node.data["spec"], node.metadata.generation);
+    let claims = spec["claims"].as_array().cloned().unwrap_or_default();
+    let devices: Vec<Value> = claims
+        .iter()
+        .map(|claim| {
+            json!({
+                "path": claim["file"], "pool": claim["pool"], "state": "Open", "size": claim["size"], "used": "1Mi",
+                "engine": claim["engine"],
+            })
+        })
+        .collect();
+    let pools: Vec<Value> = claims
+        .iter()
+        .map(|claim| json!({ "pool": claim["pool"], "uid": claim["uid"], "generation": claim["generation"] }))
+        .collect();
+    let now = Timestamp::now().to_string();
+    let status = json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": name },
+        "status": {
+            "observedGeneration": generation,
+            "lastUpdated": now,
+            "agent": { "version": env!("CARGO_PKG_VERSION") },
+            "capacity": { "dramTotal": "1Gi", "dramUsed": "0", "ssdTotal": POOL_SIZE, "ssdUsed": "1Mi" },
+            "devices": devices,
+            "applied": { "configurationDigest": spec["configurationDigest"], "pools": pools },
+            "conditions": [{
+                "type": "AgentReady", "status": "True", "reason": "AsDesired", "lastTransitionTime": now,
+                "observedGeneration": generation,
+            }],
+        },
+    });
+    let params = PatchParams::apply(AGENT).force();
+    api.patch_status(&name, &params, &Patch::Apply(&status))
+        .await
+        .context("writing a node's status")
+        .map(drop)
+}
+
+/// Runs all of it, some at once.
+async fn all<F>(work: impl IntoIterator<Item = F>) -> anyhow::Result<()>
+where
+    F: Future<Output = anyhow::Result<()>> + Send + 'static,
+{
+    let mut running = JoinSet::new();
+    for one in work {
+        running.spawn(one);
+        if running.len() >= AT_ONCE {
+            ended(running.join_next().await)?;
+        }
+    }
+    while !running.is_empty() {
+        ended(running.join_next().await)?;
+    }
+    Ok(())
+}
+
+fn ended(one: Option<Result<anyhow::Result<()>, tokio::task::JoinError>>) -> anyhow::Result<()> {
+    one.context("nothing runs")?.context("a task has panicked")?
+}

@@ -1,0 +1,190 @@
+//! Kubernetes' API server and the operator as processes, on loopback. The operator may do everything; what its role lets it do is tested
+//! elsewhere.
+//!
+//! The API server's binary is not part of this program: `e2e/kubernetes/build.sh` builds it into the cache folder.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use serde_json::json;
+use tokio::runtime::Runtime;
+
+use super::super::companion::{Companion, Script};
+use super::super::resident;
+use crate::cluster::{beside_this, cache_directory};
+
+/// What the script builds, by the version in its go.mod.
+const BINARY: &str = "kube-apiserver-v1.36.3";
+
+/// A start takes some 5 s.
+const READY_WITHIN: Duration = Duration::from_secs(120);
+
+/// Between two looks.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Who may do everything, on loopback and for the time of the measurement.
+const TOKEN: &str = "reprise-bench";
+
+/// Started in the background, and ended by its companion. It makes its certificate itself.
+const START_API_SERVER: &str = r#"
+"$PROGRAM" --etcd-servers="$ETCD" --etcd-prefix=/kubernetes --bind-address=127.0.0.1 --advertise-address=127.0.0.1 \
+    --secure-port="$PORT" --cert-dir="$FOLDER/tls" --token-auth-file="$FOLDER/tokens.csv" --authorization-mode=RBAC \
+    --service-account-issuer=https://kubernetes.default.svc --service-account-key-file="$FOLDER/accounts.pub" \
+    --service-account-signing-key-file="$FOLDER/accounts.key" --service-cluster-ip-range=10.96.0.0/16 \
+    --endpoint-reconciler-type=none &
+until [ -s "$FOLDER/tls/apiserver.crt" ]; do kill -0 $!; sleep 0.1; done
+"#;
+
+/// Ready when it has said where its admin port is.
+const START_OPERATOR: &str = r#"
+"$PROGRAM" run --pod-name bench --pod-namespace default --admin-listen 127.0.0.1:0 > "$FOLDER/operator.said" &
+echo $! > "$FOLDER/operator.pid"
+until [ -s "$FOLDER/operator.said" ]; do kill -0 $!; sleep 0.1; done
+"#;
+
+/// A running API server.
+pub(super) struct ApiServer {
+    kubeconfig: PathBuf,
+    _process: Companion,
+}
+
+/// A running operator.
+pub(super) struct Operator {
+    admin: String,
+    pid: u32,
+    _process: Companion,
+}
+
+impl ApiServer {
+    /// Starts one on an etcd, with its files in `folder`, and waits until it is ready.
+    pub(super) fn start(folder: &Path, etcd: &str, runtime: &Runtime) -> anyhow::Result<ApiServer> {
+        let program = cache_directory().join("bin").join(BINARY);
+        if !program.is_file() {
+            bail!("{} is missing: build it with `make kubernetes` in the source tree", program.display());
+        }
+        let write = |name: &str, text: &str| {
+            let path = folder.join(name);
+            fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+            anyhow::Ok(path)
+        };
+        let accounts = rcgen::KeyPair::generate().context("a key for tokens")?;
+        write("accounts.key", &accounts.serialize_pem())?;
+        write("accounts.pub", &accounts.public_key_pem())?;
+        write("tokens.csv", &format!("{TOKEN},bench,bench,\"system:masters\"\n"))?;
+        let listener = TcpListener::bind("127.0.0.1:0").context("no free port on loopback")?;
+        let port = listener.local_addr()?.port();
+        drop(listener);
+        let kubeconfig = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "bench",
+            "clusters": [{ "name": "bench", "cluster": {
+                "server": format!("https://127.0.0.1:{port}"), "certificate-authority": folder.join("tls/apiserver.crt"),
+            } }],
+            "users": [{ "name": "bench", "user": { "token": TOKEN } }],
+            "contexts": [{ "name": "bench", "context": { "cluster": "bench", "user": "bench" } }],
+        });
+        let kubeconfig = write("kubeconfig", &kubeconfig.to_string())?;
+        let variables = vec![
+            ("PROGRAM", program.display().to_string()),
+            ("ETCD", etcd.to_owned()),
+            ("PORT", port.to_string()),
+            ("FOLDER", folder.display().to_string()),
+        ];
+        let script =
+            Script { text: START_API_SERVER, variables, own_network: false, folder, name: "apiserver" };
+        let server = ApiServer { kubeconfig, _process: Companion::start(&script)? };
+        server.until_ready(folder, runtime)?;
+        Ok(server)
+    }
+
+    /// A client that may do everything.
+    pub(super) fn client(&self, runtime: &Runtime) -> anyhow::Result<Client> {
+        runtime.block_on(async {
+            let file = Kubeconfig::read_from(&self.kubeconfig)?;
+            let config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
+            anyhow::Ok(Client::try_from(config)?)
+        })
+    }
+
+    fn until_ready(&self, folder: &Path, runtime: &Runtime) -> anyhow::Result<()> {
+        let client = self.client(runtime)?;
+        let give_up = Instant::now() + READY_WITHIN;
+        while Instant::now() < give_up {
+            if runtime.block_on(client.apiserver_version()).is_ok() {
+                return Ok(());
+            }
+            std::thread::sleep(PAUSE);
+        }
+        bail!(
+            "the API server does not answer within {READY_WITHIN:?}; see {}",
+            folder.join("apiserver.log").display()
+        )
+    }
+}
+
+/// Has the operator's program apply the definitions of the resources.
+pub(super) fn apply_definitions(api: &ApiServer) -> anyhow::Result<()> {
+    let output = Command::new(beside_this("reprise-operator")?)
+        .arg("apply-definitions")
+        .env("KUBECONFIG", &api.kubeconfig)
+        .output()
+        .context("cannot run reprise-operator")?;
+    ensure!(
+        output.status.success(),
+        "the definitions are not taken: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+impl Operator {
+    /// Starts one, with its log in `folder`.
+    pub(super) fn start(folder: &Path, api: &ApiServer) -> anyhow::Result<Operator> {
+        let said = folder.join("operator.said");
+        drop(fs::remove_file(&said));
+        let variables = vec![
+            ("PROGRAM", beside_this("reprise-operator")?.display().to_string()),
+            ("KUBECONFIG", api.kubeconfig.display().to_string()),
+            ("FOLDER", folder.display().to_string()),
+        ];
+        let script = Script { text: START_OPERATOR, variables, own_network: false, folder, name: "operator" };
+        let process = Companion::start(&script)?;
+        let line: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(&said)?).context("the operator's first line")?;
+        let admin =
+            line["admin"].as_str().context("the operator does not say where its admin port is")?.to_owned();
+        let pid = fs::read_to_string(folder.join("operator.pid"))?.trim().parse().context("its process")?;
+        Ok(Operator { admin, pid, _process: process })
+    }
+
+    /// Its admin port, `host:port`.
+    pub(super) fn admin(&self) -> &str {
+        &self.admin
+    }
+
+    /// The most memory that it has had resident, in bytes.
+    pub(super) fn peak_bytes(&self) -> anyhow::Result<u64> {
+        resident::tree_peak_bytes(self.pid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_binary_that_is_looked_for_is_the_one_that_the_script_builds() {
+        // Where the tests run, not where they were compiled: one folder of build results may serve several trees.
+        let package =
+            std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let module = Path::new(&package).join("../e2e/kubernetes/go.mod");
+        let module = fs::read_to_string(module).expect("it is in this repository");
+        let version = BINARY.strip_prefix("kube-apiserver-").expect("the script names it so");
+        assert!(module.contains(&format!("require k8s.io/kubernetes {version}\n")), "{version}");
+    }
+}

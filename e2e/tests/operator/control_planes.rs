@@ -1,0 +1,221 @@
+//! What control planes are told: modes of nodes and budgets of tenants, by a real one with a real node.
+
+use std::process::Command;
+use std::time::Duration;
+
+use reprise_e2e::control_plane::Store;
+use reprise_e2e::process::binary;
+use reprise_e2e::{Agent, AgentConfig, ControlPlane, PATIENCE, wait_until};
+use serde_json::{Value, json};
+
+use crate::lab::{Lab, SETTLED};
+
+/// What holds is looked at again after 30 s, and a control plane that was away after 30 s at the most.
+const LOOKED_AT_WITHIN: Duration = Duration::from_secs(100);
+
+/// A cluster whose control plane and first node are real processes. The agent is not in the cluster: the test plays what agents tell
+/// the API server.
+struct Plane {
+    agent: Agent,
+    members: ControlPlane,
+    lab: Lab,
+}
+
+impl Plane {
+    fn new() -> Plane {
+        let lab = Lab::new();
+        let members = lab.world.control_plane(Store::Embedded);
+        for words in [
+            "node is silent",
+            "the control plane is gone",
+            "cannot register with the control plane",
+            "registration lost",
+        ] {
+            lab.world.allow(words);
+        }
+        let agent = lab.world.agent(&AgentConfig {
+            control_plane: vec![members.address().to_owned()],
+            ..AgentConfig::named("n1")
+        });
+        wait_until("the node is known", PATIENCE, || members.offers("n1")?.then_some(()));
+        lab.cluster(json!({}));
+        Plane { agent, members, lab }
+    }
+
+    fn operator(&self) -> reprise_e2e::Operator {
+        let files = self.lab.operator_with("operator", self.members.address());
+        files.start().expect("the operator starts")
+    }
+
+    /// The mode that the control plane has for the node.
+    fn mode(&self) -> String {
+        let nodes = self.members.admin().json("/nodes");
+        let nodes = nodes.as_array().expect("a list of nodes");
+        let node = nodes.iter().find(|node| node["name"] == "n1").expect("it has registered");
+        node["mode"].as_str().expect("a mode").to_owned()
+    }
+
+    fn wait_mode(&self, mode: &str, within: Duration) {
+        wait_until(&format!("the control plane has {mode}"), within, || {
+            std::thread::sleep(Duration::from_millis(50));
+            (self.mode() == mode).then_some(())
+        });
+    }
+
+    /// What a person does at the control plane.
+    fn reprise(&self, arguments: &[&str]) -> Value {
+        let mut command = Command::new(binary("reprise"));
+        command.arg("--json").args(arguments).args(["--controlplane", self.members.address()]);
+        let output = command.output().expect("reprise can be run");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
+    }
+
+    /// The limit of devices that the control plane has for a tenant.
+    fn limit(&self, tenant: &str) -> Option<u64> {
+        let listed = self.reprise(&["tenant", "list"]);
+        let tenants = listed["tenants"].as_array().expect("a list");
+        tenants.iter().find(|one| one["name"] == tenant)?["limit"]["nvme"].as_u64()
+    }
+
+    /// A member hears of a budget a little after it was set at another, or by itself.
+    fn wait_limit(&self, tenant: &str, limit: Option<u64>) {
+        wait_until(&format!("the limit of {tenant} is {limit:?}"), LOOKED_AT_WITHIN, || {
+            std::thread::sleep(Duration::from_millis(100));
+            (self.limit(tenant) == limit).then_some(())
+        });
+    }
+
+    fn tenant(&self, name: &str, spec: Value) {
+        self.lab.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": name }, "spec": spec,
+        }));
+    }
+
+    fn unschedulable(&self, whether: Value) {
+        self.lab.merge("Node", "n1", &json!({ "spec": { "unschedulable": whether } }));
+    }
+}
+
+#[test]
+fn a_mode_of_the_resources_is_that_of_the_control_plane_whoever_changes_it_there() {
+    let mut plane = Plane::new();
+    let operator = plane.operator();
+    let said = |reason| {
+        let wanted = ["ModeApplied", "True", reason];
+        plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheNode", "n1"), wanted)
+    };
+    assert!(said("AsDesired").contains("Active"));
+    plane.unschedulable(json!(true));
+    plane.wait_mode("draining", PATIENCE);
+    wait_until("it is said", PATIENCE, || said("AsDesired").contains("Draining").then_some(()));
+    // A node that is not there has nothing to be told, and nothing is said of it.
+    let other = plane.lab.wait_for("CacheNode", "n2");
+    assert_eq!(other.data["status"]["conditions"], Value::Null);
+
+    // Somebody takes the node back by hand, and the resource holds.
+    plane.reprise(&["uncordon", "n1"]);
+    let message = said("SetBack");
+    assert_eq!(plane.mode(), "draining");
+    assert!(message.contains("Active") && message.contains("kubectl drain"), "{message}");
+
+    // What is as it should be is written no more.
+    let version = || plane.lab.get("CacheNode", "n1").expect("it is there").metadata.resource_version;
+    let before = version();
+    std::thread::sleep(SETTLED);
+    assert_eq!(version(), before);
+
+    // While the control plane is away the change is said to wait, and comes when it is back.
+    plane.members.kill();
+    plane.unschedulable(Value::Null);
+    let untold =
+        plane.lab.wait_condition("CacheNode", "n1", ["ModeApplied", "False", "ControlPlaneUnreachable"]);
+    assert!(untold.contains("Active") && untold.contains("refused"), "{untold}");
+    plane.members.restart();
+    plane.wait_mode("active", LOOKED_AT_WITHIN);
+    let wanted = ["ModeApplied", "True", "AsDesired"];
+    plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheNode", "n1"), wanted);
+    assert!(plane.agent.admin().get("/healthz").is_ok());
+    operator.kill();
+}
+
+#[test]
+fn a_pool_that_is_drained_says_when_the_control_plane_does_not_know_the_node() {
+    let plane = Plane::new();
+    let operator = plane.operator();
+    let only = json!({ "nodeSelector": { "matchLabels": { "name": "n2" } }, "mode": "Draining" });
+    plane.lab.pool("p", "/var/lib/pool", only);
+    plane.lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+    plane.lab.wait_condition("CacheNode", "n2", ["ModeApplied", "False", "NotReported"]);
+    let said = || plane.lab.wait_condition("SSDPool", "p", ["Drained", "False", "Draining"]);
+    wait_until("the pool says so", PATIENCE, || {
+        std::thread::sleep(Duration::from_millis(50));
+        said().contains("n2: the node has not registered").then_some(())
+    });
+    operator.kill();
+}
+
+#[test]
+fn a_budget_is_told_kept_and_taken_back_with_its_tenant() {
+    let plane = Plane::new();
+    let operator = plane.operator();
+    let limited = |limit: &str| json!({ "budget": { "ssd": { "limit": limit } } });
+    plane.tenant("team-a", limited("1Gi"));
+    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    plane.wait_limit("team-a", Some(1 << 30));
+    plane.tenant("team-a", limited("2Gi"));
+    plane.wait_limit("team-a", Some(2 << 30));
+    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+
+    // What somebody changes there is set back; what somebody has set for one without a budget is his, and said.
+    plane.reprise(&["tenant", "set", "team-a", "--nvme", "5GiB"]);
+    plane.reprise(&["tenant", "set", "team-b", "--nvme", "5GiB"]);
+    plane.wait_limit("team-b", Some(5 << 30));
+    plane.wait_limit("team-a", Some(2 << 30));
+    plane.tenant("team-b", json!({}));
+    let wanted = ["BudgetApplied", "False", "Conflict"];
+    let said = plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheTenant", "team-b"), wanted);
+    assert!(said.contains("reprise tenant remove"), "{said}");
+    assert_eq!(plane.limit("team-b"), Some(5 << 30));
+
+    // More than the nodes have is refused, in the control plane's words, and what was there stays.
+    plane.tenant("team-a", json!({ "budget": { "ssd": { "reserved": "10Ti", "limit": "20Ti" } } }));
+    let said = plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "False", "OverCapacity"]);
+    assert!(said.contains("cache/c") && said.contains("team-a"), "{said}");
+    plane.lab.wait_condition("CacheTenant", "team-a", ["QuotaFeasible", "False", "OverCapacity"]);
+    plane.lab.wait_condition("CacheTenant", "team-a", ["Ready", "False", "OverCapacity"]);
+    assert_eq!(plane.limit("team-a"), Some(2 << 30));
+    plane.tenant("team-a", limited("1Gi"));
+    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+
+    plane.lab.delete("CacheTenant", "team-a");
+    wait_until("the tenant is gone", PATIENCE, || {
+        std::thread::sleep(Duration::from_millis(50));
+        plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
+    });
+    plane.wait_limit("team-a", None);
+    assert_eq!(plane.limit("team-b"), Some(5 << 30));
+    operator.kill();
+}
+
+#[test]
+fn a_tenant_waits_for_a_control_plane_that_is_away_and_does_not_go_before_it_is_told() {
+    let mut plane = Plane::new();
+    let operator = plane.operator();
+    plane.tenant("team-a", json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
+    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    // Once it has noticed that the control plane is away: what it saw last holds for a time.
+    plane.members.kill();
+    plane.tenant("team-a", json!({ "budget": { "ssd": { "limit": "2Gi" } } }));
+    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "False", "ControlPlaneUnreachable"]);
+    plane.lab.delete("CacheTenant", "team-a");
+    let said = plane.lab.wait_condition("CacheTenant", "team-a", ["DeletionBlocked", "True", "Releasing"]);
+    assert!(said.contains("cache/c") && said.contains("reprise.dev/budget"), "{said}");
+    plane.members.restart();
+    wait_until("the tenant is gone", LOOKED_AT_WITHIN, || {
+        std::thread::sleep(Duration::from_millis(50));
+        plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
+    });
+    plane.wait_limit("team-a", None);
+    operator.kill();
+}

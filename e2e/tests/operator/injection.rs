@@ -1,0 +1,210 @@
+//! Pods that ask for an agent's socket get it from the API server itself, or are told why not.
+
+use kube::ResourceExt;
+use kube::api::{Api, ApiResource, DynamicObject, Patch, PatchParams, PostParams};
+use kube::core::GroupVersionKind;
+use reprise_e2e::{PATIENCE, wait_until};
+use serde_json::{Value, json};
+
+use crate::lab::{Lab, SOMEBODY, SPACE};
+
+/// Selected by the cluster.
+const ENGINES: &str = "engines";
+/// Selected too, and takes no directories of nodes.
+const STRICT: &str = "strict";
+/// Not selected.
+const OTHERS: &str = "others";
+
+const ANNOTATION: &str = "reprise.dev/injection";
+
+#[test]
+fn pods_that_ask_get_the_socket_and_how_to_connect_and_others_are_left_alone() {
+    let lab = Lab::new();
+    spaces(&lab);
+    let operator = lab.operator();
+    lab.cluster(injecting());
+    wait_until("pods to be changed", PATIENCE, || {
+        let pod = create(&lab, ENGINES, asks(container(json!({}))));
+        pod.annotations().contains_key(ANNOTATION).then_some(())
+    });
+
+    let pod = create(&lab, ENGINES, asks(container(json!({ "env": [{ "name": "OWN", "value": "kept" }] }))));
+    assert_eq!(pod.annotations()[ANNOTATION], "cache/c");
+    let spec = &pod.data["spec"];
+    let volume = &spec["volumes"].as_array().expect("volumes")[0];
+    assert_eq!(volume["hostPath"], json!({ "path": "/run/reprise", "type": "DirectoryOrCreate" }));
+    let engine = &spec["containers"][0];
+    assert_eq!(engine["image"], "engine:1");
+    let mounts = engine["volumeMounts"].as_array().expect("mounts");
+    assert_eq!(*mounts, [json!({ "name": volume["name"], "mountPath": "/run/reprise", "readOnly": true })]);
+    assert_eq!(variable(engine, "OWN"), "kept");
+    assert_eq!(variable(engine, "REPRISE_SOCKET"), "/run/reprise/agent.sock");
+    let config: Value = serde_json::from_str(&variable(engine, "REPRISE_KV_TRANSFER_CONFIG")).expect("JSON");
+    let published = lab.get("ConfigMap", "c-connection").expect("it is there").data["data"].clone();
+    let published = published["vllm-kv-transfer-config.json"].as_str().expect("a text").to_owned();
+    assert_eq!(config, serde_json::from_str::<Value>(&published).expect("JSON"), "as the ConfigMap has it");
+
+    // What a container says itself stays.
+    let own = json!({ "env": [{ "name": "REPRISE_SOCKET", "value": "/mine.sock" }] });
+    let pod = create(&lab, ENGINES, asks(container(own)));
+    assert_eq!(variable(&pod.data["spec"]["containers"][0], "REPRISE_SOCKET"), "/mine.sock");
+
+    // Who does not ask, asks somebody else, or is where nobody may ask.
+    let label = |cluster: &str| json!({ "reprise.dev/inject": cluster });
+    for (space, labels) in [(ENGINES, json!({})), (ENGINES, label("other")), (OTHERS, label("c"))] {
+        let pod = create(&lab, space, (labels.clone(), container(json!({}))));
+        let what = format!("{space} {labels}");
+        assert!(!pod.annotations().contains_key(ANNOTATION), "{what}");
+        assert_eq!(pod.data["spec"]["containers"][0]["env"], Value::Null, "{what}");
+    }
+    operator.kill();
+}
+
+#[test]
+fn a_pod_that_gets_nothing_is_told_why() {
+    let lab = Lab::new();
+    spaces(&lab);
+    let operator = lab.operator();
+    lab.cluster(injecting());
+    wait_until("pods to be changed", PATIENCE, || {
+        let pod = create(&lab, ENGINES, asks(container(json!({}))));
+        pod.annotations().contains_key(ANNOTATION).then_some(())
+    });
+    let mounting = json!({ "volumeMounts": [{ "name": "tmp", "mountPath": "/run/reprise" }] });
+    let with_volume = |name: &str, container: Value| json!({ "containers": [container], "volumes": [{ "name": name, "emptyDir": {} }] });
+    for (space, spec, words) in [
+        (STRICT, strict(), "security level restricted"),
+        (ENGINES, with_volume("reprise-socket", plain(json!({}))), "has a volume reprise-socket"),
+        (ENGINES, with_volume("tmp", plain(mounting)), "container engine mounts something at /run/reprise"),
+    ] {
+        let pod = create(&lab, space, asks(spec));
+        let said = pod.annotations().get(ANNOTATION).unwrap_or_else(|| panic!("nothing is said: {words}"));
+        assert!(said.starts_with("nothing of cache/c: ") && said.contains(words), "{said}");
+        assert_eq!(pod.data["spec"]["containers"][0]["env"], Value::Null, "{words}");
+    }
+    operator.kill();
+}
+
+#[test]
+fn policies_go_with_the_wish_for_them_and_with_the_cluster() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    let (policy, binding) = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding");
+    let name = "reprise-cache-c-inject";
+    let gone = |kind: &str| {
+        wait_until(&format!("{kind} to go"), PATIENCE, || lab.get(kind, name).is_none().then_some(()));
+    };
+    lab.cluster(injecting());
+    lab.wait_for(policy, name);
+    lab.wait_for(binding, name);
+    lab.cluster(json!({}));
+    gone(policy);
+    gone(binding);
+    lab.cluster(injecting());
+    lab.wait_for(binding, name);
+    lab.delete("KVCacheCluster", "c");
+    gone(policy);
+    gone(binding);
+    operator.kill();
+}
+
+#[test]
+fn a_cluster_waits_for_a_kind_that_the_api_server_does_not_have_yet() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
+    assert!(said.contains("PodMonitor") && said.contains("install Prometheus"), "{said}");
+    lab.apply(&json!({
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": { "name": "podmonitors.monitoring.coreos.com" },
+        "spec": {
+            "group": "monitoring.coreos.com", "scope": "Namespaced",
+            "names": { "kind": "PodMonitor", "plural": "podmonitors" },
+            "versions": [{
+                "name": "v1", "served": true, "storage": true,
+                "schema": { "openAPIV3Schema": { "type": "object", "x-kubernetes-preserve-unknown-fields": true } },
+            }],
+        },
+    }));
+    lab.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
+    for (monitor, component) in [("c-agent", "agent"), ("c-controlplane", "control-plane")] {
+        let spec = lab.wait_for("PodMonitor", monitor).data["spec"].clone();
+        assert_eq!(spec["selector"]["matchLabels"]["app.kubernetes.io/component"], component);
+        assert_eq!(spec["podMetricsEndpoints"][0]["port"], "admin");
+    }
+    operator.kill();
+}
+
+/// The cluster's namespaces for engines.
+fn injecting() -> Value {
+    let selector = json!({ "matchLabels": { "engines": "yes" } });
+    json!({ "injection": { "mode": "AdmissionPolicy", "namespaceSelector": selector } })
+}
+
+fn spaces(lab: &Lab) {
+    for (space, labels) in [
+        (ENGINES, json!({ "engines": "yes" })),
+        (STRICT, json!({ "engines": "yes", "pod-security.kubernetes.io/enforce": "restricted" })),
+        (OTHERS, json!({})),
+    ] {
+        lab.apply(&json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": space, "labels": labels },
+        }));
+        // No controller makes it here.
+        let account =
+            json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "default" } });
+        let (api, params) =
+            (within(lab, space, "ServiceAccount", "serviceaccounts"), PatchParams::apply(SOMEBODY));
+        let applied = lab.server.block_on(api.patch("default", &params, &Patch::Apply(&account)));
+        applied.expect("an account is taken");
+    }
+    assert_ne!(SPACE, ENGINES, "engines are elsewhere");
+}
+
+fn within(lab: &Lab, space: &str, kind: &str, plural: &str) -> Api<DynamicObject> {
+    let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("", "v1", kind), plural);
+    Api::namespaced_with(lab.client(), space, &resource)
+}
+
+/// A pod as the API server has made it.
+fn create(lab: &Lab, space: &str, (labels, spec): (Value, Value)) -> DynamicObject {
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "generateName": "engine-", "labels": labels }, "spec": spec,
+    });
+    let pod: DynamicObject = serde_json::from_value(pod).expect("an object");
+    let api = within(lab, space, "Pod", "pods");
+    let created = lab.server.block_on(api.create(&PostParams::default(), &pod));
+    created.unwrap_or_else(|error| panic!("a pod is not taken in {space}: {error}"))
+}
+
+/// With the label of who asks for the cluster's socket.
+fn asks(spec: Value) -> (Value, Value) {
+    (json!({ "reprise.dev/inject": "c" }), spec)
+}
+
+fn plain(more: Value) -> Value {
+    let mut container = json!({ "name": "engine", "image": "engine:1" });
+    container.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+    container
+}
+
+/// A pod of one container.
+fn container(more: Value) -> Value {
+    json!({ "containers": [plain(more)], "automountServiceAccountToken": false })
+}
+
+/// A pod that a strict namespace takes.
+fn strict() -> Value {
+    let context = json!({
+        "allowPrivilegeEscalation": false, "runAsNonRoot": true, "capabilities": { "drop": ["ALL"] },
+        "seccompProfile": { "type": "RuntimeDefault" },
+    });
+    container(json!({ "securityContext": context }))
+}
+
+fn variable(container: &Value, name: &str) -> String {
+    let all = container["env"].as_array().expect("an environment");
+    let found = all.iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("no {name}: {all:?}"));
+    found["value"].as_str().expect("a text").to_owned()
+}

@@ -1,0 +1,111 @@
+//! What an agent is told of what was kept, and of objects that come and go. No server is asked.
+
+use std::sync::{Arc, Mutex};
+
+use reprise_crds::fields::ForeignSignatures;
+
+use super::*;
+use crate::desired::Data;
+
+const NODE: &str = "n";
+
+/// A server that nobody asks.
+const KUBECONFIG: &str = r#"{
+    "apiVersion": "v1", "kind": "Config", "current-context": "c",
+    "clusters": [{ "name": "c", "cluster": { "server": "http://127.0.0.1:1" } }],
+    "users": [{ "name": "c", "user": {} }],
+    "contexts": [{ "name": "c", "context": { "cluster": "c", "user": "c" } }]
+}"#;
+
+/// A loop that is not run, and what it tells.
+struct Watched {
+    watch: NodeWatch,
+    told: Arc<Mutex<Vec<Desired>>>,
+    folder: tempfile::TempDir,
+}
+
+impl Watched {
+    fn start(kept: Option<(i64, &Value)>) -> Watched {
+        let folder = tempfile::tempdir().expect("a folder");
+        let kubeconfig = folder.path().join("kubeconfig");
+        std::fs::write(&kubeconfig, KUBECONFIG).expect("written");
+        if let Some((generation, spec)) = kept {
+            StateDirectory::new(folder.path(), NODE).save(generation, spec).expect("kept");
+        }
+        let settings = NodeSettings {
+            node: NODE.to_owned(),
+            version: "0.1.0".to_owned(),
+            pod: None,
+            access: Access::Kubeconfig(kubeconfig),
+            state: StateDirectory::new(folder.path(), NODE),
+            status_every: Duration::from_secs(10),
+        };
+        let told: Arc<Mutex<Vec<Desired>>> = Arc::default();
+        let tells = told.clone();
+        let tell = move |desired| tells.lock().expect("nobody panics").push(desired);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let watch = runtime.block_on(NodeWatch::new(settings, tell)).expect("a client");
+        Watched { watch, told, folder }
+    }
+
+    fn told(&self) -> Vec<Desired> {
+        std::mem::take(&mut self.told.lock().expect("nobody panics"))
+    }
+
+    fn kept(&self) -> Option<i64> {
+        let kept = StateDirectory::new(self.folder.path(), NODE).load().expect("readable");
+        kept.map(|kept| kept.generation)
+    }
+}
+
+fn claim(pool: &str, more: &Value) -> Value {
+    let mut claim =
+        json!({ "pool": pool, "uid": pool, "generation": 1, "globs": ["/dev/disk/by-id/nvme-*"] });
+    for (name, value) in more.as_object().expect("fields") {
+        claim[name] = value.clone();
+    }
+    claim
+}
+
+fn object(generation: i64, spec: &Value) -> DynamicObject {
+    let object = json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
+        "metadata": { "name": NODE, "generation": generation }, "spec": spec,
+    });
+    serde_json::from_value(object).expect("an object")
+}
+
+#[test]
+fn what_was_kept_destroys_nothing_until_the_server_says_so_again() {
+    let spec = json!({
+        "nodeName": NODE,
+        "mode": "Draining",
+        "claims": [claim("going", &json!({ "wipe": true })), claim("staying", &json!({ "foreignSignatures": "Wipe" }))],
+    });
+    let mut watched = Watched::start(Some((3, &spec)));
+    let told = watched.told();
+    let [kept] = &told[..] else { panic!("it is told once: {told:?}") };
+    assert_eq!((kept.generation, kept.mode), (3, Some(reprise_crds::fields::NodeMode::Draining)));
+    let [claim] = &kept.claims[..] else { panic!("nothing is wiped: {:?}", kept.claims) };
+    assert_eq!((claim.pool.as_str(), claim.foreign), ("staying", ForeignSignatures::Refuse));
+
+    watched.watch.seen(&object(3, &spec));
+    let told = watched.told();
+    let [said] = &told[..] else { panic!("the server says it: {told:?}") };
+    assert_eq!((said.claims[0].data, said.claims[1].foreign), (Data::Wiped, ForeignSignatures::Wipe));
+    watched.watch.seen(&object(3, &spec));
+    assert!(watched.told().is_empty(), "that is nothing new");
+}
+
+#[test]
+fn a_deleted_object_is_not_started_from_again_and_one_that_is_made_anew_is_told() {
+    let spec = json!({ "nodeName": NODE, "claims": [claim("p", &json!({}))] });
+    let mut watched = Watched::start(None);
+    watched.watch.seen(&object(1, &spec));
+    assert_eq!((watched.told().len(), watched.kept()), (1, Some(1)));
+    watched.watch.gone();
+    assert_eq!((watched.told().len(), watched.kept()), (0, None), "the node goes on as it is");
+    assert!(watched.watch.told.is_none(), "there is nothing to write a status of");
+    watched.watch.seen(&object(1, &spec));
+    assert_eq!((watched.told().len(), watched.kept()), (1, Some(1)));
+}

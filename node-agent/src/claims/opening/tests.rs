@@ -1,0 +1,108 @@
+//! What a wipe destroys, and what it leaves alone.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use reprise_agent_core::pool::{DevicePool, PoolParams};
+use tempfile::TempDir;
+
+use super::*;
+
+const BYTES: usize = 8 << 20;
+const OWN: [u8; 16] = [7; 16];
+const OTHER: [u8; 16] = [9; 16];
+
+/// A device with this on it.
+fn device(content: &[u8]) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("device");
+    fs::write(&path, content).expect("written");
+    (folder, path)
+}
+
+fn pool(uuid: [u8; 16]) -> Vec<u8> {
+    let params = PoolParams {
+        device_bytes: BYTES as u64,
+        segment_bytes: 2 << 20,
+        pool_uuid: uuid,
+        device_index: 0,
+        created_unix_us: 1,
+    };
+    let mut content = vec![0; BYTES];
+    for (offset, bytes) in DevicePool::format(&params).expect("sound parameters") {
+        let at = offset as usize;
+        content[at..at + bytes.len()].copy_from_slice(&bytes);
+    }
+    // Blocks, further behind.
+    content[BYTES - 100..].fill(1);
+    content
+}
+
+fn to_wipe(at: &Path, kind: Kind, pool: Option<[u8; 16]>) -> ToWipe {
+    ToWipe { path: "/dev/disk/by-id/x".to_owned(), at: at.to_owned(), kind, pool, is_member: pool.is_some() }
+}
+
+/// Wipes and says whether everything is gone.
+fn wiped(content: &[u8], pool: Option<[u8; 16]>) -> Result<bool, Trouble> {
+    let (_folder, path) = device(content);
+    let result = wipe(&to_wipe(&path, Kind::Device, pool));
+    let after = fs::read(&path).expect("a device stays");
+    match result {
+        Ok(()) => Ok(after.len() == content.len() && after.iter().all(|byte| *byte == 0)),
+        Err(trouble) => {
+            assert!(after == content, "what is refused is left alone");
+            assert_eq!(trouble.reason, Reason::ForeignSignature);
+            Err(trouble)
+        }
+    }
+}
+
+#[test]
+fn a_wipe_destroys_the_pool_of_its_claim_and_no_other() {
+    assert_eq!(wiped(&pool(OWN), Some(OWN)), Ok(true));
+    assert_eq!(wiped(&pool(OWN), None), Ok(true), "nobody knows of another");
+    let trouble = wiped(&pool(OTHER), Some(OWN)).expect_err("another pool's");
+    assert!(trouble.message.contains("another pool"), "{}", trouble.message);
+}
+
+#[test]
+fn a_wipe_leaves_data_alone_that_no_pool_wrote() {
+    let mut unmarked = vec![0; BYTES];
+    unmarked[..5].copy_from_slice(b"notes");
+    let mut behind = vec![0; BYTES];
+    behind[1 << 19] = 1;
+    let mut newer = pool(OWN);
+    newer[8] = 99;
+    newer[(1 << 20) + 8] = 99;
+    for content in [unmarked, behind, newer, b"short".to_vec()] {
+        let trouble = wiped(&content, Some(OWN)).expect_err("not ours");
+        assert!(trouble.message.contains("take it out of the pool"), "{}", trouble.message);
+    }
+}
+
+#[test]
+fn a_blank_device_is_wiped_to_its_end_only_if_it_was_of_the_pool() {
+    // Erasing it was interrupted.
+    let mut content = vec![0; BYTES];
+    content[BYTES - 1] = 1;
+    assert_eq!(wiped(&content, Some(OWN)), Ok(true));
+    assert_eq!(wiped(&content, None), Ok(false), "it was never used");
+}
+
+#[test]
+fn a_pool_whose_first_superblock_is_erased_already_is_known_by_its_second() {
+    let mut content = pool(OTHER);
+    content[..4096].fill(0);
+    assert!(wiped(&content, Some(OWN)).is_err());
+    assert_eq!(wiped(&content, Some(OTHER)), Ok(true));
+}
+
+#[test]
+fn a_file_goes_with_its_data_and_a_device_that_is_missing_was_not_wiped() {
+    let (_folder, path) = device(&pool(OWN));
+    assert_eq!(wipe(&to_wipe(&path, Kind::File, Some(OWN))), Ok(()));
+    assert!(!path.exists());
+    assert_eq!(wipe(&to_wipe(&path, Kind::File, Some(OWN))), Ok(()), "it is gone already");
+    let trouble = wipe(&to_wipe(&path, Kind::Device, Some(OWN))).expect_err("nobody knows what is on it");
+    assert_eq!(trouble.reason, Reason::DeviceFailed);
+}

@@ -1,0 +1,153 @@
+//! What engines' pods get that ask for it: the directory of the agent's socket, and how to connect. Done by the API server itself, by a
+//! policy in its expression language (CEL), so that no pod waits for a webhook of ours.
+//!
+//! A pod asks by a label that names the cluster, in a namespace that the cluster selects. An annotation says what became of it: the
+//! cluster that it was given, or why it was given nothing. A pod with that annotation is left alone.
+//!
+//! A policy that fails keeps no engine from starting; arguments that use the environment then say so.
+
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::InjectionMode;
+use reprise_crds::fields::LabelSelector;
+use serde_json::{Value, json};
+
+use super::connection::in_host_memory;
+use crate::child::{Child, ChildKind, Ownership};
+use crate::names::{ClusterNames, Component, INJECT, INJECTION};
+
+/// Name of the volume.
+const VOLUME: &str = "reprise-socket";
+/// Path of the socket, for programs that ask for it.
+const SOCKET_VARIABLE: &str = "REPRISE_SOCKET";
+/// vLLM's `--kv-transfer-config`: an argument may be `$(REPRISE_KV_TRANSFER_CONFIG)`.
+const CONFIG_VARIABLE: &str = "REPRISE_KV_TRANSFER_CONFIG";
+
+/// The policy and its binding; none where no namespace is selected.
+pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
+    let injection = &cluster.spec.injection;
+    if injection.mode != InjectionMode::AdmissionPolicy
+        || injection.namespace_selector == LabelSelector::default()
+    {
+        return Vec::new();
+    }
+    // They have no namespace, so they cannot have the cluster as their owner (`crate::sweep`).
+    let metadata = || json!({ "name": names.injection(), "labels": names.labels(Component::Agent) });
+    let policy = json!({ "spec": policy(cluster, names) });
+    let binding = json!({ "spec": { "policyName": names.injection() } });
+    let ours = Ownership::OursAlone;
+    vec![
+        Child::new(ChildKind::MutatingAdmissionPolicy, ours, metadata(), &policy),
+        Child::new(ChildKind::MutatingAdmissionPolicyBinding, ours, metadata(), &binding),
+    ]
+}
+
+fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
+    let variable = |name: &str, expression: String| json!({ "name": name, "expression": expression });
+    let apply = |expression: String| json!({ "patchType": "ApplyConfiguration", "applyConfiguration": { "expression": expression } });
+    json!({
+        "failurePolicy": "Ignore",
+        "reinvocationPolicy": "Never",
+        "matchConstraints": {
+            "namespaceSelector": cluster.spec.injection.namespace_selector,
+            "objectSelector": { "matchLabels": { INJECT: names.name } },
+            "resourceRules": [{ "apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"] }],
+        },
+        "matchConditions": [{
+            "name": "nothing-was-decided-yet",
+            "expression": format!("!({} in object.metadata.?annotations.orValue({{}}))", literal(INJECTION)),
+        }],
+        "variables": [
+            variable("directory", literal(cluster.spec.agents.socket.directory.as_str())),
+            variable("level", LEVEL.to_owned()),
+            variable("mounting", MOUNTING.to_owned()),
+            variable("refusal", refusal()),
+        ],
+        "mutations": [apply(decision(names)), apply(change(cluster))],
+    })
+}
+
+/// What pods of the namespace may.
+const LEVEL: &str =
+    "namespaceObject.metadata.?labels[?'pod-security.kubernetes.io/enforce'].orValue('privileged')";
+
+/// Containers that have something there already.
+const MOUNTING: &str = "object.spec.containers.filter(c, c.?volumeMounts.orValue([]).exists(m, m.mountPath == \
+                        variables.directory)).map(c, c.name)";
+
+/// Why a pod gets nothing; empty when it gets what it asks for.
+fn refusal() -> String {
+    format!(
+        "variables.level in ['baseline', 'restricted'] ? 'its namespace enforces the pod security level ' + variables.level + ', which \
+         forbids directories of nodes' : \
+         object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? 'it has a volume {VOLUME} already' : \
+         size(variables.mounting) > 0 ? 'container ' + variables.mounting[0] + ' mounts something at ' + variables.directory + ' already' : ''",
+        volume = literal(VOLUME),
+    )
+}
+
+/// Writes down what becomes of the pod.
+fn decision(names: &ClusterNames) -> String {
+    let (key, given) = (literal(INJECTION), literal(&names.key()));
+    let refused = literal(&format!("nothing of {}: ", names.key()));
+    format!(
+        "Object{{metadata: Object.metadata{{annotations: {{{key}: variables.refusal == '' ? {given} : {refused} + variables.refusal}}}}}}"
+    )
+}
+
+/// Adds what it gets. What a container has set itself stays.
+fn change(cluster: &KVCacheCluster) -> String {
+    let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
+    let set = |name: &str, value: &str| {
+        format!("Object.spec.containers.env{{name: {}, value: {}}}", literal(name), literal(value))
+    };
+    let variables =
+        [set(SOCKET_VARIABLE, &socket), set(CONFIG_VARIABLE, &in_host_memory(&socket).to_string())]
+            .join(", ");
+    let volume = literal(VOLUME);
+    format!(
+        "variables.refusal != '' ? Object{{}} : Object{{spec: Object.spec{{\
+         volumes: [Object.spec.volumes{{name: {volume}, hostPath: Object.spec.volumes.hostPath{{\
+         path: variables.directory, type: 'DirectoryOrCreate'}}}}], \
+         containers: object.spec.containers.map(c, Object.spec.containers{{name: c.name, \
+         volumeMounts: [Object.spec.containers.volumeMounts{{name: {volume}, mountPath: variables.directory, readOnly: true}}], \
+         env: [{variables}].filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}})}}}}"
+    )
+}
+
+/// A text as CEL writes it: JSON's strings are among its own.
+fn literal(text: &str) -> String {
+    json!(text).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn built(spec: &Value) -> Vec<Child> {
+        let cluster: KVCacheCluster = serde_json::from_value(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
+            "metadata": { "name": "c", "namespace": "n" }, "spec": spec,
+        }))
+        .expect("an object");
+        build(&cluster, &ClusterNames::of(&cluster))
+    }
+
+    #[test]
+    fn nothing_is_injected_where_no_namespace_is_selected() {
+        assert_eq!(built(&json!({})), []);
+        assert_eq!(built(&json!({ "injection": { "mode": "AdmissionPolicy" } })), []);
+        let selector = json!({ "matchLabels": { "engines": "yes" } });
+        let made =
+            built(&json!({ "injection": { "mode": "AdmissionPolicy", "namespaceSelector": selector } }));
+        let [policy, binding] = made.as_slice() else { panic!("{made:?}") };
+        let constraints = &policy.body["spec"]["matchConstraints"];
+        assert_eq!(constraints["namespaceSelector"], selector);
+        assert_eq!(constraints["objectSelector"]["matchLabels"][INJECT], "c");
+        assert_eq!(binding.body["spec"]["policyName"], json!(policy.name));
+    }
+
+    #[test]
+    fn texts_are_quoted_so_that_none_ends_early() {
+        assert_eq!(literal("/run/it's \"here\""), r#""/run/it's \"here\"""#);
+    }
+}

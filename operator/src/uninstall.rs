@@ -1,0 +1,354 @@
+//! What the chart runs before it goes: deletes the objects that its release has applied, while the operator still runs, and waits until what
+//! was made of them is gone.
+//!
+//! In this order: tenants, whose budgets the control planes forget, if they can be told in a third of the time; pools that are wiped, which
+//! agents do; clusters, with everything that Kubernetes removes of them and that the operator does (`CacheNode`s, bindings); then the other
+//! pools, whose data stays. A pool that is to be wiped and that nobody has confirmed stays, and is named. Definitions stay, and objects that the
+//! release has not applied.
+//!
+//! It may be run again after it has given up.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
+use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams};
+use kube::{Client, ResourceExt};
+use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
+use serde_json::Value;
+
+use crate::child::ChildKind;
+use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR, RELEASE};
+
+/// Between two looks at what remains.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Control planes have this part of the time to be told that tenants go.
+const TENANTS_PART: u32 = 3;
+/// HTTP's code for what is not there.
+const NOT_FOUND: u16 = 404;
+/// HTTP's code for what is to be asked again later.
+const TOO_MANY_REQUESTS: u16 = 429;
+/// So many things are named when it gives up, at the most.
+const NAMES_MAX: usize = 20;
+
+/// A release of the chart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Release {
+    /// Its name.
+    pub name: String,
+    /// Its namespace, in which its clusters are.
+    pub namespace: String,
+}
+
+/// What is done with a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// It goes first, wiped by the agents.
+    Wiped,
+    /// It goes, and its data stays.
+    Retained,
+    /// It stays: nobody has confirmed that its data is to be destroyed.
+    Kept,
+}
+
+/// One run.
+struct Run<'a> {
+    client: &'a Client,
+    release: &'a Release,
+    within: Duration,
+    begun: Instant,
+}
+
+/// Deletes what a release has applied, and waits until it is gone.
+///
+/// # Errors
+/// Something remains after that time, or may not be deleted; what and why.
+pub async fn delete(client: &Client, release: &Release, within: Duration) -> anyhow::Result<()> {
+    let run = Run { client, release, within, begun: Instant::now() };
+    run.tenants().await?;
+    run.pools(Fate::Wiped).await?;
+    run.clusters().await?;
+    run.until_gone(async || run.tenants_left().await).await?;
+    run.pools(Fate::Retained).await?;
+    run.name_what_stays().await
+}
+
+impl Run<'_> {
+    /// Those whose control planes are away go with their clusters.
+    async fn tenants(&self) -> anyhow::Result<()> {
+        let api = self.all_tenants();
+        self.delete_all(&api, &self.applied(&api).await?, &DeleteParams::background()).await?;
+        let left = self.wait(self.within / TENANTS_PART, async || self.tenants_left().await).await?;
+        if !left.is_empty() {
+            tracing::info!(
+                "tenants that control planes were not told of go with their clusters: {}",
+                left.join("; ")
+            );
+        }
+        Ok(())
+    }
+
+    async fn tenants_left(&self) -> anyhow::Result<Vec<String>> {
+        Ok(self.applied(&self.all_tenants()).await?.iter().map(remains).collect())
+    }
+
+    async fn pools(&self, fate: Fate) -> anyhow::Result<()> {
+        let api = self.all_pools();
+        let of_fate = async || {
+            let mut pools = self.applied(&api).await?;
+            pools.retain(|pool| self::fate(pool) == fate);
+            anyhow::Ok(pools)
+        };
+        self.delete_all(&api, &of_fate().await?, &DeleteParams::background()).await?;
+        self.until_gone(async || Ok(of_fate().await?.iter().map(remains).collect())).await
+    }
+
+    async fn clusters(&self) -> anyhow::Result<()> {
+        let namespace = &self.release.namespace;
+        let resource = ApiResource::erase::<KVCacheCluster>(&());
+        let api: Api<DynamicObject> = Api::namespaced_with(self.client.clone(), namespace, &resource);
+        // It stays until everything that has it as its owner is gone.
+        self.delete_all(&api, &self.applied(&api).await?, &DeleteParams::foreground()).await?;
+        self.until_gone(async || {
+            let clusters = self.list(&api, &ListParams::default()).await?;
+            let (going, staying): (Vec<_>, Vec<_>) =
+                clusters.into_iter().partition(|cluster| cluster.metadata.deletion_timestamp.is_some());
+            let mut left = Vec::new();
+            for cluster in &going {
+                left.push(self.of_cluster(cluster).await?);
+            }
+            let staying: BTreeSet<String> = staying.iter().map(ResourceExt::name_any).collect();
+            left.extend(self.nodes(&staying).await?);
+            left.extend(self.bindings(&going).await?);
+            Ok(left)
+        })
+        .await
+    }
+
+    /// A cluster that is being deleted, and what it waits for.
+    async fn of_cluster(&self, cluster: &DynamicObject) -> anyhow::Result<String> {
+        let of_it =
+            ListParams::default().labels(&format!("{CLUSTER_UID}={}", cluster.uid().unwrap_or_default()));
+        let mut workloads = Vec::new();
+        for kind in [ChildKind::StatefulSet, ChildKind::DaemonSet] {
+            let api: Api<DynamicObject> =
+                Api::namespaced_with(self.client.clone(), &self.release.namespace, &kind.resource());
+            let found = self.list(&api, &of_it).await?;
+            workloads.extend(found.iter().map(|one| format!("{} {}", kind.as_str(), one.name_any())));
+        }
+        let waits =
+            if workloads.is_empty() { held(cluster) } else { format!("waits for {}", workloads.join(", ")) };
+        Ok(format!("KVCacheCluster {}: {waits}", cluster.name_any()))
+    }
+
+    /// Nodes of clusters of the namespace that are gone or go.
+    async fn nodes(&self, staying: &BTreeSet<String>) -> anyhow::Result<Vec<String>> {
+        let api: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
+        let nodes = self.list(&api, &ListParams::default()).await?;
+        let is_left = |node: &&DynamicObject| {
+            let cluster = &node.data["spec"]["clusterRef"];
+            let is_here = cluster["namespace"] == self.release.namespace.as_str();
+            is_here && !cluster["name"].as_str().is_some_and(|name| staying.contains(name))
+        };
+        let left = nodes.iter().filter(is_left).map(|node| node.name_any());
+        Ok(left.map(|name| format!("CacheNode {name}: the operator removes it: does it run?")).collect())
+    }
+
+    /// Bindings of clusters that go, which the operator removes afterwards.
+    async fn bindings(&self, going: &[DynamicObject]) -> anyhow::Result<Vec<String>> {
+        let api: Api<ClusterRoleBinding> = Api::all(self.client.clone());
+        let ours = ListParams::default().labels(&format!("{MANAGED_BY}={OPERATOR},{CLUSTER_UID}"));
+        let bindings = self.patiently(async || api.list(&ours).await).await?.items;
+        let clusters: Api<DynamicObject> = Api::namespaced_with(
+            self.client.clone(),
+            &self.release.namespace,
+            &ApiResource::erase::<KVCacheCluster>(&()),
+        );
+        let there = self.list(&clusters, &ListParams::default()).await?;
+        let stays = |uid: &str| {
+            let has = |cluster: &DynamicObject| cluster.metadata.uid.as_deref() == Some(uid);
+            there.iter().any(has) && !going.iter().any(has)
+        };
+        let is_left = |binding: &&ClusterRoleBinding| {
+            let of_us = binding
+                .subjects
+                .iter()
+                .flatten()
+                .any(|subject| subject.namespace.as_deref() == Some(self.release.namespace.as_str()));
+            of_us && !binding.labels().get(CLUSTER_UID).is_some_and(|uid| stays(uid))
+        };
+        let left = bindings.iter().filter(is_left).map(|binding| binding.name_any());
+        Ok(left
+            .map(|name| format!("ClusterRoleBinding {name}: the operator removes it: does it run?"))
+            .collect())
+    }
+
+    async fn name_what_stays(&self) -> anyhow::Result<()> {
+        for pool in self.applied(&self.all_pools()).await? {
+            tracing::warn!(
+                pool = pool.name_any(),
+                "the pool stays: its deletionPolicy is Wipe and nobody has confirmed it; delete it by hand"
+            );
+        }
+        tracing::info!(release = self.release.name, "what the release has applied is gone");
+        Ok(())
+    }
+
+    fn all_tenants(&self) -> Api<DynamicObject> {
+        Api::all_with(self.client.clone(), &ApiResource::erase::<CacheTenant>(&()))
+    }
+
+    fn all_pools(&self) -> Api<DynamicObject> {
+        Api::all_with(self.client.clone(), &ApiResource::erase::<SSDPool>(&()))
+    }
+
+    /// Objects of a kind that the release has applied.
+    async fn applied(&self, api: &Api<DynamicObject>) -> anyhow::Result<Vec<DynamicObject>> {
+        self.list(api, &ListParams::default().labels(&format!("{RELEASE}={}", self.release.name))).await
+    }
+
+    /// Objects of a kind; none where the kind is not defined.
+    async fn list(&self, api: &Api<DynamicObject>, of: &ListParams) -> anyhow::Result<Vec<DynamicObject>> {
+        let listed = self.patiently(async || match api.list(of).await {
+            Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(Vec::new()),
+            other => other.map(|list| list.items),
+        });
+        listed.await
+    }
+
+    async fn delete_all(
+        &self,
+        api: &Api<DynamicObject>,
+        objects: &[DynamicObject],
+        how: &DeleteParams,
+    ) -> anyhow::Result<()> {
+        for object in objects.iter().filter(|object| object.metadata.deletion_timestamp.is_none()) {
+            let (kind, name) = (kind(object), object.name_any());
+            let deleted = self.patiently(async || match api.delete(&name, how).await {
+                Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(()),
+                other => other.map(|_| ()),
+            });
+            deleted.await.with_context(|| format!("{kind} {name} cannot be deleted"))?;
+            tracing::info!(kind, name, "deleted");
+        }
+        Ok(())
+    }
+
+    /// Waits until nothing is left; of what is, each is named with why it remains.
+    async fn until_gone(&self, left: impl AsyncFn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<()> {
+        let mut left = self.wait(self.within, left).await?;
+        if left.is_empty() {
+            return Ok(());
+        }
+        let more = left.len().saturating_sub(NAMES_MAX);
+        left.truncate(NAMES_MAX);
+        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+        bail!("after {:?} there remain: {}{more}", self.within, left.join("; "));
+    }
+
+    /// Waits until nothing is left, and for so long after the beginning at the most; what is left.
+    async fn wait(
+        &self,
+        within: Duration,
+        left: impl AsyncFn() -> anyhow::Result<Vec<String>>,
+    ) -> anyhow::Result<Vec<String>> {
+        loop {
+            let left = left().await?;
+            if left.is_empty() || self.begun.elapsed() >= within {
+                return Ok(left);
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Asks again while the API server is away; what it refuses is refused.
+    async fn patiently<T>(&self, call: impl AsyncFn() -> Result<T, kube::Error>) -> anyhow::Result<T> {
+        loop {
+            match call().await {
+                Ok(done) => return Ok(done),
+                Err(kube::Error::Api(status))
+                    if (400..500).contains(&status.code) && status.code != TOO_MANY_REQUESTS =>
+                {
+                    return Err(kube::Error::Api(status).into());
+                }
+                Err(error) if self.begun.elapsed() >= self.within => {
+                    return Err(error).context("the API server does not answer");
+                }
+                Err(error) => tracing::info!(%error, "asked again"),
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+}
+
+fn kind(object: &DynamicObject) -> &str {
+    object.types.as_ref().map_or("object", |types| types.kind.as_str())
+}
+
+fn fate(pool: &DynamicObject) -> Fate {
+    let spec = &pool.data["spec"];
+    match (spec["deletionPolicy"] == "Wipe", spec["wipeConfirmation"].is_string()) {
+        (false, _) => Fate::Retained,
+        (true, true) => Fate::Wiped,
+        (true, false) => Fate::Kept,
+    }
+}
+
+/// An object that is being deleted, and why it is still there.
+fn remains(object: &DynamicObject) -> String {
+    format!("{} {}: {}", kind(object), object.name_any(), held(object))
+}
+
+fn held(object: &DynamicObject) -> String {
+    let conditions = object.data["status"]["conditions"].as_array();
+    let blocks = |condition: &&Value| condition["type"] == "DeletionBlocked" && condition["status"] == "True";
+    let blocked = conditions.and_then(|conditions| conditions.iter().find(blocks));
+    match blocked.and_then(|condition| condition["message"].as_str()) {
+        Some(message) => message.to_owned(),
+        None if object.finalizers().is_empty() => "it is being deleted".to_owned(),
+        None => {
+            format!("its finalizers are not done: {}; does the operator run?", object.finalizers().join(", "))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn pool(spec: &Value, status: &Value, finalizers: &[&str]) -> DynamicObject {
+        serde_json::from_value(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool",
+            "metadata": { "name": "p", "finalizers": finalizers }, "spec": spec, "status": status,
+        }))
+        .expect("an object")
+    }
+
+    #[test]
+    fn data_is_destroyed_only_where_it_was_confirmed() {
+        let of = |spec: Value| fate(&pool(&spec, &json!({}), &[]));
+        assert_eq!(of(json!({})), Fate::Retained);
+        assert_eq!(of(json!({ "deletionPolicy": "Retain" })), Fate::Retained);
+        assert_eq!(of(json!({ "deletionPolicy": "Wipe" })), Fate::Kept);
+        assert_eq!(of(json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes" })), Fate::Wiped);
+    }
+
+    #[test]
+    fn what_remains_says_why() {
+        let blocked = json!({ "conditions": [
+            { "type": "Ready", "status": "True", "message": "fine" },
+            { "type": "DeletionBlocked", "status": "True", "message": "2 nodes have not wiped" },
+        ] });
+        assert_eq!(
+            remains(&pool(&json!({}), &blocked, &["reprise.dev/wipe"])),
+            "SSDPool p: 2 nodes have not wiped"
+        );
+        let held = remains(&pool(&json!({}), &json!({}), &["reprise.dev/wipe"]));
+        assert!(held.contains("reprise.dev/wipe") && held.contains("operator"), "{held}");
+        assert!(remains(&pool(&json!({}), &json!({}), &[])).contains("being deleted"));
+    }
+}
