@@ -117,7 +117,7 @@ pub struct DeviceClaim {
     #[schemars(length(min = 1, max = 16))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub globs: Vec<DeviceGlob>,
-    /// Devices to take on each node, at the most; the first by name.
+    /// Devices to take on each node, at the most: those in use, then those with a pool on them, then the first by name.
     #[serde(default = "devices_per_node")]
     #[schemars(range(min = 1, max = 32))]
     pub max_per_node: u32,

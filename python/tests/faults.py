@@ -76,7 +76,9 @@ def damage_memory(agent: Agent) -> None:
         eventually(lambda: seen.stats()["unsaved_blocks"] == 0, within=60.0)
     assert agent.child is not None
     process = Path(f"/proc/{agent.child.pid}")
-    regions = [line.split()[0] for line in (process / "maps").read_text().splitlines() if "/memfd:reprise" in line]
+    regions = [
+        line.split()[0] for line in (process / "maps").read_text().splitlines() if "/memfd:reprise-region" in line
+    ]
     assert regions, "the agent has no arena"
     with (process / "mem").open("r+b", buffering=0) as memory:
         for region in regions:

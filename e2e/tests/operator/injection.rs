@@ -23,10 +23,7 @@ fn pods_that_ask_get_the_socket_and_how_to_connect_and_others_are_left_alone() {
     spaces(&lab);
     let operator = lab.operator();
     lab.cluster(injecting());
-    wait_until("pods to be changed", PATIENCE, || {
-        let pod = create(&lab, ENGINES, asks(container(json!({}))));
-        pod.annotations().contains_key(ANNOTATION).then_some(())
-    });
+    wait_for_the_policy(&lab);
 
     let pod = create(&lab, ENGINES, asks(container(json!({ "env": [{ "name": "OWN", "value": "kept" }] }))));
     assert_eq!(pod.annotations()[ANNOTATION], "cache/c");
@@ -66,10 +63,7 @@ fn a_pod_that_gets_nothing_is_told_why() {
     spaces(&lab);
     let operator = lab.operator();
     lab.cluster(injecting());
-    wait_until("pods to be changed", PATIENCE, || {
-        let pod = create(&lab, ENGINES, asks(container(json!({}))));
-        pod.annotations().contains_key(ANNOTATION).then_some(())
-    });
+    wait_for_the_policy(&lab);
     let mounting = json!({ "volumeMounts": [{ "name": "tmp", "mountPath": "/run/reprise" }] });
     let with_volume = |name: &str, container: Value| json!({ "containers": [container], "volumes": [{ "name": name, "emptyDir": {} }] });
     for (space, spec, words) in [
@@ -140,6 +134,14 @@ fn a_cluster_waits_for_a_kind_that_the_api_server_does_not_have_yet() {
 fn injecting() -> Value {
     let selector = json!({ "matchLabels": { "engines": "yes" } });
     json!({ "injection": { "mode": "AdmissionPolicy", "namespaceSelector": selector } })
+}
+
+/// The API server takes a moment until it goes by a new policy.
+fn wait_for_the_policy(lab: &Lab) {
+    wait_until("pods to be changed", PATIENCE, || {
+        let pod = create(lab, ENGINES, asks(container(json!({}))));
+        pod.annotations().contains_key(ANNOTATION).then_some(())
+    });
 }
 
 fn spaces(lab: &Lab) {
