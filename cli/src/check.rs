@@ -69,8 +69,8 @@ pub(crate) struct CheckArgs {
     /// How long to wait for the agent and the others, as in 60s.
     #[arg(long, value_name = "DURATION", default_value = "60s")]
     within: Interval,
-    /// Afterwards: go on loading the same blocks for so long, and say once a second how many came from where. A block that was saved
-    /// by an earlier process of the run will do then.
+    /// Afterwards: go on loading the same blocks for so long, and say once a second how many came from where. What an
+    /// earlier process of the run has saved, or has brought to this node, will do then.
     #[arg(long, value_name = "DURATION")]
     again_for: Option<Interval>,
 }
@@ -129,7 +129,7 @@ pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()
     };
     let mut loaded = Vec::with_capacity(others.len());
     for other in &others {
-        loaded.push(check.load(*other, Wanted::of(args.index, *other))?);
+        loaded.push(check.load(*other, Wanted::of(args, *other))?);
     }
     let checked = Checked {
         node: check.client.node().to_owned(),
@@ -164,16 +164,26 @@ impl Before {
 enum Wanted {
     ThisNode,
     AnotherNode,
+    /// An earlier process of the run may have brought it here.
+    Anywhere,
 }
 
 impl Wanted {
-    fn of(index: u32, saved_by: u32) -> Wanted {
-        if index == saved_by { Wanted::ThisNode } else { Wanted::AnotherNode }
+    fn of(args: &CheckArgs, saved_by: u32) -> Wanted {
+        match Before::of(args) {
+            Before::Perhaps => Wanted::Anywhere,
+            Before::Never if args.index == saved_by => Wanted::ThisNode,
+            Before::Never => Wanted::AnotherNode,
+        }
     }
 
     fn is(self, source: Source) -> bool {
         let near = matches!(source, Source::OwnDram | Source::OwnNvme);
-        near == (self == Wanted::ThisNode)
+        match self {
+            Wanted::ThisNode => near,
+            Wanted::AnotherNode => !near,
+            Wanted::Anywhere => true,
+        }
     }
 }
 
@@ -347,7 +357,19 @@ fn text(checked: &Checked) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: CheckArgs,
+    }
+
+    fn of(line: &[&str]) -> CheckArgs {
+        Line::parse_from(line).args
+    }
 
     #[test]
     fn every_participant_of_every_run_and_tenant_has_a_block_of_its_own() {
@@ -364,9 +386,14 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_another_must_come_from_another_node() {
-        assert!(Wanted::of(0, 0).is(Source::OwnDram) && Wanted::of(0, 0).is(Source::OwnNvme));
-        assert!(Wanted::of(0, 1).is(Source::PeerDram) && Wanted::of(0, 1).is(Source::PeerNvme));
-        assert!(!Wanted::of(0, 1).is(Source::OwnNvme) && !Wanted::of(1, 1).is(Source::PeerDram));
+    fn a_block_of_another_must_come_from_another_node_unless_it_was_loaded_before() {
+        let alone = of(&["check", "--run", "a", "--of", "2"]);
+        let again = of(&["check", "--run", "a", "--of", "2", "--again-for", "1s"]);
+        let (own, other) = (Wanted::of(&alone, 0), Wanted::of(&alone, 1));
+        assert!(own.is(Source::OwnDram) && own.is(Source::OwnNvme) && !own.is(Source::PeerDram));
+        assert!(other.is(Source::PeerDram) && other.is(Source::PeerNvme) && !other.is(Source::OwnNvme));
+        for source in [Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme] {
+            assert!(Wanted::of(&again, 1).is(source), "{source:?}");
+        }
     }
 }

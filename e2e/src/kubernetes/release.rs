@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::cluster::Cluster;
@@ -228,11 +229,17 @@ impl<'a> Release<'a> {
         pods
     }
 
-    /// Deletes pods without a word to what runs in them.
+    /// SIGKILL to all processes of pods, which are deleted at once. A kubelet that is told of such a deletion would let them end in their time.
     ///
     /// # Panics
-    /// When the API server does not do it.
+    /// When they have no processes, or the API server does not do it.
     pub fn kill(self, pods: &[Pod]) {
+        let processes = processes_of(pods);
+        assert!(processes.len() >= pods.len(), "pods that run have processes: {pods:?}");
+        for process in processes {
+            // One that has ended by itself is gone as well.
+            let _ = kill_process(process, Signal::KILL);
+        }
         let mut arguments = vec!["delete", "pod", "--grace-period=0", "--force"];
         arguments.extend(pods.iter().map(|pod| pod.name.as_str()));
         self.kubectl(&arguments);
@@ -284,6 +291,18 @@ impl<'a> Release<'a> {
         }
         texts.join("\n")
     }
+}
+
+/// Processes in the control groups of pods, which are named after them.
+fn processes_of(pods: &[Pod]) -> Vec<Pid> {
+    let groups: Vec<String> = pods.iter().map(|pod| format!("/pod{}/", pod.uid)).collect();
+    let all = fs::read_dir("/proc").expect("processes are listed").flatten();
+    let process = |entry: fs::DirEntry| {
+        let id: i32 = entry.file_name().to_str()?.parse().ok()?;
+        let of = fs::read_to_string(entry.path().join("cgroup")).ok()?;
+        if groups.iter().any(|group| of.contains(group)) { Pid::from_raw(id) } else { None }
+    };
+    all.filter_map(process).collect()
 }
 
 /// Text of an example of the chart.

@@ -13,8 +13,8 @@ use serde_json::Value;
 /// The engines of these tests run as root, whom every agent lets connect.
 pub(crate) const ENGINES: Engines<'static> = Engines { namespace: "default", user: 0 };
 
-/// Room for 100,000 small blocks on each node.
-pub(crate) const POOL: &str = "--set=pools.lab.directory.size=2Gi";
+/// Room for 100,000 small blocks on each node: a device has an entry for each 64 KiB of it (docs/FORMAT.md).
+pub(crate) const POOL: &str = "--set=pools.lab.directory.size=7Gi";
 
 /// From `helm install` to blocks that have gone around.
 const FIRST_HIT_WITHIN: Duration = Duration::from_secs(60);

@@ -93,7 +93,10 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
         (is_done(&now_agents, &agents) && is_done(&now_members, &members)).then_some(())
     });
     release.wait_until_ready();
-    assert_eq!(release.object("kvcc", RELEASE)["status"]["versions"]["controlPlane"], NEXT);
+    wait_until("the cluster to say which version it runs", PODS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        (release.object("kvcc", RELEASE)["status"]["versions"]["controlPlane"] == NEXT).then_some(())
+    });
     wait_for_all_blocks(cluster);
     for (index, said) in ENGINES.since(cluster, &moment).into_iter().enumerate() {
         let said = said.expect("no engine has ended: not a byte was wrong");
@@ -159,10 +162,7 @@ fn revision(release: Release<'_>) -> u32 {
 pub(crate) fn removed(cluster: &mut Cluster) {
     let release = running(cluster);
     ENGINES.stop(cluster);
-    // As docs/KUBERNETES.md says.
-    cluster.kubectl(&["delete", "kvcacheclusters", "--all", "--all-namespaces"]);
-    cluster.kubectl(&["delete", "ssdpools,cachetenants", "--all"]);
-    cluster.kubectl(&["wait", "--for=delete", "cachenodes", "--all", "--timeout=60s"]);
+    // What the release has applied goes first, by its hook: cluster, pool, and all that is made of them.
     release.run(&["uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout=180s"]);
     let left = || {
         let in_namespace = release.kubectl(&["get", OF_NAMESPACES, "--output=name", "--ignore-not-found"]);
