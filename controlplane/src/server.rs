@@ -58,7 +58,7 @@ const EXPIRE_MIN: Duration = Duration::from_millis(1);
 /// Pause between two looks at the ledgers.
 const REBALANCE_EVERY: Duration = Duration::from_secs(1);
 /// An etcd that is started together with its members answers by then. Later a start ends, and says what is missing.
-const STORE_WITHIN: Duration = Duration::from_secs(10);
+const STORE_WITHIN: Duration = Duration::from_secs(15);
 /// Pause between two attempts to open it.
 const STORE_PAUSE: Duration = Duration::from_millis(500);
 /// Time for calls under way at shutdown; streams are told to end.

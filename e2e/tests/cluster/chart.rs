@@ -38,8 +38,7 @@ pub(crate) fn condition<'a>(object: &'a Value, kind: &str) -> (&'a str, &'a str)
     let conditions = object["status"]["conditions"].as_array().into_iter().flatten();
     let found = conditions.into_iter().find(|condition| condition["type"] == kind);
     let found = found.unwrap_or_else(|| panic!("no condition {kind}: {object:#}"));
-    let text = |field: &str| found[field].as_str().unwrap_or_default();
-    (text("status"), text("reason"))
+    (found["status"].as_str().unwrap_or_default(), found["reason"].as_str().unwrap_or_default())
 }
 
 pub(crate) fn first_hit(cluster: &mut Cluster) {
