@@ -86,6 +86,25 @@ fn blocks_go_around_between_two_nodes_and_not_within_one() {
 }
 
 #[test]
+fn who_goes_on_says_what_was_hit_and_may_be_started_again() {
+    let world = World::new();
+    let agent = world.agent(&AgentConfig::named("first"));
+    // The second process finds what the first one has saved.
+    for _ in 0..2 {
+        let output = ended(start(&agent.files().socket, &["--run", "a", "--again-for", "2500ms"]));
+        assert!(output.status.success(), "{}", said(&output));
+        let text = String::from_utf8_lossy(&output.stdout);
+        let lines: Vec<Value> =
+            text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect();
+        let [checked, counts @ ..] = lines.as_slice() else { panic!("no line") };
+        assert_eq!(checked["node"], "first");
+        let last = counts.last().expect("a line a second");
+        assert!(last["hits"]["own DRAM"].as_u64().is_some_and(|hits| hits > 0), "{text}");
+        assert_eq!((&last["own_missed"], &last["sessions"]), (&Value::from(0), &Value::from(0)), "{text}");
+    }
+}
+
+#[test]
 fn who_cannot_begin_is_told_why() {
     let world = World::new();
     let nowhere = world.folder().join("agent.sock");

@@ -45,8 +45,10 @@ pub async fn run(
         .with_context(|| format!("cannot listen on {}", settings.admin))?;
     let admin = listener.local_addr()?;
     let leases: Api<Lease> = Api::namespaced(client.clone(), &settings.namespace);
-    let accounts = || Api::namespaced(client.clone(), &settings.namespace);
-    let account = settings.service_account.clone().map(|name| Account { api: accounts(), name });
+    let account = settings
+        .service_account
+        .clone()
+        .map(|name| Account { api: Api::namespaced(client.clone(), &settings.namespace), name });
     let mut election = Election::new(leases, settings.identity.clone(), account);
     let (world, writers) = World::new();
     let world = Arc::new(world);
