@@ -31,4 +31,10 @@ if [ ! -e "$home/complete" ]; then
     "$home/bin/python" -c 'import vllm' > /dev/null || refuse "it is installed and does not start here"
     touch "$home/complete"
 fi
+# An engine is four processes that import all of it, and would compile it anew where Python may not write (PYTHONDONTWRITEBYTECODE).
+if [ ! -e "$home/compiled" ]; then
+    # Some files are for other Pythons.
+    "$home/bin/python" -m compileall -q -j 0 "$home"/lib/python3.*/site-packages > /dev/null || true
+    touch "$home/compiled"
+fi
 echo "$home/bin/python"

@@ -19,7 +19,7 @@ if [ ! -e "$home/complete" ]; then
     site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
     site "$vllm" > "$(site "$home/bin/python")/vllm.pth"
     # Versions of what both need are those of vLLM's environment, whatever the peer asks for.
-    "$home/bin/python" -m pip -q install --no-deps --no-cache-dir --no-compile -r "$requirements" >&2 || refuse "$1" "pip failed"
+    "$home/bin/python" -m pip -q install --no-deps --no-cache-dir -r "$requirements" >&2 || refuse "$1" "pip failed"
     touch "$home/complete"
 fi
 echo "$home/bin/python"

@@ -112,6 +112,8 @@ class Cluster:
             "[cache]\narena_session_permille = 1000\n"
             '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
             f'[controlplane]\naddress = "{self.member.ready["grpc"]}"\n'
+            # Blocks stay where tests look for them: what is moved to another node is on this one's NVMe no more.
+            '[placement]\nbandwidth = "0"\n'
         )
         agent = Agent(
             [str(binaries() / "reprise-agent"), "--config", str(config)],

@@ -96,20 +96,21 @@ def flip(bytes_of: BinaryIO, pages: range) -> None:
             bytes_of.write(bytes([byte[0] ^ 1]))
 
 
+def served(agent: Client) -> int:
+    """Blocks that an agent has given to engines of its node."""
+    stats = agent.stats()
+    return stats["hit_blocks_own_dram"] + stats["hit_blocks_own_nvme"]
+
+
 @contextlib.contextmanager
 def agent_that_goes(agent: Agent, number: signal.Signals, served_blocks: int) -> Iterator[None]:
     """Sends a signal to an agent when it has served so many blocks; afterwards it is there again."""
     with observer(agent) as seen:
-
-        def served() -> int:
-            stats = seen.stats()
-            return stats["hit_blocks_own_dram"] + stats["hit_blocks_own_nvme"]
-
-        wanted = served() + served_blocks
+        wanted = served(seen) + served_blocks
         is_over = threading.Event()
 
         def watch() -> None:
-            while served() < wanted and not is_over.wait(0.001):
+            while served(seen) < wanted and not is_over.wait(0.001):
                 pass
             agent.signal(number)
 
@@ -144,3 +145,37 @@ def crawling(agent: Agent) -> Iterator[None]:
     finally:
         is_over.set()
         crawls.join()
+
+
+@contextlib.contextmanager
+def agent_that_hangs(agent: Agent, served_blocks: int) -> Iterator[None]:
+    """Lets an agent run a small part of the time until it has served so many blocks, then not at all; afterwards it runs again."""
+    with observer(agent) as seen:
+        wanted = served(seen) + served_blocks
+        is_enough, is_over = threading.Event(), threading.Event()
+
+        def crawl() -> None:
+            while not is_over.wait(CRAWL_RUNS_S):
+                agent.signal(signal.SIGSTOP)
+                if is_enough.is_set():
+                    return
+                is_over.wait(CRAWL_STOPPED_S)
+                thaw(agent)
+
+        def watch() -> None:
+            while served(seen) < wanted and not is_over.wait(0.001):
+                pass
+            is_enough.set()
+
+        threads = [threading.Thread(target=crawl), threading.Thread(target=watch)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            # A watcher that waits for an answer of an agent that has stopped gets it now.
+            thaw(agent)
+            for thread in threads:
+                thread.join()
+            thaw(agent)

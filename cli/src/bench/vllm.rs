@@ -114,7 +114,7 @@ struct Sizes {
 
 /// The model of the figures: 32 KiB of KV a token, 128 MiB a prompt.
 const FULL: Sizes =
-    Sizes { precision: Precision::Bf16, layers: 8, heads: 8, head_dim: 128, cached_tokens: 4096, prompts: 6 };
+    Sizes { precision: Precision::Bf16, layers: 8, heads: 8, head_dim: 128, cached_tokens: 4096, prompts: 4 };
 
 /// 1 MiB a prompt.
 const QUICK: Sizes =

@@ -224,7 +224,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended."""
-        return KVConnectorTransferResults(finished_recving=self._working().loaded())
+        return KVConnectorTransferResults(finished_recving=self._working().loaded(is_idle=self._metadata().is_idle))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute."""

@@ -34,6 +34,8 @@ class RepriseMetadata(KVConnectorMetadata):
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
+    is_idle: bool = False
+    """Whether the step computes nothing: vLLM goes round until a load or save has ended."""
 
 
 @dataclass

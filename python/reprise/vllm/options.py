@@ -33,6 +33,10 @@ class Options(MatchOptions):
     question is sent when its request comes, so that its answer is mostly there; else the request is asked about again in the next
     step. An engine that has nothing to compute waits for ``match_budget_ms``."""
 
+    idle_wait_ms: float = 2.0
+    """How long a step that computes nothing waits for loads and saves. vLLM goes round until they have ended, and would take the cores
+    that they need; a request that comes meanwhile waits as long at the most."""
+
     save_decode_blocks: bool = True
     """Whether blocks of generated tokens are saved, as conversations want it."""
 

@@ -198,7 +198,7 @@ class SchedulerSide:
         """What the workers are to do in this step."""
         self._asker.begin_step()
         self._computing = set(output.num_scheduled_tokens)
-        metadata = RepriseMetadata(loads=self._loads, saves=self._proven_saves)
+        metadata = RepriseMetadata(loads=self._loads, saves=self._proven_saves, is_idle=not self._computing)
         self._loads, self._proven_saves = [], []
         if self.may_save and self.session.connected:
             for new in output.scheduled_new_reqs:

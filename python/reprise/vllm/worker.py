@@ -147,12 +147,18 @@ class WorkerSide:
             # All layers, also those whose end vLLM does not tell.
             self._transfers.note_filled(saves, len(self.geometry.layer_names))
 
-    def loaded(self) -> set[str]:
-        """Takes what has ended; returns the requests that have waited for their loads, which ended well or not."""
+    def loaded(self, *, is_idle: bool = False) -> set[str]:
+        """Takes what has ended; returns the requests that have waited for their loads, which ended well or not.
+
+        Args:
+            is_idle: whether the step has computed nothing: it waits a moment for the oldest load, or save.
+        """
         self._end_loads()
         requests: set[str] = set()
         if self._transfers is None or not (self._loading or self._saving):
             return requests
+        if is_idle:
+            self._transfers.wait([min(self._loading or self._saving)], self.options.idle_wait_ms / 1e3)
         for ended in self._transfers.finished():
             self._told.note(ended.error)
             if ended.id in self._loading:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
+from collections.abc import Iterator
 
+import pytest
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
-from faults import agent_that_goes, crawling, damage, damage_memory, drop_dram, eventually, observer
+from faults import (
+    agent_that_goes,
+    agent_that_hangs,
+    crawling,
+    damage,
+    damage_memory,
+    drop_dram,
+    eventually,
+    freeze,
+    observer,
+    thaw,
+)
 from serving import PROMPT_BLOCKS, prompt, see
 
 BUSY_MACHINE_S = 1.0
@@ -142,11 +156,12 @@ def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_a
         assert after.stats()["hit_blocks_own_nvme"] == from_nvme + PROMPT_BLOCKS
 
 
-def test_an_agent_that_is_killed_in_the_middle_of_a_load_costs_time_only(
-    plain: Engine, engine: Engine, cluster: Cluster
+@pytest.mark.parametrize("fault", ["killed", "hangs"])
+def test_an_agent_that_goes_in_the_middle_of_a_load_costs_time_only(
+    plain: Engine, engine: Engine, cluster: Cluster, fault: str
 ) -> None:
     agent = cluster.agents[0]
-    prompts = [prompt(70 + index, blocks=6) for index in range(6)]
+    prompts = [prompt((70 if fault == "killed" else 80) + index, blocks=6) for index in range(6)]
     expected = plain.generate(prompts)["tokens"]
     recompute = plain.generate(prompts)["seconds"]
 
@@ -156,18 +171,27 @@ def test_an_agent_that_is_killed_in_the_middle_of_a_load_costs_time_only(
         assert told["tokens"] == expected
         return bool(told["cached"] == [6 * BLOCK_TOKENS] * len(prompts))
 
+    @contextlib.contextmanager
+    def it_goes() -> Iterator[None]:
+        if fault == "killed":
+            with agent_that_goes(agent, signal.SIGKILL, served_blocks=1), crawling(agent):
+                yield
+        else:
+            with agent_that_hangs(agent, served_blocks=1):
+                yield
+
     def loads_fail_under_way() -> bool:
         eventually(all_found, within=60.0)
         with observer(agent) as seen:
             drop_dram(seen)
         before = engine.metrics().get("vllm:reprise_failed_blocks", 0)
         engine.forget()
-        with agent_that_goes(agent, signal.SIGKILL, served_blocks=1), crawling(agent):
+        with it_goes():
             told = engine.generate(prompts)
         assert told["tokens"] == expected
         assert told["reasons"] == ["length"] * len(prompts)
         assert told["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
-        # Otherwise it was killed before or after them.
+        # Otherwise it went before or after them.
         return engine.metrics().get("vllm:reprise_failed_blocks", 0) > before
 
     eventually(loads_fail_under_way, within=120.0)
@@ -181,12 +205,13 @@ def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: E
     see(engine, tokens)
     engine.forget()
     agent = cluster.agents[0]
-    agent.signal(signal.SIGSTOP)
+    freeze(agent)
     try:
         hung = engine.generate([tokens])
     finally:
-        agent.signal(signal.SIGCONT)
+        thaw(agent)
     assert hung["tokens"] == expected
+    assert hung["cached"] == [0], "nobody said that it is there"
     assert hung["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
 
 

@@ -432,6 +432,12 @@ def test_what_runs_while_the_weights_change_is_not_saved_until_it_is_computed_an
     assert len(save.hashes) == 4
 
 
+def test_workers_are_told_of_a_step_that_computes_nothing() -> None:
+    scheduler = side(FakeSession())
+    assert scheduler.step(output({}, {})).is_idle
+    assert not scheduler.step(output({"a": (0, 5)}, {"a": [1]})).is_idle
+
+
 def test_a_finished_request_is_forgotten() -> None:
     scheduler = side(FakeSession())
     scheduler.matched_tokens(request(4), 0)

@@ -7,10 +7,11 @@ from pathlib import Path
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine, connector
 from engine_model import adapter, model
+from faults import drop_dram, eventually, observer
 from serving import PROMPT_BLOCKS, prompt, see
 
 
-def test_an_engine_that_is_killed_and_started_again_finds_what_it_saved_and_another_revision_finds_nothing(
+def test_an_engine_that_is_started_again_before_its_agent_finds_what_it_saved_and_another_revision_finds_nothing(
     engine: Engine, home: Path, weights: Path, cluster: Cluster
 ) -> None:
     tokens = prompt(50)
@@ -25,11 +26,32 @@ def test_an_engine_that_is_killed_and_started_again_finds_what_it_saved_and_anot
         started.kill()
     assert cold["cached"] == [0], "of the other revision"
     assert cold["tokens"] != first["tokens"]
-    again = Engine(retrained, home / "retrained-again.log", transfer)
-    warm = again.generate([tokens])
-    again.stop()
-    assert warm["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
-    assert warm["tokens"] == cold["tokens"]
+    agent = cluster.agents[0]
+    with observer(agent) as seen:
+        drop_dram(seen)
+    agent.kill()
+    try:
+        again = Engine(retrained, home / "retrained-again.log", transfer)
+    except BaseException:
+        agent.start()
+        raise
+    try:
+        try:
+            without = again.generate([tokens])
+        finally:
+            agent.start()
+        assert without["cached"] == [0]
+        assert without["tokens"] == cold["tokens"]
+
+        def found() -> bool:
+            again.forget()
+            told = again.generate([tokens])
+            assert told["tokens"] == cold["tokens"]
+            return bool(told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS])
+
+        eventually(found)
+    finally:
+        again.stop()
 
 
 def test_another_dtype_and_another_lora_adapter_find_nothing_of_each_other(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster import MIB, Cluster
+from faults import eventually, freeze, thaw
 from test_scheduler import geometry
 
 from reprise import Session
@@ -15,6 +17,7 @@ from reprise.vllm.options import Options
 from reprise.vllm.worker import WorkerSide
 
 LONG_S = 60.0
+SHORT_S = 0.1
 
 
 def test_why_loads_fail_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,3 +53,33 @@ def test_saves_of_a_step_that_was_not_whole_are_ended(tmp_path: Path) -> None:
     assert said.ended_saves == {7: 1}
     assert said.partial_saves == {7}
     worker.close()
+
+
+def test_a_step_that_computes_nothing_waits_a_moment_for_its_loads(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=128 * MIB)
+    shape, (agent,) = geometry(), cluster.agents
+    plan = LoadPlan(request_id="a", hashes=(b"h",), blocks=(1,))
+    workers = {}
+    try:
+        for name, wait_s in (("long", LONG_S), ("short", SHORT_S)):
+            session = Session(agent.socket, shape.namespace, shape.layout)
+            assert session.wait_connected(LONG_S)
+            options = Options(idle_wait_ms=wait_s * 1e3, load_stall_ms=LONG_S * 1e3, load_deadline_ms=LONG_S * 1e3)
+            workers[name] = WorkerSide(geometry=shape, options=options, session=session)
+            workers[name].register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
+        workers["long"].start_loads(RepriseMetadata(loads=[plan]))
+        assert workers["long"].loaded(is_idle=True) == {"a"}, "the wait ends with the load"
+        freeze(agent)
+        try:
+            workers["short"].start_loads(RepriseMetadata(loads=[plan]))
+            since = time.monotonic()
+            assert workers["short"].loaded() == set()
+            assert workers["short"].loaded(is_idle=True) == set()
+            assert SHORT_S <= time.monotonic() - since < LONG_S
+        finally:
+            thaw(agent)
+        eventually(lambda: workers["short"].loaded(is_idle=True) == {"a"})
+    finally:
+        for worker in workers.values():
+            worker.close()
+        cluster.stop()
