@@ -50,7 +50,7 @@ pub struct GPUQueueAllocationSpec {
     pub gpu_uuid: GpuUuid,
     /// The pool whose devices' queues are lent; a pool of raw `devices`.
     pub pool_ref: ObjectRef,
-    /// Queue pairs on each controller.
+    /// Queue pairs on each controller of the pool; with `ExclusiveController` on one that nobody else uses.
     #[schemars(range(min = 1, max = 128))]
     pub queue_pairs: u32,
     /// Entries of each queue.
@@ -128,7 +128,7 @@ pub struct GPUQueueAllocationStatus {
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
     pub allocations: Vec<QueueGrant>,
-    /// The pod that uses it.
+    /// The pod that uses it. A deletion waits until it is taken away; nobody sets it in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved_for: Option<PodRef>,
     /// When the grant ends.

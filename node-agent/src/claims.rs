@@ -14,6 +14,7 @@
 //! Deliberately absent: Kubernetes (see `reprise-agent-kubernetes`), and any claim of an agent that is configured by its file alone.
 
 mod board;
+mod controllers;
 mod facts;
 mod known;
 mod opening;
@@ -29,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, select, tick};
 use reprise_agent_core::event::Event as CoreEvent;
-use reprise_agent_kubernetes::{Desired, Facts, Trouble};
+use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, Trouble};
 use tokio::sync::watch;
 
 use crate::admin::AdminContext;
@@ -117,6 +118,8 @@ struct Worker {
     missed: BTreeSet<String>,
     /// What is kept on disk of which pools devices are of.
     kept: Known,
+    /// NVMe controllers of the node, as they were at the last look at names.
+    controllers: Vec<ControllerFact>,
 }
 
 impl Claims {
@@ -145,6 +148,7 @@ impl Claims {
             resolved: Instant::now(),
             missed: BTreeSet::new(),
             kept,
+            controllers: Vec::new(),
         };
         let thread = std::thread::Builder::new()
             .name("claims".to_owned())
@@ -234,7 +238,7 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
-        let facts = facts::gather(&self.parts, &self.board, desired, &view);
+        let facts = facts::gather(&self.parts, &self.board, desired, &view, &self.controllers);
         self.parts.facts.send_replace(Some(facts));
     }
 
@@ -278,6 +282,7 @@ impl Worker {
         let kept: Vec<_> = kept.filter(|pool| !is_known(&pool.pool)).cloned().collect();
         pools.extend(kept);
         self.board.want(pools);
+        self.controllers = controllers::look(&self.parts.root.join("sys"), self.board.wanted());
     }
 
     /// Takes over from the configuration file what an agent can change while it runs.

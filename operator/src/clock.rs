@@ -21,3 +21,9 @@ pub fn since(time: &Time) -> std::time::Duration {
     let passed: SignedDuration = Timestamp::now().duration_since(time.0);
     passed.try_into().unwrap_or_default()
 }
+
+/// How long it is until then. Nothing for the past.
+pub fn until(time: &Time) -> std::time::Duration {
+    let left: SignedDuration = time.0.duration_since(Timestamp::now());
+    left.try_into().unwrap_or_default()
+}

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kube::Client;
 use kube::runtime::events::{Recorder, Reporter};
 
+use crate::allocation::apply::Turns;
 use crate::backoff::Backoff;
 use crate::cluster::store::StoreLooks;
 use crate::control_plane::ControlPlanes;
@@ -37,6 +38,8 @@ pub struct Context {
     pub store_looks: StoreLooks,
     /// The control planes of clusters.
     pub control_planes: ControlPlanes,
+    /// Whose turn it is to lend queues of a node.
+    pub(crate) turns: Turns,
     /// What the API server made of a child: its digest and the version that came of it, by `kind/namespace/name`. The server writes some values
     /// in another way than they were sent, and such a child would look different for ever.
     pub(crate) normalised: Mutex<HashMap<String, (String, String)>>,
@@ -57,6 +60,7 @@ impl Context {
             metrics: Metrics::new(),
             backoff: Backoff::default(),
             store_looks: StoreLooks::default(),
+            turns: Turns::default(),
             normalised: Mutex::default(),
             status_written: Mutex::default(),
         }

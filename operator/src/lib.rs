@@ -18,9 +18,11 @@
 //! * modes and budgets are the resources': what a control plane has is made to be so ([`control_plane`]), and said where somebody else had changed it;
 //! * what this release does not have is refused with words, never ignored.
 //!
-//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging.
+//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging, queues of GPUs that are more than
+//! counted.
 
 pub mod admin;
+pub mod allocation;
 pub mod backoff;
 pub mod child;
 pub mod children;

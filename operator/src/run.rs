@@ -144,7 +144,7 @@ fn start_queues(
         tokio::spawn(queue::run(
             world.allocations.clone(),
             requests.allocations,
-            unsupported::allocation,
+            crate::allocation::reconcile,
             shared(),
             stop(),
         )),

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kube::runtime::controller::Action;
 use kube::{Api, Resource, ResourceExt};
+use reprise_crds::SlackProfile;
 use reprise_crds::status::{ConditionType, Finding, Reason};
-use reprise_crds::{GPUQueueAllocation, SlackProfile};
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
@@ -20,18 +20,6 @@ use crate::status::{Found, Status, write};
 pub async fn profile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let message = "profiles are not distributed by this release: nothing works by it, and it may be removed";
     refuse(&*profile, profile.status.as_ref(), message, &context).await
-}
-
-/// Says so of an allocation.
-///
-/// # Errors
-/// The API server did not take it; tried again.
-pub async fn allocation(
-    allocation: Arc<GPUQueueAllocation>,
-    context: Arc<Context>,
-) -> Result<Action, OperatorError> {
-    let message = "queue pairs are not lent by this release: nothing was set aside, and it may be removed";
-    refuse(&*allocation, allocation.status.as_ref(), message, &context).await
 }
 
 async fn refuse<K, S>(

@@ -3,10 +3,12 @@
 //! | changed | reconciled |
 //! |---|---|
 //! | spec of a cluster, pool or tenant, or whether a cluster is accepted | everything: the plan may have changed |
-//! | name or labels of a node | it, all clusters and pools |
+//! | name or labels of a node | it, all clusters and pools, allocations |
 //! | anything else of these | it |
 //! | a child | its cluster |
-//! | a CacheNode | its node, its cluster, the pools that it has or had |
+//! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
+//! | an allocation is deleted | another one of its node |
+//! | spec of a profile | it, all allocations |
 //!
 //! Nothing is reconciled before all stores have been filled ([`Triggers::open`]): a half-known world would look like one in which much
 //! was deleted. After a watch was lost and everything was read again, all is reconciled, since deletions may have been missed.
@@ -107,7 +109,19 @@ impl Triggers {
         for profile in world.profiles.state() {
             self.send(&self.profiles, &*profile).await;
         }
+        self.all_allocations(world).await;
+    }
+
+    async fn all_allocations(&self, world: &World) {
         for allocation in world.allocations.state() {
+            self.send(&self.allocations, &*allocation).await;
+        }
+    }
+
+    /// One allocation of a node, whose reconcile is about all of them.
+    async fn one_allocation(&self, world: &World, node: &str) {
+        let of_node = |allocation: &GPUQueueAllocation| allocation.spec.node_name.as_str() == node;
+        if let Some(allocation) = world.allocations.find(of_node) {
             self.send(&self.allocations, &*allocation).await;
         }
     }
@@ -137,6 +151,7 @@ impl Triggers {
     }
 
     async fn cache_node(&self, world: &World, cache_node: &CacheNode) {
+        self.one_allocation(world, &cache_node.name_any()).await;
         if let Some(node) = world.nodes.get(&ObjectRef::new(&cache_node.name_any())) {
             self.send(&self.nodes, &*node).await;
         }
@@ -205,11 +220,22 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         all(),
         writers.profiles,
         on(),
-        |on, object, _| Box::pin(on.triggers.send(&on.triggers.profiles, object)),
+        |on, object, news| {
+            Box::pin(async move {
+                on.triggers.send(&on.triggers.profiles, object).await;
+                on.allocations(news).await;
+            })
+        },
     ));
     let allocations = Api::<GPUQueueAllocation>::all(client.clone());
-    tasks.spawn(follow(allocations, all(), writers.allocations, on(), |on, object, _| {
-        Box::pin(on.triggers.send(&on.triggers.allocations, object))
+    tasks.spawn(follow(allocations, all(), writers.allocations, on(), |on, object, news| {
+        Box::pin(async move {
+            on.triggers.send(&on.triggers.allocations, object).await;
+            // One that is gone decides nothing, and others may have its room.
+            if news == News::Spec {
+                on.triggers.one_allocation(&on.world, object.spec.node_name.as_str()).await;
+            }
+        })
     }));
     tasks.spawn(follow(Api::<Node>::all(client.clone()), all(), writers.nodes, on(), |on, object, news| {
         Box::pin(async move {
@@ -218,6 +244,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
                 on.triggers.all_clusters_and_pools(&on.world).await;
             }
             on.triggers.send(&on.triggers.nodes, object).await;
+            on.allocations(news).await;
         })
     }));
     tasks.spawn(follow(
@@ -287,6 +314,13 @@ impl On {
         match cluster {
             Some(cluster) => self.triggers.send(&self.triggers.clusters, &*cluster).await,
             None => self.world.orphaned(),
+        }
+    }
+
+    /// Allocations, when something has changed that they refer to.
+    async fn allocations(&self, news: News) {
+        if news == News::Spec {
+            self.triggers.all_allocations(&self.world).await;
         }
     }
 

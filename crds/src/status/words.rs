@@ -149,6 +149,8 @@ words! {
         OverCapacity,
         /// The time of the grant is over.
         Expired,
+        /// What it had was needed by one that is guaranteed.
+        TakenBack,
         /// The profile was measured on another GPU.
         WrongGpu,
         /// The profile's content is not a profile.

@@ -57,12 +57,6 @@ fn kinds_that_this_release_does_nothing_for_say_so() {
             "configMapRef": { "name": "measured", "key": "windows" },
         },
     }));
-    lab.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation", "metadata": { "name": "q" },
-        "spec": { "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 2 },
-    }));
-    for (kind, name) in [("SlackProfile", "s"), ("GPUQueueAllocation", "q")] {
-        lab.wait_condition(kind, name, ["Accepted", "False", "Unsupported"]);
-    }
+    lab.wait_condition("SlackProfile", "s", ["Accepted", "False", "Unsupported"]);
     operator.kill();
 }

@@ -33,6 +33,8 @@ pub struct Facts {
     pub claims: Vec<ClaimFact>,
     /// Devices and files of them.
     pub devices: Vec<DeviceFact>,
+    /// NVMe controllers of the node, each serial number once.
+    pub controllers: Vec<ControllerFact>,
     /// What the node is used for.
     pub mode: NodeMode,
     /// How far it is emptied.
@@ -127,6 +129,19 @@ pub struct DeviceFact {
     pub engine: Option<Engine>,
     /// Whether the page cache is passed by.
     pub direct: bool,
+}
+
+/// An NVMe controller.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ControllerFact {
+    /// Its serial number.
+    pub serial: String,
+    /// Its address on the PCI bus.
+    pub pci_address: Option<String>,
+    /// The pool that has a device of it.
+    pub pool: Option<String>,
+    /// Queue pairs that it has for I/O.
+    pub queue_pairs: u32,
 }
 
 /// How far the node is emptied.

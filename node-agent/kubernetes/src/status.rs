@@ -6,14 +6,15 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::CacheNodeStatus;
 use reprise_crds::fields::{
-    DevicePath, Digest, HostPath, Name, NodeMode, Quantity, ShortName, Text, Uid, Version,
+    DevicePath, Digest, HostPath, Name, NodeMode, PciAddress, Quantity, Serial, ShortName, Text, Uid, Version,
 };
 use reprise_crds::node::{
-    AgentInfo, Applied, AppliedPool, Device, DeviceState, Drain, Endpoints, NodeCapacity, Registration,
+    AgentInfo, Applied, AppliedPool, Controller, Device, DeviceState, Drain, Endpoints, NodeCapacity,
+    Registration,
 };
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, set};
 
-use crate::facts::{ClaimFact, ControlPlane, DeviceFact, Facts, Phase};
+use crate::facts::{ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, Phase};
 
 /// Steps in which used bytes are told.
 const STEPS: u64 = 256;
@@ -26,6 +27,9 @@ const HOST_PATH_CHARS_MAX: usize = 90;
 
 /// Devices of one status.
 const DEVICES_MAX: usize = 32;
+
+/// Controllers of one status.
+const CONTROLLERS_MAX: usize = 32;
 
 /// What does not change while the agent runs.
 #[derive(Clone, Debug)]
@@ -65,7 +69,7 @@ pub(crate) fn status(
         capacity: Some(capacity(facts)),
         devices: facts.devices.iter().take(DEVICES_MAX).map(device).collect(),
         gpus: Vec::new(),
-        controllers: Vec::new(),
+        controllers: facts.controllers.iter().take(CONTROLLERS_MAX).map(controller).collect(),
         applied: Some(applied(facts)),
         drain: (facts.mode == NodeMode::Draining).then(|| drain(facts)),
         conditions,
@@ -129,6 +133,17 @@ fn device(fact: &DeviceFact) -> Device {
         media_errors: None,
         spare_percent: None,
         read_latency_p99_micros: None,
+    }
+}
+
+fn controller(fact: &ControllerFact) -> Controller {
+    Controller {
+        serial: Serial::new(&fact.serial),
+        pci_address: fact.pci_address.as_ref().map(PciAddress::new),
+        pool: fact.pool.as_ref().map(ShortName::new),
+        queue_pairs: fact.queue_pairs,
+        // Nobody makes queues for GPUs in this release.
+        queue_pairs_lent: 0,
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
 use reprise_agent_kubernetes::{
-    ControlPlane, Desired, DrainFact, Facts, Memory, NodeMode as SpecMode, PageKind, Phase,
+    ControlPlane, ControllerFact, Desired, DrainFact, Facts, Memory, NodeMode as SpecMode, PageKind, Phase,
 };
 use reprise_policy::NodeMode;
 
@@ -38,7 +38,13 @@ pub(super) fn core_view(admin: &AdminContext) -> Option<CoreView> {
 }
 
 /// What is told of the node.
-pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view: &CoreView) -> Facts {
+pub(super) fn gather(
+    parts: &ClaimsParts,
+    board: &Board,
+    desired: &Desired,
+    view: &CoreView,
+    controllers: &[ControllerFact],
+) -> Facts {
     let is_ready = parts.admin.ready.load(std::sync::atomic::Ordering::Acquire);
     let devices = board.devices().into_iter().map(|(id, mut fact)| {
         let usage = id.and_then(|id| view.device_usage.get(&id).copied()).unwrap_or_default();
@@ -71,6 +77,7 @@ pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view
         },
         claims: board.claims(),
         devices: devices.collect(),
+        controllers: controllers.to_vec(),
         mode: spec_mode(view.mode),
         drain: DrainFact {
             // Blocks of a device that is not open yet are not among those that were looked at.

@@ -27,7 +27,7 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
     }
     if spec.max_gpu_queue_pairs.is_some() {
         return refuse(
-            "maxGpuQueuePairs is not in this release, which lends no queues: remove it".to_owned(),
+            "maxGpuQueuePairs is not in this release, which counts queue pairs of controllers only: remove it".to_owned(),
         );
     }
     if spec.namespace_selector.is_some() || !spec.service_accounts.is_empty() {

@@ -61,6 +61,12 @@ fn facts() -> Facts {
             trouble: None,
         }],
         devices: vec![device("/pool", DeviceState::Open)],
+        controllers: vec![ControllerFact {
+            serial: "S1".to_owned(),
+            pci_address: Some("0000:01:00.0".to_owned()),
+            pool: Some("fast".to_owned()),
+            queue_pairs: 64,
+        }],
         mode: NodeMode::Active,
         drain: DrainFact::default(),
     }
@@ -92,6 +98,9 @@ fn a_node_that_is_as_wanted_says_so_in_every_field() {
     let applied = status.applied.as_ref().expect("applied");
     assert_eq!((applied.pools[0].generation, applied.pools[0].uid.as_str()), (2, "u"));
     assert_eq!(status.devices[0].engine, Some(Engine::IoUring));
+    let controller = &status.controllers[0];
+    assert_eq!((controller.serial.as_str(), controller.queue_pairs, controller.queue_pairs_lent), ("S1", 64, 0));
+    assert_eq!(controller.pool.as_ref().map(ShortName::as_str), Some("fast"));
     for (kind, wanted) in [
         (ConditionType::AgentReady, TRUE),
         (ConditionType::Connected, TRUE),

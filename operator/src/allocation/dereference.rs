@@ -1,0 +1,149 @@
+//! Reads the allocations of a node, and what they refer to: the node's controllers and GPUs, pools, tenants, profiles.
+
+use std::sync::Arc;
+
+use kube::ResourceExt;
+use kube::api::{Api, ListParams};
+use kube::runtime::reflector::ObjectRef;
+use reprise_crds::node::{AppliedQueues, Controller};
+use reprise_crds::{CacheNode, CacheNodeStatus, CacheTenant, GPUQueueAllocation, SSDPool, SlackProfile};
+
+use super::grant::{Lender, budget};
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::plan::PoolPlan;
+
+/// A node, and everything that its grants are decided by.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// Its name.
+    pub node: String,
+    /// Whether there is such a node.
+    pub presence: Presence,
+    /// What its agent says, where a cluster has the node.
+    pub cache_node: Option<Arc<CacheNode>>,
+    /// Its controllers, as far as pools have them.
+    pub lenders: Vec<Lender>,
+    /// All its allocations, by namespace and name.
+    pub allocations: Vec<Referring>,
+}
+
+/// Whether a node is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Presence {
+    /// It is.
+    Here,
+    /// It is not, or not any more.
+    Gone,
+}
+
+/// An allocation, and what it refers to.
+#[derive(Clone, Debug)]
+pub struct Referring {
+    /// It.
+    pub object: Arc<GPUQueueAllocation>,
+    /// Its pool.
+    pub pool: Option<Arc<SSDPool>>,
+    /// What was decided of the pool.
+    pub plan: PoolPlan,
+    /// The tenant that it names.
+    pub tenant: Option<Arc<CacheTenant>>,
+    /// The profile that it names.
+    pub profile: Option<Arc<SlackProfile>>,
+}
+
+/// What is known of a node, from the stores.
+pub fn known(node: &str, context: &Context) -> Found {
+    let world = &context.world;
+    let allocations = world.allocations.state_filter(|one| one.spec.node_name.as_str() == node);
+    found(node, allocations, world.cache_nodes.get(&ObjectRef::new(node)), context)
+}
+
+/// The same with what the API server has now of allocations and of what the agent says: also grants that no watch has told of yet.
+///
+/// # Errors
+/// It did not answer.
+pub async fn asked(node: &str, context: &Context) -> Result<Found, OperatorError> {
+    let allocations: Api<GPUQueueAllocation> = Api::all(context.client.clone());
+    let of_node = ListParams::default().fields(&format!("spec.nodeName={node}"));
+    let listed = allocations.list(&of_node).await;
+    let listed = listed.map_err(OperatorError::api(format!("list the allocations of node {node}")))?;
+    let nodes: Api<CacheNode> = Api::all(context.client.clone());
+    let cache_node = nodes.get_opt(node).await;
+    let cache_node = cache_node.map_err(OperatorError::api(format!("look at CacheNode {node}")))?;
+    let allocations = listed.items.into_iter().map(Arc::new).collect();
+    Ok(found(node, allocations, cache_node.map(Arc::new), context))
+}
+
+fn found(
+    node: &str,
+    allocations: Vec<Arc<GPUQueueAllocation>>,
+    cache_node: Option<Arc<CacheNode>>,
+    context: &Context,
+) -> Found {
+    let is_here = context.world.nodes.get(&ObjectRef::new(node)).is_some();
+    let mut allocations: Vec<Referring> =
+        allocations.into_iter().map(|object| referring(object, context)).collect();
+    allocations.sort_by_cached_key(|of| of.name());
+    Found {
+        node: node.to_owned(),
+        presence: if is_here { Presence::Here } else { Presence::Gone },
+        lenders: lenders(cache_node.as_deref(), context),
+        cache_node,
+        allocations,
+    }
+}
+
+fn referring(object: Arc<GPUQueueAllocation>, context: &Context) -> Referring {
+    let (world, spec) = (&context.world, &object.spec);
+    let namespace = object.namespace().unwrap_or_default();
+    let pool = spec.pool_ref.name.as_str();
+    let tenant = spec.tenant_ref.as_ref();
+    let profile = spec.slack_profile_ref.as_ref();
+    Referring {
+        pool: world.pools.get(&ObjectRef::new(pool)),
+        plan: world.plan().pools.get(pool).cloned().unwrap_or_default(),
+        tenant: tenant.and_then(|tenant| world.tenants.get(&ObjectRef::new(tenant.name.as_str()))),
+        profile: profile.and_then(|profile| {
+            world.profiles.get(&ObjectRef::new(profile.name.as_str()).within(&namespace))
+        }),
+        object,
+    }
+}
+
+/// What may be lent of the node's controllers. One whose pool is not there, or is no pool of raw devices, lends nothing.
+fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<Lender> {
+    let lender = |controller: &Controller| {
+        let name = controller.pool.as_ref()?;
+        let pool = context.world.pools.get(&ObjectRef::new(name.as_str()))?;
+        let percent = pool.spec.devices.as_ref()?.max_gpu_queue_percent;
+        Some(Lender {
+            serial: controller.serial.to_string(),
+            pool: name.to_string(),
+            budget: budget(controller.queue_pairs, percent),
+        })
+    };
+    let status = cache_node.and_then(|node| node.status.as_ref());
+    status.into_iter().flat_map(|status| &status.controllers).filter_map(lender).collect()
+}
+
+impl Referring {
+    /// `namespace/name`.
+    pub fn name(&self) -> String {
+        format!("{}/{}", self.object.namespace().unwrap_or_default(), self.object.name_any())
+    }
+}
+
+impl Found {
+    /// What the node's agent says, if it has ever said anything.
+    pub fn status(&self) -> Option<&CacheNodeStatus> {
+        self.cache_node.as_ref().and_then(|node| node.status.as_ref())
+    }
+
+    /// How many queue pairs of an allocation the agent has, as far as there is a node.
+    pub fn listed(&self, allocation: &GPUQueueAllocation) -> Option<u32> {
+        let applied = self.status().filter(|_| self.presence == Presence::Here)?.applied.as_ref()?;
+        let is_it = |queues: &&AppliedQueues| allocation.metadata.uid.as_deref() == Some(queues.uid.as_str());
+        applied.queues.iter().find(is_it).map(|queues| queues.queue_pairs)
+    }
+}

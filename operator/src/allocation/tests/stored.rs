@@ -1,0 +1,247 @@
+//! What an API server would have of a node's allocations, and an operator that writes to it and is killed between two writes. After each write it
+//! is checked that what always holds does.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use kube::ResourceExt;
+use reprise_crds::fields::Percent;
+use reprise_crds::queues::QueueIsolation;
+use reprise_crds::status::{ConditionStatus, ConditionType, find};
+use reprise_crds::{CacheNode, GPUQueueAllocation, SSDPool};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::allocation::build::{Step, What, steps};
+use crate::allocation::dereference::{Found, Presence, Referring};
+use crate::allocation::grant::{Lender, budget};
+use crate::names::QUEUES_FINALIZER;
+use crate::plan::PoolPlan;
+
+/// Everything that a turn has to write.
+pub(super) const ALL: usize = usize::MAX;
+
+/// What is stored, and what the agent says.
+pub(super) struct Stored {
+    pub(super) objects: BTreeMap<String, GPUQueueAllocation>,
+    /// Queue pairs that the agent has made, by unique id.
+    pub(super) queues: BTreeMap<String, u32>,
+    pub(super) gpus: Vec<Value>,
+    pub(super) controllers: Vec<(&'static str, u32)>,
+    pub(super) presence: Presence,
+    pub(super) now: i64,
+    pub(super) versions: u64,
+    /// Grants that were seen.
+    pub(super) granted: BTreeMap<String, Value>,
+}
+
+pub(super) fn object<K: DeserializeOwned>(value: Value) -> K {
+    serde_json::from_value(value).expect("an object")
+}
+
+pub(super) fn at(seconds: i64) -> Time {
+    Time(Timestamp::from_second(1_700_000_000 + seconds).expect("a time"))
+}
+
+pub(super) fn with(mut base: Value, more: Value) -> Value {
+    base.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
+    base
+}
+
+impl Stored {
+    /// A node with two controllers that lend 16 queue pairs each.
+    pub(super) fn new() -> Stored {
+        Stored {
+            objects: BTreeMap::new(),
+            queues: BTreeMap::new(),
+            gpus: Vec::new(),
+            controllers: vec![("A", 32), ("B", 32)],
+            presence: Presence::Here,
+            now: 0,
+            versions: 1,
+            granted: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn make(&mut self, name: &str, more: Value) {
+        let spec = with(
+            json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 }),
+            more,
+        );
+        let made = object(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation",
+            "metadata": {
+                "name": name, "namespace": "n", "uid": format!("uid-{name}"), "generation": 1, "resourceVersion": "1",
+                "creationTimestamp": at(self.now),
+            },
+            "spec": spec,
+        }));
+        self.objects.insert(name.to_owned(), made);
+    }
+
+    pub(super) fn delete(&mut self, name: &str) {
+        let now = at(self.now);
+        let Some(object) = self.objects.get_mut(name) else { return };
+        if object.finalizers().is_empty() {
+            self.objects.remove(name);
+            return;
+        }
+        self.versions += 1;
+        object.metadata.resource_version = Some(self.versions.to_string());
+        object.metadata.generation = Some(2);
+        object.metadata.deletion_timestamp = Some(now);
+    }
+
+    pub(super) fn found(&self) -> Found {
+        let controllers: Vec<Value> = self
+            .controllers
+            .iter()
+            .map(|(serial, pairs)| {
+                json!({
+                    "serial": serial, "pciAddress": "0000:01:00.0", "pool": "p", "queuePairs": pairs, "queuePairsLent": 0,
+                })
+            })
+            .collect();
+        let queues: Vec<Value> =
+            self.queues.iter().map(|(uid, pairs)| json!({ "uid": uid, "queuePairs": pairs })).collect();
+        let node: CacheNode = object(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n1" },
+            "spec": { "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "c" } },
+            "status": {
+                "lastUpdated": at(0), "controllers": controllers, "gpus": self.gpus, "applied": { "queues": queues },
+            },
+        }));
+        let lender = |(serial, pairs): &(&str, u32)| Lender {
+            serial: (*serial).to_owned(),
+            pool: "p".to_owned(),
+            budget: budget(*pairs, Percent(50)),
+        };
+        Found {
+            node: "n1".to_owned(),
+            presence: self.presence,
+            cache_node: Some(Arc::new(node)),
+            lenders: self.controllers.iter().map(lender).collect(),
+            allocations: self.objects.values().map(referring).collect(),
+        }
+    }
+
+    /// Does what is due, and is killed after so many writes. What was written.
+    pub(super) fn turn(&mut self, most: usize) -> Vec<String> {
+        let due = steps(&self.found(), &at(self.now));
+        let mut written = Vec::new();
+        for step in due.into_iter().take(most) {
+            written.push(format!("{} {}", word(&step.what), step.object.name_any()));
+            self.write(step);
+            self.check();
+        }
+        written
+    }
+
+    pub(super) fn settle(&mut self) {
+        for _ in 0..20 {
+            if self.turn(ALL).is_empty() {
+                return;
+            }
+        }
+        panic!("there is always something to write: {:?}", self.turn(ALL));
+    }
+
+    fn write(&mut self, step: Step) {
+        let name = step.object.name_any();
+        let object = self.objects.get_mut(&name).expect("nobody else has deleted it");
+        assert_eq!(object.metadata.resource_version, step.object.metadata.resource_version, "{name} has changed");
+        self.versions += 1;
+        object.metadata.resource_version = Some(self.versions.to_string());
+        match step.what {
+            What::Hold => object.finalizers_mut().push(QUEUES_FINALIZER.to_owned()),
+            What::LetGo => {
+                object.finalizers_mut().clear();
+                if object.metadata.deletion_timestamp.is_some() {
+                    assert!(!self.queues.contains_key(&format!("uid-{name}")), "{name} has queues");
+                    self.objects.remove(&name);
+                }
+            }
+            What::GiveBack(said) | What::Grant(said) | What::Say(said) => object.status = Some(said.status),
+        }
+    }
+
+    pub(super) fn grants(&self, name: &str) -> Value {
+        let status = self.objects[name].status.as_ref();
+        json!(status.map(|status| status.allocations.clone()).unwrap_or_default())
+    }
+
+    /// What holds whatever has happened.
+    fn check(&mut self) {
+        let mut held: BTreeMap<String, Vec<(String, u32)>> = BTreeMap::new();
+        for (name, object) in &self.objects {
+            for grant in object.status.iter().flat_map(|status| &status.allocations) {
+                let has_finalizer = object.finalizers().iter().any(|one| one == QUEUES_FINALIZER);
+                assert!(has_finalizer, "{name} has a grant and no finalizer");
+                held.entry(grant.serial.to_string()).or_default().push((name.clone(), grant.queue_pairs));
+            }
+        }
+        for (serial, holders) in &held {
+            let pairs: u32 = holders.iter().map(|(_, pairs)| pairs).sum();
+            let (_, all) = self.controllers.iter().find(|(one, _)| one == serial).expect("it is there");
+            assert!(pairs <= all / 2, "{serial} lends {pairs} of {all}: {holders:?}");
+            let is_exclusive = |name: &str| {
+                self.objects[name].spec.isolation == QueueIsolation::ExclusiveController
+            };
+            let exclusive = holders.iter().any(|(name, _)| is_exclusive(name));
+            assert!(!exclusive || holders.len() == 1, "{serial} is not exclusive: {holders:?}");
+        }
+        for name in self.objects.keys() {
+            let (now, empty) = (self.grants(name), json!([]));
+            match self.granted.get(name) {
+                Some(then) => assert!(now == *then || now == empty, "the grant of {name} has changed: {then} {now}"),
+                None if now != empty => drop(self.granted.insert(name.clone(), now)),
+                None => {}
+            }
+        }
+        // Once it is given back it stays so.
+        let is_over = |name: &&String| self.objects.contains_key(*name) && self.grants(name) == json!([]);
+        let over: Vec<String> = self.granted.keys().filter(is_over).cloned().collect();
+        for name in over {
+            self.granted.insert(name, json!([]));
+        }
+    }
+
+    pub(super) fn said(&self, name: &str, kind: ConditionType) -> Option<(ConditionStatus, String, String)> {
+        let status = self.objects[name].status.as_ref()?;
+        let found = find(&status.conditions, kind)?;
+        Some((found.status, found.reason.clone(), found.message.clone()))
+    }
+
+    /// Whether a condition has this status and reason; what it says.
+    pub(super) fn expect(&self, name: &str, kind: ConditionType, status: ConditionStatus, reason: &str) -> String {
+        let (has, why, words) = self.said(name, kind).unwrap_or_else(|| panic!("{name} says nothing of {kind}"));
+        assert_eq!((has, why.as_str()), (status, reason), "{name}, {kind}: {words}");
+        words
+    }
+}
+
+fn referring(object: &GPUQueueAllocation) -> Referring {
+    let pool = SSDPool::new(
+        "p",
+        self::object(json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } })),
+    );
+    Referring {
+        object: Arc::new(object.clone()),
+        pool: Some(Arc::new(pool)),
+        plan: PoolPlan { cluster: Some("n/c".to_owned()), nodes: vec!["n1".to_owned()], refused: None },
+        tenant: None,
+        profile: None,
+    }
+}
+
+fn word(what: &What) -> &'static str {
+    match what {
+        What::Hold => "hold",
+        What::GiveBack(_) => "give back",
+        What::Grant(_) => "grant",
+        What::Say(_) => "say",
+        What::LetGo => "let go",
+    }
+}

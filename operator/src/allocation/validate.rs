@@ -1,0 +1,129 @@
+//! What is refused of an allocation: what it refers to is not there, or is not what it should be.
+//!
+//! GPUs are compared where the agent tells them. One that may see none tells none, and then nobody knows better than who named it.
+
+use kube::ResourceExt;
+use reprise_crds::status::Reason;
+
+use super::dereference::{Found, Presence, Referring};
+use crate::cluster::dereference::knows;
+use crate::names::ClusterNames;
+use crate::plan::Refusal;
+use crate::tenant::validate::validate as validate_tenant;
+
+/// The tenant of whoever names none; it needs no object.
+const DEFAULT_TENANT: &str = "default";
+
+/// Why an allocation is refused, if it is.
+pub fn validate(of: &Referring, found: &Found) -> Option<Refusal> {
+    node(found)
+        .or_else(|| pool(of, found))
+        .or_else(|| gpu(of, found))
+        .or_else(|| tenant(of, found))
+        .or_else(|| profile(of))
+}
+
+fn missing(message: String) -> Option<Refusal> {
+    Some(Refusal::new(Reason::ReferenceNotFound, message))
+}
+
+fn node(found: &Found) -> Option<Refusal> {
+    let node = &found.node;
+    if found.presence == Presence::Gone {
+        return missing(format!(
+            "node {node} is not there: name one that is, in a new GPUQueueAllocation"
+        ));
+    }
+    if found.cache_node.is_none() {
+        return missing(format!(
+            "no KVCacheCluster has node {node}, so no agent is there: select it by agents.nodeSelector of a cluster"
+        ));
+    }
+    None
+}
+
+fn pool(of: &Referring, found: &Found) -> Option<Refusal> {
+    let (name, node) = (&of.object.spec.pool_ref.name, &found.node);
+    let Some(pool) = &of.pool else {
+        return missing(format!(
+            "SSDPool {name} is not there: make it, or name another one in a new GPUQueueAllocation"
+        ));
+    };
+    if pool.spec.devices.is_none() {
+        let message = format!(
+            "SSDPool {name} is not made of raw devices, and only their controllers have queues to lend: name a pool of devices in a new \
+             GPUQueueAllocation"
+        );
+        return Some(Refusal::new(Reason::InvalidSpec, message));
+    }
+    if pool.metadata.deletion_timestamp.is_some() {
+        return missing(format!(
+            "SSDPool {name} is being deleted: name another one in a new GPUQueueAllocation"
+        ));
+    }
+    if let Some(refused) = &of.plan.refused {
+        return Some(Refusal::new(
+            refused.reason,
+            format!("SSDPool {name} is refused: {}", refused.message),
+        ));
+    }
+    if !of.plan.nodes.contains(node) {
+        return missing(format!(
+            "SSDPool {name} is not on node {node}: name it in the cluster's spec.pools and let its nodeSelector select the node, or name \
+             another node in a new GPUQueueAllocation"
+        ));
+    }
+    None
+}
+
+fn gpu(of: &Referring, found: &Found) -> Option<Refusal> {
+    let (gpu, node) = (&of.object.spec.gpu_uuid, &found.node);
+    let gpus = &found.status()?.gpus;
+    if gpus.is_empty() || gpus.iter().any(|there| there.uuid == *gpu) {
+        return None;
+    }
+    let there: Vec<&str> = gpus.iter().map(|there| there.uuid.as_str()).collect();
+    missing(format!(
+        "node {node} has no GPU {gpu}: name one of {} in a new GPUQueueAllocation",
+        there.join(", ")
+    ))
+}
+
+fn tenant(of: &Referring, found: &Found) -> Option<Refusal> {
+    let name = &of.object.spec.tenant_ref.as_ref()?.name;
+    let Some(tenant) = &of.tenant else {
+        let is_default = name.as_str() == DEFAULT_TENANT;
+        let message =
+            format!("CacheTenant {name} is not there: make it, or name another one in a new GPUQueueAllocation");
+        return if is_default { None } else { missing(message) };
+    };
+    if let Some(refused) = validate_tenant(tenant) {
+        let message = format!("CacheTenant {name} is refused: {}", refused.message);
+        return Some(Refusal::new(refused.reason, message));
+    }
+    let cluster = found.cache_node.as_ref()?.spec.cluster_ref.as_ref()?;
+    let cluster = ClusterNames {
+        namespace: cluster.namespace.to_string(),
+        name: cluster.name.to_string(),
+        uid: String::new(),
+    };
+    if knows(tenant, &cluster) {
+        return None;
+    }
+    missing(format!(
+        "KVCacheCluster {}, which has node {}, does not know CacheTenant {name}: add it to clusters of the tenant",
+        cluster.key(),
+        found.node
+    ))
+}
+
+fn profile(of: &Referring) -> Option<Refusal> {
+    let name = &of.object.spec.slack_profile_ref.as_ref()?.name;
+    if of.profile.is_some() {
+        return None;
+    }
+    let namespace = of.object.namespace().unwrap_or_default();
+    missing(format!(
+        "SlackProfile {name} is not there in namespace {namespace}: make it, or leave it out in a new GPUQueueAllocation"
+    ))
+}
