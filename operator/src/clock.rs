@@ -21,3 +21,8 @@ pub fn since(time: &Time) -> std::time::Duration {
     let passed: SignedDuration = Timestamp::now().duration_since(time.0);
     passed.try_into().unwrap_or_default()
 }
+
+/// How long after the first the second is. Nothing if it is before.
+pub fn between(first: &Time, second: &Time) -> std::time::Duration {
+    second.0.duration_since(first.0).try_into().unwrap_or_default()
+}

@@ -18,7 +18,7 @@
 //! * modes and budgets are the resources': what a control plane has is made to be so ([`control_plane`]), and said where somebody else had changed it;
 //! * what this release does not have is refused with words, never ignored.
 //!
-//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging.
+//! Deliberately absent: admission webhooks, volumes by storage class for agents, growth of a managed etcd, purging, queues lent to GPUs.
 
 pub mod admin;
 pub mod backoff;
@@ -39,6 +39,7 @@ pub mod node;
 pub mod optional;
 pub mod plan;
 pub mod pool;
+pub mod profile;
 pub mod queue;
 pub mod run;
 pub mod selection;

@@ -5,22 +5,13 @@ use std::sync::Arc;
 
 use kube::runtime::controller::Action;
 use kube::{Api, Resource, ResourceExt};
+use reprise_crds::GPUQueueAllocation;
 use reprise_crds::status::{ConditionType, Finding, Reason};
-use reprise_crds::{GPUQueueAllocation, SlackProfile};
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::status::{Found, Status, write};
-
-/// Says so of a profile.
-///
-/// # Errors
-/// The API server did not take it; tried again.
-pub async fn profile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Result<Action, OperatorError> {
-    let message = "profiles are not distributed by this release: nothing works by it, and it may be removed";
-    refuse(&*profile, profile.status.as_ref(), message, &context).await
-}
 
 /// Says so of an allocation.
 ///
