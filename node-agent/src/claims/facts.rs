@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
 use reprise_agent_kubernetes::{
-    ControlPlane, Desired, DrainFact, Facts, Memory, NodeMode as SpecMode, PageKind, Phase,
+    ControlPlane, Desired, DrainFact, Facts, GpuFact, Memory, NodeMode as SpecMode, PageKind, Phase,
 };
 use reprise_policy::NodeMode;
 
 use super::ClaimsParts;
 use super::board::Board;
+use super::profiles::Profiles;
 use crate::admin::AdminContext;
 use crate::core_loop::{CoreView, Input};
 use crate::directory::DirectoryStatus;
@@ -29,6 +30,12 @@ pub(crate) struct OwnEndpoints {
     pub(crate) socket_directory: PathBuf,
 }
 
+/// GPUs and profiles of the node.
+pub(super) struct Slack<'a> {
+    pub(super) profiles: &'a Profiles,
+    pub(super) gpus: &'a [GpuFact],
+}
+
 /// How the core is; `None` when it does not answer.
 pub(super) fn core_view(admin: &AdminContext) -> Option<CoreView> {
     let until = Instant::now() + CORE_PATIENCE;
@@ -38,7 +45,13 @@ pub(super) fn core_view(admin: &AdminContext) -> Option<CoreView> {
 }
 
 /// What is told of the node.
-pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view: &CoreView) -> Facts {
+pub(super) fn gather(
+    parts: &ClaimsParts,
+    board: &Board,
+    desired: &Desired,
+    slack: &Slack<'_>,
+    view: &CoreView,
+) -> Facts {
     let is_ready = parts.admin.ready.load(std::sync::atomic::Ordering::Acquire);
     let devices = board.devices().into_iter().map(|(id, mut fact)| {
         let usage = id.and_then(|id| view.device_usage.get(&id).copied()).unwrap_or_default();
@@ -47,19 +60,13 @@ pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view
     });
     let wanted = desired.configuration_digest.as_deref();
     let drain = view.drain;
-    let mut problems: Vec<String> = desired.problems.iter().map(|problem| problem.message.clone()).collect();
-    if !desired.profiles.is_empty() {
-        problems.push(format!(
-            "spec.profiles: slack profiles are not in this release of the agent: {}",
-            desired.profiles.join(", ")
-        ));
-    }
+    let pending = parts.config.pending(wanted);
     Facts {
         phase: if is_ready { Phase::Serving } else { Phase::Starting },
         generation: desired.generation,
-        problems,
+        problems: desired.problems.iter().map(|problem| problem.message.clone()).collect(),
         configuration: Some(parts.config.digest().to_owned()),
-        configuration_pending: parts.config.pending(wanted),
+        configuration_pending: pending.or_else(|| slack.profiles.pending()),
         peer: parts.endpoints.peer.clone(),
         admin: parts.endpoints.admin.clone(),
         socket_directory: parts.endpoints.socket_directory.clone(),
@@ -71,6 +78,8 @@ pub(super) fn gather(parts: &ClaimsParts, board: &Board, desired: &Desired, view
         },
         claims: board.claims(),
         devices: devices.collect(),
+        gpus: slack.gpus.to_vec(),
+        profiles: slack.profiles.facts(),
         mode: spec_mode(view.mode),
         drain: DrainFact {
             // Blocks of a device that is not open yet are not among those that were looked at.
