@@ -1,4 +1,4 @@
-//! Tenants: what reaches the agents, whether reservations fit, and what is refused. Kinds that this release does nothing for.
+//! Tenants: what reaches the agents, whether reservations fit, and what is refused. A kind that this release does nothing for.
 
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
@@ -47,22 +47,13 @@ fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
 }
 
 #[test]
-fn kinds_that_this_release_does_nothing_for_say_so() {
+fn a_kind_that_this_release_does_nothing_for_says_so() {
     let lab = Lab::new();
     let operator = lab.operator();
-    lab.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s" },
-        "spec": {
-            "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" },
-            "configMapRef": { "name": "measured", "key": "windows" },
-        },
-    }));
     lab.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation", "metadata": { "name": "q" },
         "spec": { "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 2 },
     }));
-    for (kind, name) in [("SlackProfile", "s"), ("GPUQueueAllocation", "q")] {
-        lab.wait_condition(kind, name, ["Accepted", "False", "Unsupported"]);
-    }
+    lab.wait_condition("GPUQueueAllocation", "q", ["Accepted", "False", "Unsupported"]);
     operator.kill();
 }
