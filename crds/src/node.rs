@@ -120,7 +120,7 @@ pub struct PoolClaim {
 pub struct ProfileClaim {
     /// The SlackProfile.
     pub name: Name,
-    /// Digest of the wanted revision.
+    /// Digest of the wanted revision, whose content comes with the agent's configuration.
     pub digest: Digest,
 }
 

@@ -1,9 +1,10 @@
 //! `SlackProfile`: how much I/O one model leaves room for on one GPU, measured offline.
 //!
 //! The operator reads the windows, checks them (order, overlap), computes a digest over them and hands them to the agents of the
-//! clusters that select the profile; agents say which digest they work by in their CacheNode. Profiles age with drivers and engines:
-//! `Drifted` compares them with what nodes measure.
+//! clusters that select the profile, as files beside their configuration ([`content_file`]); agents say which digest they work by in their
+//! CacheNode. Profiles age with drivers and engines: `Drifted` compares them with what nodes measure.
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
@@ -186,7 +187,10 @@ pub struct SlackProfileStatus {
     /// Nodes that have the GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<ProfileNodes>,
-    /// What nodes measure.
+    /// Since when all canary nodes work by the revision, none of them with drift. Absent: they do not, or none are wanted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub soaking_since: Option<Time>,
+    /// What nodes measure, of each number the largest that one has.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
     /// What is so: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.
@@ -241,5 +245,39 @@ fn soak() -> Span {
 impl Default for Rollout {
     fn default() -> Rollout {
         crate::fields::of_nothing()
+    }
+}
+
+/// Name of the file in which a revision's content lies beside the agents' configuration: by its digest, so that several revisions of one
+/// profile lie side by side. `None` of what is no digest.
+pub fn content_file(digest: &str) -> Option<String> {
+    let hex = digest.strip_prefix("sha256:")?;
+    let is_hex = hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    is_hex.then(|| format!("profile-{hex}.json"))
+}
+
+/// The digest by which such a file is called.
+pub fn digest_of_file(name: &str) -> Option<String> {
+    let hex = name.strip_prefix("profile-")?.strip_suffix(".json")?;
+    let digest = format!("sha256:{hex}");
+    content_file(&digest).map(|_| digest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_called_by_the_digest_of_its_content_and_by_nothing_else() {
+        let digest = format!("sha256:{}", "0f".repeat(32));
+        let file = content_file(&digest).expect("a digest");
+        assert_eq!(file, format!("profile-{}.json", "0f".repeat(32)));
+        assert_eq!(digest_of_file(&file), Some(digest));
+        for wrong in ["", "sha256:", "sha256:0f", "../../etc/passwd", &format!("sha256:{}", "0F".repeat(32))] {
+            assert_eq!(content_file(wrong), None, "{wrong}");
+        }
+        for wrong in ["agent.toml", "profile-.json", "profile-0f.json"] {
+            assert_eq!(digest_of_file(wrong), None, "{wrong}");
+        }
     }
 }

@@ -24,6 +24,8 @@ mod node;
 mod objects;
 #[path = "in_cluster/pools.rs"]
 mod pools;
+#[path = "in_cluster/profiles.rs"]
+mod profiles;
 #[path = "resources/rights.rs"]
 mod rights;
 
@@ -85,6 +87,7 @@ fn main() -> ExitCode {
         pools::a_killed_agent_finds_its_blocks_again,
         pools::a_wiped_pool_is_destroyed_and_said_so,
         pools::a_pool_that_changes_its_engine_is_opened_again_with_its_blocks,
+        profiles::a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_is_refused_in_words,
     ];
     tests.extend(alone![absence::an_agent_goes_on_and_starts_again_without_the_api_server]);
     let conclusion = libtest_mimic::run(&arguments, tests);

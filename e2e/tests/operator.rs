@@ -17,6 +17,8 @@ mod injection;
 mod lab;
 #[path = "operator/pools.rs"]
 mod pools;
+#[path = "operator/profiles.rs"]
+mod profiles;
 #[path = "operator/queues.rs"]
 mod queues;
 #[path = "operator/replicas.rs"]

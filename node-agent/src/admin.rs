@@ -1,11 +1,12 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`, `/blocks/<key>`.
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`, `/blocks/<key>`, `/slack/<profile>/<phase>/<tokens>`.
 //!
 //! One thread with a runtime of its own, so that a slow scraper costs the data path nothing. Health is not a constant:
-//! `/healthz` fails when the core's thread no longer turns ([`Pulse`]); a busy one is healthy. The other pages ask the
+//! `/healthz` fails when the core's thread no longer turns ([`Pulse`]); a busy one is healthy. Pages of its state ask the
 //! core and fail when it does not answer within [`CORE_PATIENCE`]. Not authenticated, and therefore on loopback unless
 //! configured otherwise; nothing here changes anything.
 
 mod block;
+mod slack;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -35,6 +36,7 @@ use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::{CORE, Metrics, PEER, TenantRows, describe};
 use crate::peer::Peers;
+use crate::slack::InEffect;
 
 /// The core answers within microseconds, or behind a full inbox (0.4 s at the worst).
 const CORE_PATIENCE: Duration = Duration::from_secs(1);
@@ -55,6 +57,7 @@ pub(crate) struct AdminContext {
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
+    pub(crate) slack: InEffect,
     /// Set when the agent serves, cleared when it stops.
     pub(crate) ready: AtomicBool,
 }
@@ -119,6 +122,7 @@ impl AdminPort {
             .route("/readyz", get(readyz))
             .route("/status", get(status_page))
             .route("/blocks/{key}", get(block_page))
+            .route("/slack/{profile}/{phase}/{tokens}", get(slack_page))
             .with_state(context);
         let body = move || {
             let served = runtime.block_on(async {
@@ -221,6 +225,22 @@ async fn block_page(State(context): State<Arc<AdminContext>>, Path(key): Path<St
             (StatusCode::NOT_FOUND, text).into_response()
         }
         Some(Some(described)) => json(&block::Block::new(&context, key, described)),
+    }
+}
+
+async fn slack_page(
+    State(context): State<Arc<AdminContext>>,
+    Path((profile, phase, tokens)): Path<(String, String, u32)>,
+) -> Response {
+    let Some(phase) = slack::phase(&phase) else {
+        return (StatusCode::BAD_REQUEST, "a phase is Prefill or Decode\n").into_response();
+    };
+    match context.slack.get(&profile) {
+        Some(found) => json(&slack::Page::new(&profile, &found, (phase, tokens))),
+        None => {
+            let text = format!("profile {profile} is not in effect on node {}\n", context.settings.node.name);
+            (StatusCode::NOT_FOUND, text).into_response()
+        }
     }
 }
 

@@ -7,6 +7,9 @@
 //!                            └── threads that open and wipe devices
 //! ```
 //!
+//! Beside devices and mode it looks at the node's NVMe controllers and GPUs, and keeps the profiles ready that the node should work by
+//! ([`profiles`]).
+//!
 //! One thing at a time: what happens is told to the [`board`], which says what to do. Whatever takes its time is done by other threads,
 //! so facts stay fresh while a disk is erased. Sessions go on meanwhile: the core learns of a device when it is open, and forgets it
 //! before it is closed.
@@ -16,8 +19,10 @@
 mod board;
 mod controllers;
 mod facts;
+mod gpus;
 mod known;
 mod opening;
+mod profiles;
 mod resolve;
 mod signatures;
 
@@ -30,7 +35,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, select, tick};
 use reprise_agent_core::event::Event as CoreEvent;
-use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, Trouble};
+use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, GpuFact, Trouble};
 use tokio::sync::watch;
 
 use crate::admin::AdminContext;
@@ -43,6 +48,7 @@ use crate::modes::Modes;
 use board::{Action, Board, Loss, Retry, ToOpen};
 use known::Known;
 use opening::Tried;
+use profiles::Profiles;
 use resolve::Names;
 
 /// How often facts are gathered: an order of magnitude more often than they are told.
@@ -118,6 +124,8 @@ struct Worker {
     missed: BTreeSet<String>,
     /// What is kept on disk of which pools devices are of.
     kept: Known,
+    profiles: Profiles,
+    gpus: Vec<GpuFact>,
     /// NVMe controllers of the node, as they were at the last look at names.
     controllers: Vec<ControllerFact>,
 }
@@ -138,7 +146,10 @@ impl Claims {
             );
             Known::default()
         });
+        let profiles = Profiles::new(parts.config.folder(), parts.admin.slack.clone());
         let worker = Worker {
+            profiles,
+            gpus: Vec::new(),
             parts,
             wish,
             board: Board::knowing(kept.clone()),
@@ -238,7 +249,9 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
-        let facts = facts::gather(&self.parts, &self.board, desired, &view, &self.controllers);
+        let look =
+            facts::Look { controllers: &self.controllers, gpus: &self.gpus, profiles: &self.profiles };
+        let facts = facts::gather(&self.parts, &self.board, desired, &look, &view);
         self.parts.facts.send_replace(Some(facts));
     }
 
@@ -263,6 +276,7 @@ impl Worker {
                 self.parts.modes.lock().unwrap_or_else(PoisonError::into_inner).wanted(facts::mode(mode));
             self.tell_core(news);
         }
+        self.profiles.want(desired.profiles.clone());
         self.desired = Some(desired);
         self.follow_configuration();
         self.resolve();
@@ -271,8 +285,10 @@ impl Worker {
     /// Looks again which devices are meant. What cannot be read stays as it was.
     fn resolve(&mut self) {
         self.resolved = Instant::now();
-        // The file may have come after the wish for it.
+        // The file may have come after the wish for it, and so may those of profiles.
         self.follow_configuration();
+        self.profiles.look();
+        self.gpus = gpus::read(&self.parts.root);
         let Some(desired) = &self.desired else { return };
         let held = self.board.held(&desired.claims);
         let names = Names { root: &self.parts.root, held, missed: &mut self.missed };

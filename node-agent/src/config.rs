@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
 
-pub(crate) use followed::FollowedConfig;
+pub(crate) use followed::{FollowedConfig, digest};
 pub(crate) use kubernetes::{KubernetesSection, KubernetesSettings, PodPlace};
 pub(crate) use placement::{PlacementSection, PlacementSettings};
 pub(crate) use settings::{

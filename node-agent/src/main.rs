@@ -21,6 +21,7 @@ mod modes;
 mod peer;
 mod runtime;
 mod session;
+mod slack;
 
 use std::io::Write;
 use std::path::PathBuf;

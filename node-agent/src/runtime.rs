@@ -48,6 +48,7 @@ use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer::{self, Peers};
 use crate::session::{SessionContext, SessionServer, SessionServerSettings};
+use crate::slack::InEffect;
 
 /// How long a stopping agent writes back: two batches of 64 MiB to the slowest disk worth having (50 MB/s).
 const FLUSH_PATIENCE: Duration = Duration::from_secs(5);
@@ -199,6 +200,7 @@ impl Runtime {
             },
             ready: AtomicBool::new(cluster.is_none()),
             tenants,
+            slack: InEffect::default(),
             settings,
         });
         let admin = admin.serve(admin_context.clone())?;

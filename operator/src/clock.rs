@@ -27,3 +27,8 @@ pub fn until(time: &Time) -> std::time::Duration {
     let left: SignedDuration = time.0.duration_since(Timestamp::now());
     left.try_into().unwrap_or_default()
 }
+
+/// How long after the first the second is. Nothing if it is before.
+pub fn between(first: &Time, second: &Time) -> std::time::Duration {
+    second.0.duration_since(first.0).try_into().unwrap_or_default()
+}

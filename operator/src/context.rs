@@ -13,7 +13,10 @@ use crate::cluster::store::StoreLooks;
 use crate::control_plane::ControlPlanes;
 use crate::metrics::Metrics;
 use crate::names::OPERATOR;
+use crate::profile::decisions::Decisions;
+use crate::profile::source::Looks;
 use crate::settings::Settings;
+use crate::watch::Triggers;
 use crate::world::World;
 
 /// A status whose numbers changed, and whose conditions did not, is written so often at the most.
@@ -26,6 +29,8 @@ pub struct Context {
     pub client: Client,
     /// What is known.
     pub world: Arc<World>,
+    /// Where reconciles are asked for.
+    pub triggers: Arc<Triggers>,
     /// What the process was started with.
     pub settings: Settings,
     /// What is counted.
@@ -40,6 +45,10 @@ pub struct Context {
     pub control_planes: ControlPlanes,
     /// Whose turn it is to lend queues of a node.
     pub(crate) turns: Turns,
+    /// ConfigMaps with windows, as they were when they were last looked at.
+    pub profile_looks: Looks,
+    /// Which node should have which revision of a profile.
+    pub decisions: Decisions,
     /// What the API server made of a child: its digest and the version that came of it, by `kind/namespace/name`. The server writes some values
     /// in another way than they were sent, and such a child would look different for ever.
     pub(crate) normalised: Mutex<HashMap<String, (String, String)>>,
@@ -48,7 +57,7 @@ pub struct Context {
 
 impl Context {
     /// A context without memories.
-    pub fn new(client: Client, world: Arc<World>, settings: Settings) -> Context {
+    pub fn new(client: Client, world: Arc<World>, triggers: Arc<Triggers>, settings: Settings) -> Context {
         let reporter =
             Reporter { controller: OPERATOR.to_owned(), instance: Some(settings.identity.clone()) };
         Context {
@@ -56,11 +65,14 @@ impl Context {
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             client,
             world,
+            triggers,
             settings,
             metrics: Metrics::new(),
             backoff: Backoff::default(),
             store_looks: StoreLooks::default(),
             turns: Turns::default(),
+            profile_looks: Looks::default(),
+            decisions: Decisions::default(),
             normalised: Mutex::default(),
             status_written: Mutex::default(),
         }

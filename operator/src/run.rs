@@ -18,7 +18,7 @@ use crate::lease::{Account, Election};
 use crate::settings::Settings;
 use crate::watch::{Requests, Triggers};
 use crate::world::World;
-use crate::{admin, cluster, node, pool, queue, sweep, tenant, unsupported, watch};
+use crate::{admin, allocation, cluster, node, pool, profile, queue, sweep, tenant, watch};
 
 /// What runs may take so long to its end; the kubelet kills a pod after 30 s.
 const STOPS_WITHIN: Duration = Duration::from_secs(15);
@@ -52,9 +52,10 @@ pub async fn run(
     let mut election = Election::new(leases, settings.identity.clone(), account);
     let (world, writers) = World::new();
     let world = Arc::new(world);
-    let context = Arc::new(Context::new(client.clone(), Arc::clone(&world), settings));
     let (triggers, requests) = Triggers::new();
     let triggers = Arc::new(triggers);
+    let context = Context::new(client.clone(), Arc::clone(&world), Arc::clone(&triggers), settings);
+    let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
     let serving = tokio::spawn(admin::serve(listener, Arc::clone(&context), is_ready));
@@ -137,14 +138,14 @@ fn start_queues(
         tokio::spawn(queue::run(
             world.profiles.clone(),
             requests.profiles,
-            unsupported::profile,
+            profile::reconcile,
             shared(),
             stop(),
         )),
         tokio::spawn(queue::run(
             world.allocations.clone(),
             requests.allocations,
-            crate::allocation::reconcile,
+            allocation::reconcile,
             shared(),
             stop(),
         )),

@@ -2,18 +2,19 @@
 //!
 //! | changed | reconciled |
 //! |---|---|
-//! | spec of a cluster, pool or tenant, or whether a cluster is accepted | everything: the plan may have changed |
-//! | name or labels of a node | it, all clusters and pools, allocations |
+//! | spec of a cluster, pool, tenant or profile, or whether a cluster is accepted | everything: the plan may have changed |
+//! | name or labels of a node | it, all clusters, pools, profiles and allocations |
 //! | anything else of these | it |
 //! | a child | its cluster |
 //! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
-//! | an allocation is deleted | another one of its node |
-//! | spec of a profile | it, all allocations |
+//! | spec of a CacheNode, its GPUs, or what it says of profiles | profiles of its cluster's namespace |
+//! | spec of an allocation | another one of its node: one that is gone decides nothing |
+//! | what was decided of a profile | nodes that it was decided for, clusters of its namespace ([`crate::profile::apply`]) |
 //!
 //! Nothing is reconciled before all stores have been filled ([`Triggers::open`]): a half-known world would look like one in which much
 //! was deleted. After a watch was lost and everything was read again, all is reconciled, since deletions may have been missed.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +28,7 @@ use kube::runtime::reflector::{ObjectRef, reflector};
 use kube::runtime::watcher::Event;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, Resource, ResourceExt};
-use reprise_crds::status::{ConditionStatus, ConditionType, find};
+use reprise_crds::status::{ConditionType, find};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -106,9 +107,7 @@ impl Triggers {
         for tenant in world.tenants.state() {
             self.send(&self.tenants, &*tenant).await;
         }
-        for profile in world.profiles.state() {
-            self.send(&self.profiles, &*profile).await;
-        }
+        self.all_profiles(world).await;
         self.all_allocations(world).await;
     }
 
@@ -140,6 +139,28 @@ impl Triggers {
         }
     }
 
+    async fn all_profiles(&self, world: &World) {
+        for profile in world.profiles.state() {
+            self.send(&self.profiles, &*profile).await;
+        }
+    }
+
+    /// Clusters of a namespace.
+    pub(crate) async fn clusters_in(&self, world: &World, namespace: &str) {
+        for cluster in world.clusters.state_filter(|cluster| is_in(cluster, namespace)) {
+            self.send(&self.clusters, &*cluster).await;
+        }
+    }
+
+    /// Nodes by their names.
+    pub(crate) async fn nodes_named(&self, world: &World, names: &BTreeSet<String>) {
+        for name in names {
+            if let Some(node) = world.nodes.get(&ObjectRef::new(name)) {
+                self.send(&self.nodes, &*node).await;
+            }
+        }
+    }
+
     async fn send<K>(&self, to: &Sender<ObjectRef<K>>, object: &K)
     where
         K: Resource<DynamicType = ()>,
@@ -150,7 +171,7 @@ impl Triggers {
         }
     }
 
-    async fn cache_node(&self, world: &World, cache_node: &CacheNode) {
+    async fn cache_node(&self, world: &World, cache_node: &CacheNode, news: News) {
         self.one_allocation(world, &cache_node.name_any()).await;
         if let Some(node) = world.nodes.get(&ObjectRef::new(&cache_node.name_any())) {
             self.send(&self.nodes, &*node).await;
@@ -160,6 +181,12 @@ impl Triggers {
         });
         if let Some(cluster) = of_cluster {
             self.send(&self.clusters, &*cluster).await;
+        }
+        if let (News::Spec, Some(cluster)) = (news, &cache_node.spec.cluster_ref) {
+            let namespace = cluster.namespace.as_str();
+            for profile in world.profiles.state_filter(|profile| is_in(profile, namespace)) {
+                self.send(&self.profiles, &*profile).await;
+            }
         }
         let claimed = cache_node.spec.claims.iter().map(|claim| &claim.pool);
         let devices = cache_node.status.iter().flat_map(|status| &status.devices).map(|device| &device.pool);
@@ -172,6 +199,10 @@ impl Triggers {
             }
         }
     }
+}
+
+fn is_in<K: Resource>(object: &K, namespace: &str) -> bool {
+    object.meta().namespace.as_deref() == Some(namespace)
 }
 
 /// Starts all watches. They end with the set.
@@ -223,7 +254,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         |on, object, news| {
             Box::pin(async move {
                 on.triggers.send(&on.triggers.profiles, object).await;
-                on.allocations(news).await;
+                on.wide(news).await;
             })
         },
     ));
@@ -242,9 +273,10 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
             if news == News::Spec {
                 on.world.changed();
                 on.triggers.all_clusters_and_pools(&on.world).await;
+                on.triggers.all_profiles(&on.world).await;
+                on.triggers.all_allocations(&on.world).await;
             }
             on.triggers.send(&on.triggers.nodes, object).await;
-            on.allocations(news).await;
         })
     }));
     tasks.spawn(follow(
@@ -252,7 +284,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         all(),
         writers.cache_nodes,
         on(),
-        |on, object, _| Box::pin(on.triggers.cache_node(&on.world, object)),
+        |on, object, news| Box::pin(on.triggers.cache_node(&on.world, object, news)),
     ));
     for (kind, writer) in writers.children {
         let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
@@ -280,16 +312,16 @@ enum News {
 /// What is watched.
 trait Watched: Resource {
     /// What others depend on, beside the spec.
-    fn more(&self) -> Option<(ConditionStatus, i64)> {
+    fn more(&self) -> Option<String> {
         None
     }
 }
 
 impl Watched for KVCacheCluster {
     /// Nodes wait until the spec is accepted.
-    fn more(&self) -> Option<(ConditionStatus, i64)> {
+    fn more(&self) -> Option<String> {
         let accepted = find(&self.status.as_ref()?.conditions, ConditionType::Accepted)?;
-        Some((accepted.status, accepted.observed_generation))
+        Some(format!("{} {}", accepted.status, accepted.observed_generation))
     }
 }
 
@@ -297,7 +329,14 @@ impl Watched for SSDPool {}
 impl Watched for CacheTenant {}
 impl Watched for SlackProfile {}
 impl Watched for GPUQueueAllocation {}
-impl Watched for CacheNode {}
+impl Watched for CacheNode {
+    /// Profiles go to nodes with their GPU, and on when these say that they have them.
+    fn more(&self) -> Option<String> {
+        let status = self.status.as_ref()?;
+        let profiles = status.applied.as_ref().map(|applied| &applied.profiles);
+        Some(format!("{:?} {profiles:?}", status.gpus))
+    }
+}
 impl Watched for Node {}
 impl Watched for DynamicObject {}
 
@@ -314,13 +353,6 @@ impl On {
         match cluster {
             Some(cluster) => self.triggers.send(&self.triggers.clusters, &*cluster).await,
             None => self.world.orphaned(),
-        }
-    }
-
-    /// Allocations, when something has changed that they refer to.
-    async fn allocations(&self, news: News) {
-        if news == News::Spec {
-            self.triggers.all_allocations(&self.world).await;
         }
     }
 

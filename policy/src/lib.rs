@@ -17,6 +17,7 @@ pub mod prefix_hash;
 pub mod quota;
 pub mod routing;
 pub mod shards;
+pub mod slack;
 pub mod slot_set;
 pub mod tenant;
 pub mod tier;

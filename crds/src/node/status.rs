@@ -278,6 +278,9 @@ pub struct AppliedProfile {
     /// Why it was refused. Absent: it was not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<Text>,
+    /// Error of its predictions, hundredths, half of all are below it. Absent: nothing measured yet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prediction_error_p50_percent: Option<u32>,
     /// Error of its predictions, hundredths, 99 of 100 are below it. Absent: nothing measured yet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p99_percent: Option<u32>,

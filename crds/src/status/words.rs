@@ -157,6 +157,8 @@ words! {
         ProfileInvalid,
         /// Measurements of the nodes differ from the profile.
         MeasuredDifference,
+        /// A node has refused it; the message says which, and why.
+        Refused,
         /// An agent was stopped, or its node is gone.
         AgentGone,
         /// The node is being emptied.

@@ -30,7 +30,7 @@ pub(crate) fn table() -> Table {
         "applied": {
             "configurationDigest": digest,
             "pools": [{"pool": "fast", "uid": "1-2", "generation": 3}],
-            "profiles": [{"name": "llama", "digest": digest, "predictionErrorP99Percent": 12}],
+            "profiles": [{"name": "llama", "digest": digest, "predictionErrorP50Percent": 4, "predictionErrorP99Percent": 12}],
             "queues": [{"uid": "9-9", "queuePairs": 8}],
         },
         "drain": {"drained": false, "walkedBlocks": 10, "durableBlocks": 100, "nowhereBlocks": 0},

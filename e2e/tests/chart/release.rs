@@ -236,7 +236,7 @@ fn takes_the_initial_objects(cluster: &Cluster) {
         }
     }
     let resources = tree().join("charts/reprise/examples/resources");
-    for file in ["cluster.yaml", "pool.yaml", "queues.yaml"] {
+    for file in ["cluster.yaml", "pool.yaml", "profile.yaml", "queues.yaml"] {
         for mut object in documents(&resources.join(file)) {
             object["metadata"].as_object_mut().expect("metadata").remove("namespace");
             cluster.apply(&object, Dry::Run).unwrap_or_else(|error| panic!("{file}: {error}"));

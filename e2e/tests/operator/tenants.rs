@@ -1,4 +1,4 @@
-//! Tenants: what reaches the agents, whether reservations fit, and what is refused. Kinds that this release does nothing for.
+//! Tenants: what reaches the agents, whether reservations fit, and what is refused.
 
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
@@ -43,20 +43,5 @@ fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
     assert!(said.contains("use Orphan"), "{said}");
     wait_until("b's new reservation is told", PATIENCE, || told("16MiB"));
     assert!(told("17MiB").is_none());
-    operator.kill();
-}
-
-#[test]
-fn kinds_that_this_release_does_nothing_for_say_so() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s" },
-        "spec": {
-            "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" },
-            "configMapRef": { "name": "measured", "key": "windows" },
-        },
-    }));
-    lab.wait_condition("SlackProfile", "s", ["Accepted", "False", "Unsupported"]);
     operator.kill();
 }

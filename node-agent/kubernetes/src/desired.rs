@@ -8,10 +8,14 @@ use std::path::PathBuf;
 
 use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode, Quantity};
 use reprise_crds::node::{PoolClaim, ProfileClaim};
+use reprise_crds::slack::content_file;
 use serde_json::Value;
 
 /// Claims of one node, at the most; the schema says so too.
 const CLAIMS_MAX: usize = 8;
+
+/// Profiles of one node, at the most; the schema says so too.
+const PROFILES_MAX: usize = 16;
 
 /// What is wanted of a node.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,10 +28,21 @@ pub struct Desired {
     pub configuration_digest: Option<String>,
     /// What is to be opened.
     pub claims: Vec<Claim>,
-    /// Profiles that the agent should work by: names.
-    pub profiles: Vec<String>,
+    /// Profiles that the agent should work by; `None` when they cannot be read: as before.
+    pub profiles: Option<Vec<ProfileWish>>,
     /// What cannot be read.
     pub problems: Vec<Problem>,
+}
+
+/// A profile that the agent should work by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProfileWish {
+    /// Its name.
+    pub name: String,
+    /// Digest of the wanted revision.
+    pub digest: String,
+    /// Name of the file with its content, beside the configuration.
+    pub file: String,
 }
 
 /// What one pool wants of the node.
@@ -115,13 +130,9 @@ impl Desired {
                 None
             }
         };
-        let profiles = match &spec["profiles"] {
-            Value::Null => Vec::new(),
-            value => serde_json::from_value::<Vec<ProfileClaim>>(value.clone())
-                .map_err(|error| other(format!("spec.profiles: {error}")))
-                .map(|profiles| profiles.iter().map(|profile| profile.name.to_string()).collect())
-                .unwrap_or_default(),
-        };
+        let profiles = read_profiles(&spec["profiles"])
+            .map_err(|error| other(format!("spec.profiles: {error}; profiles stay as they were")))
+            .ok();
         let mut claims = Vec::new();
         match &spec["claims"] {
             Value::Null => {}
@@ -155,6 +166,26 @@ impl Desired {
         let speaks_of = |problem: &Problem| problem.pool.as_deref().is_none_or(|named| named == pool);
         self.problems.iter().any(|problem| problem.part == Part::Claim && speaks_of(problem))
     }
+}
+
+fn read_profiles(value: &Value) -> Result<Vec<ProfileWish>, String> {
+    if value.is_null() {
+        return Ok(Vec::new());
+    }
+    let claims: Vec<ProfileClaim> =
+        serde_json::from_value(value.clone()).map_err(|error| error.to_string())?;
+    if claims.len() > PROFILES_MAX {
+        return Err(format!("more than {PROFILES_MAX} profiles"));
+    }
+    let wish = |claim: &ProfileClaim| {
+        let (name, digest) = (claim.name.to_string(), claim.digest.to_string());
+        // A file is named by it, so it is nothing but a digest.
+        match content_file(&digest) {
+            Some(file) => Ok(ProfileWish { name, digest, file }),
+            None => Err(format!("{name}: '{digest}' is no digest")),
+        }
+    };
+    claims.iter().map(wish).collect()
 }
 
 fn unreadable(claim: &Value, why: &str) -> Problem {
@@ -262,7 +293,31 @@ mod tests {
         }
         let desired = read(&json!({ "mode": "Asleep", "configurationDigest": 7, "profiles": "none" }));
         assert_eq!((desired.mode, desired.problems.len()), (None, 3));
+        assert_eq!(desired.profiles, None, "they stay as they were");
         assert!(!desired.is_unreadable("fast"), "no claim is meant");
+    }
+
+    #[test]
+    fn profiles_are_read_with_their_files_and_a_digest_that_is_none_names_no_file() {
+        let digest = format!("sha256:{}", "0f".repeat(32));
+        let claim = |digest: &str| json!({ "name": "llama", "digest": digest });
+        let desired = read(&json!({ "profiles": [claim(&digest)] }));
+        let wish = ProfileWish {
+            name: "llama".to_owned(),
+            file: format!("profile-{}.json", "0f".repeat(32)),
+            digest: digest.clone(),
+        };
+        assert_eq!((desired.profiles, desired.problems.len()), (Some(vec![wish]), 0));
+        assert_eq!(read(&json!({})).profiles, Some(Vec::new()));
+        for (profiles, words) in [
+            (json!([claim(&digest), claim("sha256:../../etc/passwd")]), "is no digest"),
+            (json!(vec![claim(&digest); 17]), "more than 16"),
+            (json!([{ "name": "llama" }]), "missing field `digest`"),
+        ] {
+            let desired = read(&json!({ "profiles": profiles }));
+            assert_eq!(desired.profiles, None, "{profiles}");
+            assert!(desired.problems[0].message.contains(words), "{:?}", desired.problems);
+        }
     }
 
     #[test]

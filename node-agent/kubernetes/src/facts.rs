@@ -33,6 +33,10 @@ pub struct Facts {
     pub claims: Vec<ClaimFact>,
     /// Devices and files of them.
     pub devices: Vec<DeviceFact>,
+    /// GPUs of the node.
+    pub gpus: Vec<GpuFact>,
+    /// Profiles that the agent works by, or has refused.
+    pub profiles: Vec<ProfileFact>,
     /// NVMe controllers of the node, each serial number once.
     pub controllers: Vec<ControllerFact>,
     /// What the node is used for.
@@ -142,6 +146,26 @@ pub struct ControllerFact {
     pub pool: Option<String>,
     /// Queue pairs that it has for I/O.
     pub queue_pairs: u32,
+}
+
+/// A GPU.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GpuFact {
+    /// Its unique id.
+    pub uuid: String,
+    /// What it is, as its driver names it.
+    pub product: String,
+}
+
+/// A profile that the agent works by, or has refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProfileFact {
+    /// Its name.
+    pub name: String,
+    /// Digest of the revision.
+    pub digest: String,
+    /// Why it was refused; `None`: it was not.
+    pub refused: Option<String>,
 }
 
 /// How far the node is emptied.

@@ -6,15 +6,16 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::CacheNodeStatus;
 use reprise_crds::fields::{
-    DevicePath, Digest, HostPath, Name, NodeMode, PciAddress, Quantity, Serial, ShortName, Text, Uid, Version,
+    DevicePath, Digest, GpuUuid, HostPath, Name, NodeMode, PciAddress, Quantity, Serial, ShortName, Text, Uid,
+    Version,
 };
 use reprise_crds::node::{
-    AgentInfo, Applied, AppliedPool, Controller, Device, DeviceState, Drain, Endpoints, NodeCapacity,
-    Registration,
+    AgentInfo, Applied, AppliedPool, AppliedProfile, Controller, Device, DeviceState, Drain, Endpoints, Gpu,
+    NodeCapacity, Registration,
 };
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, set};
 
-use crate::facts::{ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, Phase};
+use crate::facts::{ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, GpuFact, Phase, ProfileFact};
 
 /// Steps in which used bytes are told.
 const STEPS: u64 = 256;
@@ -27,6 +28,12 @@ const HOST_PATH_CHARS_MAX: usize = 90;
 
 /// Devices of one status.
 const DEVICES_MAX: usize = 32;
+
+/// GPUs of one status.
+const GPUS_MAX: usize = 16;
+
+/// Characters of short texts in the words of others.
+const TEXT_CHARS_MAX: usize = 253;
 
 /// Controllers of one status.
 const CONTROLLERS_MAX: usize = 32;
@@ -68,8 +75,8 @@ pub(crate) fn status(
         registration: registration(facts.control_plane),
         capacity: Some(capacity(facts)),
         devices: facts.devices.iter().take(DEVICES_MAX).map(device).collect(),
-        gpus: Vec::new(),
         controllers: facts.controllers.iter().take(CONTROLLERS_MAX).map(controller).collect(),
+        gpus: facts.gpus.iter().take(GPUS_MAX).map(gpu).collect(),
         applied: Some(applied(facts)),
         drain: (facts.mode == NodeMode::Draining).then(|| drain(facts)),
         conditions,
@@ -147,6 +154,26 @@ fn controller(fact: &ControllerFact) -> Controller {
     }
 }
 
+fn gpu(fact: &GpuFact) -> Gpu {
+    Gpu { uuid: GpuUuid::new(&fact.uuid), product: short(&fact.product) }
+}
+
+fn profile(fact: &ProfileFact) -> AppliedProfile {
+    AppliedProfile {
+        name: Name::new(&fact.name),
+        digest: Digest::new(&fact.digest),
+        refused: fact.refused.as_deref().map(short),
+        prediction_error_p50_percent: None,
+        prediction_error_p99_percent: None,
+    }
+}
+
+/// A text of one line that is not too long: one value that does not fit would cost the whole status.
+fn short(text: &str) -> Text {
+    let line = text.split(['\r', '\n']).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+    Text::new(line.chars().take(TEXT_CHARS_MAX).collect::<String>())
+}
+
 fn applied(facts: &Facts) -> Applied {
     let pool = |claim: &ClaimFact| AppliedPool {
         pool: ShortName::new(&claim.pool),
@@ -156,7 +183,7 @@ fn applied(facts: &Facts) -> Applied {
     Applied {
         configuration_digest: facts.configuration.as_ref().map(Digest::new),
         pools: facts.claims.iter().map(pool).collect(),
-        profiles: Vec::new(),
+        profiles: facts.profiles.iter().map(profile).collect(),
         queues: Vec::new(),
     }
 }

@@ -41,6 +41,7 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         arena: ArenaInfo { bytes: 0, regions: 0, page_kind: String::new() },
         settings: Config::default().validate().expect("the defaults are valid"),
         tenants: Arc::default(),
+        slack: InEffect::default(),
         ready: AtomicBool::new(true),
     })
 }

@@ -5,12 +5,14 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
 use reprise_agent_kubernetes::{
-    ControlPlane, ControllerFact, Desired, DrainFact, Facts, Memory, NodeMode as SpecMode, PageKind, Phase,
+    ControlPlane, ControllerFact, Desired, DrainFact, Facts, GpuFact, Memory, NodeMode as SpecMode, PageKind,
+    Phase,
 };
 use reprise_policy::NodeMode;
 
 use super::ClaimsParts;
 use super::board::Board;
+use super::profiles::Profiles;
 use crate::admin::AdminContext;
 use crate::core_loop::{CoreView, Input};
 use crate::directory::DirectoryStatus;
@@ -29,6 +31,13 @@ pub(crate) struct OwnEndpoints {
     pub(crate) socket_directory: PathBuf,
 }
 
+/// What was found on the node beside its devices, and its profiles.
+pub(super) struct Look<'a> {
+    pub(super) controllers: &'a [ControllerFact],
+    pub(super) gpus: &'a [GpuFact],
+    pub(super) profiles: &'a Profiles,
+}
+
 /// How the core is; `None` when it does not answer.
 pub(super) fn core_view(admin: &AdminContext) -> Option<CoreView> {
     let until = Instant::now() + CORE_PATIENCE;
@@ -42,8 +51,8 @@ pub(super) fn gather(
     parts: &ClaimsParts,
     board: &Board,
     desired: &Desired,
+    look: &Look<'_>,
     view: &CoreView,
-    controllers: &[ControllerFact],
 ) -> Facts {
     let is_ready = parts.admin.ready.load(std::sync::atomic::Ordering::Acquire);
     let devices = board.devices().into_iter().map(|(id, mut fact)| {
@@ -53,19 +62,13 @@ pub(super) fn gather(
     });
     let wanted = desired.configuration_digest.as_deref();
     let drain = view.drain;
-    let mut problems: Vec<String> = desired.problems.iter().map(|problem| problem.message.clone()).collect();
-    if !desired.profiles.is_empty() {
-        problems.push(format!(
-            "spec.profiles: slack profiles are not in this release of the agent: {}",
-            desired.profiles.join(", ")
-        ));
-    }
+    let pending = parts.config.pending(wanted);
     Facts {
         phase: if is_ready { Phase::Serving } else { Phase::Starting },
         generation: desired.generation,
-        problems,
+        problems: desired.problems.iter().map(|problem| problem.message.clone()).collect(),
         configuration: Some(parts.config.digest().to_owned()),
-        configuration_pending: parts.config.pending(wanted),
+        configuration_pending: pending.or_else(|| look.profiles.pending()),
         peer: parts.endpoints.peer.clone(),
         admin: parts.endpoints.admin.clone(),
         socket_directory: parts.endpoints.socket_directory.clone(),
@@ -77,7 +80,9 @@ pub(super) fn gather(
         },
         claims: board.claims(),
         devices: devices.collect(),
-        controllers: controllers.to_vec(),
+        gpus: look.gpus.to_vec(),
+        profiles: look.profiles.facts(),
+        controllers: look.controllers.to_vec(),
         mode: spec_mode(view.mode),
         drain: DrainFact {
             // Blocks of a device that is not open yet are not among those that were looked at.

@@ -4,7 +4,7 @@
 //! one only in what can be changed while the agent runs is taken over; any other waits for a restart, and why is said.
 //! What can be changed: `cache.pool_free_permille`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
@@ -35,6 +35,11 @@ impl FollowedConfig {
     /// The configuration that is in effect, as it was written.
     pub(crate) fn running(&self) -> &Config {
         &self.running
+    }
+
+    /// The folder of the file.
+    pub(crate) fn folder(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("/"))
     }
 
     /// Digest of the configuration that is in effect.
@@ -87,7 +92,7 @@ impl FollowedConfig {
 }
 
 /// SHA-256 in hexadecimal, as resources write it.
-fn digest(text: &[u8]) -> String {
+pub(crate) fn digest(text: &[u8]) -> String {
     let digest: String = Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect();
     format!("sha256:{digest}")
 }

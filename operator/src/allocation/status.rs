@@ -74,7 +74,7 @@ fn accepted(member: &Member<'_>, found: &Found) -> Finding {
         return Finding::yes(kind, Reason::AsDesired, "the spec is right");
     }
     let message = format!(
-        "the spec is right, as far as it is known: the agent of node {} tells of no GPU, so nobody has looked for {}",
+        "the spec is right, as far as it is known: the agent of node {} sees no GPU, so nobody has looked for {}: is the GPU's driver loaded?",
         found.node, member.of.object.spec.gpu_uuid
     );
     Finding::yes(kind, Reason::AsDesired, message)

@@ -40,7 +40,7 @@ fn an_allocation_gets_its_finalizer_then_its_grant_and_then_nothing_is_written()
     let status = stored.objects["x"].status.clone().expect("written");
     assert_eq!(status.expires_at, Some(at(3600)));
     assert!(stored.expect("x", Allocated, TRUE, "AsDesired").contains("16 queue pairs"));
-    assert!(stored.expect("x", Accepted, TRUE, "AsDesired").contains("tells of no GPU"));
+    assert!(stored.expect("x", Accepted, TRUE, "AsDesired").contains("sees no GPU"));
     // No agent makes queues yet, and one that does is believed.
     stored.expect("x", Programmed, FALSE, "Unsupported");
     for (made, status, reason) in [(15, FALSE, "Progressing"), (16, TRUE, "AsDesired")] {

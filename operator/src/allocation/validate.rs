@@ -1,6 +1,7 @@
 //! What is refused of an allocation: what it refers to is not there, or is not what it should be.
 //!
-//! GPUs are compared where the agent tells them. One that may see none tells none, and then nobody knows better than who named it.
+//! A GPU is compared with those that the agent tells. An agent tells none while it sees none, as before the driver is loaded, and then nobody knows
+//! better than who named it.
 
 use kube::ResourceExt;
 use reprise_crds::status::Reason;
@@ -84,7 +85,8 @@ fn gpu(of: &Referring, found: &Found) -> Option<Refusal> {
     }
     let there: Vec<&str> = gpus.iter().map(|there| there.uuid.as_str()).collect();
     missing(format!(
-        "node {node} has no GPU {gpu}: name one of {} in a new GPUQueueAllocation",
+        "node {node} has no GPU {gpu}: name one of {} in a new GPUQueueAllocation. One that was not used since the driver was loaded has no unique \
+         id yet: nvidia-smi -pm 1 on the node",
         there.join(", ")
     ))
 }

@@ -1,4 +1,4 @@
-//! Reads what a cluster refers to: pools, tenants, its nodes, what runs of it, and its store.
+//! Reads what a cluster refers to: pools, tenants, profiles, its nodes, what runs of it, and its store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use crate::child::ChildKind;
 use crate::context::Context;
 use crate::names::ClusterNames;
 use crate::optional::Access;
+use crate::profile::files;
 use crate::plan::{ClusterPlan, PoolPlan};
 use crate::settings::DefaultImages;
 use crate::tenant;
@@ -39,6 +40,8 @@ pub struct Found {
     pub plan: ClusterPlan,
     /// What its agents say.
     pub cache_nodes: Vec<Arc<CacheNode>>,
+    /// Contents of profiles, as files beside the agents' configuration.
+    pub profiles: BTreeMap<String, String>,
     /// Images of its pods.
     pub images: DefaultImages,
     /// Its store, where somebody else runs it.
@@ -93,10 +96,12 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         let found = world.cache_nodes.get(&ObjectRef::new(node))?;
         is_of(&found, names).then_some(found)
     });
+    let cache_nodes: Vec<Arc<CacheNode>> = cache_nodes.collect();
     let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
     let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
     Found {
-        cache_nodes: cache_nodes.collect(),
+        profiles: files::of(cluster, names, &cache_nodes, context),
+        cache_nodes,
         images: images(&cluster.spec.images, &context.settings.images),
         store: context.store_looks.look(cluster, context).await,
         agents: world.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),

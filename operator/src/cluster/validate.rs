@@ -51,9 +51,6 @@ fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
             "use AdmissionPolicy, or None and mount the socket's directory as the connection ConfigMap says";
         return refuse("injection.mode", spec.injection.mode.as_str(), instead);
     }
-    if spec.slack_profiles.is_some() {
-        return refuse("slackProfiles", "set", "remove it; profiles are not distributed yet");
-    }
     None
 }
 
@@ -173,7 +170,6 @@ mod tests {
             (json!({ "agents": { "gpuAccess": { "mode": "Privileged" } } }), "agents.gpuAccess.mode"),
             (json!({ "agents": { "rdma": { "mode": "HostNetwork" } } }), "agents.rdma.mode"),
             (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
-            (json!({ "slackProfiles": {} }), "slackProfiles"),
         ] {
             let refused = unsupported(&cluster(spec)).expect(words);
             assert_eq!(refused.reason, Reason::Unsupported);

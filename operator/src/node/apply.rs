@@ -53,6 +53,7 @@ fn in_order(mut spec: CacheNodeSpec) -> CacheNodeSpec {
     for claim in &mut spec.claims {
         claim.globs.sort();
     }
+    spec.profiles.sort_by(|a, b| a.name.cmp(&b.name));
     spec
 }
 
@@ -75,7 +76,8 @@ async fn write(node: &Node, spec: &CacheNodeSpec, context: &Context) -> Result<(
         .await
         .map_err(OperatorError::api(format!("apply CacheNode {name}")))?;
     context.metrics.wrote("CacheNode", Write::Apply);
-    tracing::info!(node = name, claims = spec.claims.len(), "what is wanted of the node is written");
+    let (claims, profiles) = (spec.claims.len(), spec.profiles.len());
+    tracing::info!(node = name, claims, profiles, "what is wanted of the node is written");
     Ok(())
 }
 

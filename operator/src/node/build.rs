@@ -43,7 +43,7 @@ pub fn build(node: &Node, found: &Found) -> Wanted {
         mode: mode(node, found),
         configuration_digest: Some(Digest::new(own.configuration.clone())),
         claims,
-        profiles: Vec::new(),
+        profiles: found.profiles.clone(),
     };
     Wanted::Spec(Box::new(spec))
 }
@@ -84,6 +84,7 @@ mod tests {
     use std::sync::Arc;
 
     use reprise_crds::KVCacheCluster;
+    use reprise_crds::node::ProfileClaim;
     use serde::de::DeserializeOwned;
     use serde_json::{Value, json};
 
@@ -109,7 +110,9 @@ mod tests {
         }));
         let digest = crate::digest::of("configuration");
         let own = NodeCluster { cluster: Arc::new(cluster), configuration: digest, state };
-        Found { cluster: Some(own), pools, live: None }
+        let digest = Digest::new(crate::digest::of("a profile"));
+        let profiles = vec![ProfileClaim { name: Name::new("slack"), digest }];
+        Found { cluster: Some(own), pools, profiles, live: None }
     }
 
     fn spec(node: Value, pools: Vec<Arc<SSDPool>>) -> CacheNodeSpec {
@@ -121,13 +124,14 @@ mod tests {
     }
 
     #[test]
-    fn every_pool_of_a_node_is_a_claim_and_the_most_cautious_mode_holds() {
+    fn every_pool_of_a_node_is_a_claim_the_most_cautious_mode_holds_and_profiles_are_those_decided() {
         let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi" } });
         let devices = json!({
             "devices": { "globs": ["/dev/disk/by-id/nvme-*"], "maxPerNode": 2 }, "mode": "Cordoned", "engine": "Plain",
         });
         let made = spec(json!({}), vec![pool("q", devices, json!({})), pool("p", directory, json!({}))]);
         assert_eq!(made.mode, NodeMode::Cordoned);
+        assert_eq!(made.profiles.iter().map(|claim| claim.name.as_str()).collect::<Vec<_>>(), ["slack"]);
         let [file, raw] = made.claims.as_slice() else { panic!("{:?}", made.claims) };
         assert_eq!(file.file.as_ref().map(HostPath::as_str), Some("/data/p/pool"));
         assert_eq!((file.generation, file.size.as_ref().map(|size| size.as_str())), (4, Some("2Gi")));
@@ -160,7 +164,7 @@ mod tests {
     fn a_node_without_a_cluster_has_nothing_and_one_of_a_paused_cluster_is_left() {
         let node: Node = object(json!({ "metadata": { "name": "n1" } }));
         assert_eq!(build(&node, &found(Vec::new(), ClusterState::Left)), Wanted::Unchanged);
-        let none = Found { cluster: None, pools: Vec::new(), live: None };
+        let none = Found { cluster: None, pools: Vec::new(), profiles: Vec::new(), live: None };
         assert_eq!(build(&node, &none), Wanted::Nothing);
     }
 }

@@ -1,16 +1,20 @@
-//! Reads what is wanted of a node: its cluster, and the pools on it.
+//! Reads what is wanted of a node: its cluster, the pools on it, and the profiles that were decided for it.
 
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
+use reprise_crds::fields::{Digest, Name};
+use reprise_crds::node::ProfileClaim;
 use reprise_crds::status::{ConditionType, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
 use crate::cluster::build::configuration::agent_digest;
 use crate::cluster::dereference::referred;
 use crate::context::Context;
+use crate::profile::PROFILES_MAX;
+use crate::profile::dereference::selected;
 
 /// What is wanted of a node, as it is.
 #[derive(Clone, Debug)]
@@ -19,6 +23,8 @@ pub struct Found {
     pub cluster: Option<NodeCluster>,
     /// Pools on it, the oldest first.
     pub pools: Vec<Arc<SSDPool>>,
+    /// Profiles that it should have now, by name.
+    pub profiles: Vec<ProfileClaim>,
     /// What is there of it.
     pub live: Option<Arc<CacheNode>>,
 }
@@ -43,25 +49,52 @@ pub enum ClusterState {
     Left,
 }
 
+/// Whether a cluster may be changed.
+pub fn state(cluster: &KVCacheCluster) -> ClusterState {
+    let conditions = cluster.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    let generation = cluster.metadata.generation.unwrap_or_default();
+    let left = cluster.spec.paused || !holds(conditions, ConditionType::Accepted, generation);
+    if left { ClusterState::Left } else { ClusterState::Kept }
+}
+
 /// Reads it, from the stores.
 pub fn dereference(node: &Node, context: &Context) -> Found {
     let world = &context.world;
     let plan = world.plan();
     let own = plan.nodes.get(&node.name_any()).cloned().unwrap_or_default();
-    let cluster = own.cluster.as_ref().and_then(|key| world.cluster(key)).map(|cluster| {
-        let conditions =
-            cluster.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let generation = cluster.metadata.generation.unwrap_or_default();
-        let left = cluster.spec.paused || !holds(conditions, ConditionType::Accepted, generation);
-        NodeCluster {
-            configuration: agent_digest(&cluster, &referred(&cluster, context)),
-            state: if left { ClusterState::Left } else { ClusterState::Kept },
-            cluster,
-        }
+    let cluster = own.cluster.as_ref().and_then(|key| world.cluster(key)).map(|cluster| NodeCluster {
+        configuration: agent_digest(&cluster, &referred(&cluster, context)),
+        state: state(&cluster),
+        cluster,
     });
+    let live = world.cache_nodes.get(&ObjectRef::new(&node.name_any()));
+    let profiles =
+        cluster.as_ref().map(|own| profiles(&own.cluster, &node.name_any(), live.as_deref(), context));
     Found {
+        profiles: profiles.unwrap_or_default(),
         cluster,
         pools: own.pools.iter().filter_map(|pool| world.pools.get(&ObjectRef::new(pool))).collect(),
-        live: world.cache_nodes.get(&ObjectRef::new(&node.name_any())),
+        live,
     }
+}
+
+/// What was decided of the profiles that the cluster selects. Of one that nobody has looked at yet the node keeps what it has.
+fn profiles(
+    cluster: &KVCacheCluster,
+    node: &str,
+    live: Option<&CacheNode>,
+    context: &Context,
+) -> Vec<ProfileClaim> {
+    let has = live.map(|live| live.spec.profiles.as_slice()).unwrap_or_default();
+    let claims = selected(cluster, &context.world).into_iter().take(PROFILES_MAX).filter_map(|profile| {
+        let name = profile.name_any();
+        let digest = match context.decisions.of(&profile) {
+            Some(decided) => decided.nodes.get(node).map(Digest::new),
+            None => has.iter().find(|claim| claim.name.as_str() == name).map(|claim| claim.digest.clone()),
+        };
+        Some(ProfileClaim { name: Name::new(name), digest: digest? })
+    });
+    let mut claims: Vec<ProfileClaim> = claims.collect();
+    claims.sort_by(|a, b| a.name.cmp(&b.name));
+    claims
 }

@@ -61,6 +61,8 @@ fn facts() -> Facts {
             trouble: None,
         }],
         devices: vec![device("/pool", DeviceState::Open)],
+        gpus: vec![GpuFact { uuid: "GPU-0a".to_owned(), product: "NVIDIA H200".to_owned() }],
+        profiles: Vec::new(),
         controllers: vec![ControllerFact {
             serial: "S1".to_owned(),
             pci_address: Some("0000:01:00.0".to_owned()),
@@ -98,6 +100,7 @@ fn a_node_that_is_as_wanted_says_so_in_every_field() {
     let applied = status.applied.as_ref().expect("applied");
     assert_eq!((applied.pools[0].generation, applied.pools[0].uid.as_str()), (2, "u"));
     assert_eq!(status.devices[0].engine, Some(Engine::IoUring));
+    assert_eq!((status.gpus[0].uuid.as_str(), status.gpus[0].product.as_str()), ("GPU-0a", "NVIDIA H200"));
     let controller = &status.controllers[0];
     assert_eq!((controller.serial.as_str(), controller.queue_pairs, controller.queue_pairs_lent), ("S1", 64, 0));
     assert_eq!(controller.pool.as_ref().map(ShortName::as_str), Some("fast"));
@@ -218,6 +221,20 @@ fn what_is_not_as_wanted_is_a_condition_with_its_reason() {
     ] {
         assert_eq!(so(&facts, kind), (status, reason.to_string()), "{kind} of {facts:?}");
     }
+}
+
+#[test]
+fn profiles_are_told_with_why_they_were_refused_in_one_line_that_fits() {
+    let mut facts = facts();
+    let profile = |refused: Option<String>| {
+        let digest = format!("sha256:{}", "0f".repeat(32));
+        ProfileFact { name: "llama".to_owned(), digest, refused }
+    };
+    facts.profiles = vec![profile(None), profile(Some(format!("it is odd\r\n{}", "x".repeat(300))))];
+    let applied = said(&facts).applied.expect("applied").profiles;
+    assert_eq!((applied[0].name.as_str(), applied[0].refused.as_ref()), ("llama", None));
+    let refused = applied[1].refused.as_ref().expect("it was refused").as_str();
+    assert!(refused.starts_with("it is odd xx") && refused.chars().count() == 253, "{refused}");
 }
 
 #[test]

@@ -3,6 +3,9 @@
 //! A pod has the directories of all pools of the cluster, also on nodes that a pool does not select: an empty directory there is made
 //! and not used. So a new pool restarts the agents one after the other, and a node that is selected later needs no other pod.
 //!
+//! Beside the agents' configuration lie the contents of their profiles ([`crate::profile::files`]): the kubelet brings them, so an agent needs
+//! no right to read a ConfigMap, and they restart none, since only the configuration itself is in the digest of the pods.
+//!
 //! The agent runs as root without any capability: the directories that the kubelet makes are root's, and a process without
 //! capabilities can use what is its user's and nothing else. Nothing is shared with the node but these directories.
 
@@ -45,10 +48,17 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
     vec![
         super::service_account(meta(&name)),
         binding(found),
-        config_map(meta(&name), &json!({ AGENT_FILE: agent(cluster, &found.referred) })),
+        config_map(meta(&name), &files(cluster, found)),
         Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
         Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &daemon_set(cluster, found)),
     ]
+}
+
+/// Their configuration, and the contents of their profiles.
+fn files(cluster: &KVCacheCluster, found: &Found) -> Value {
+    let mut files = json!(found.profiles);
+    files[AGENT_FILE] = json!(agent(cluster, &found.referred));
+    files
 }
 
 /// The agents' rights. It has no namespace, so it cannot have the cluster as its owner (`crate::sweep`).

@@ -32,6 +32,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         referred: Referred { names, pools: Vec::new(), tenants: Vec::new() },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
+        profiles: std::collections::BTreeMap::new(),
         images: DefaultImages {
             agent: "agent:1".to_owned(),
             control_plane: "controlplane:1".to_owned(),
@@ -183,6 +184,19 @@ fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
     assert!(agent["peers"].get("advertise").is_none());
     assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
+}
+
+#[test]
+fn contents_of_profiles_lie_beside_the_agents_configuration_and_restart_nobody() {
+    let cluster = cluster(json!({ "slackProfiles": {} }));
+    let plain = build(&cluster, &found(&cluster), Some("d"));
+    let mut more = found(&cluster);
+    more.profiles.insert("profile-0.json".to_owned(), "{}".to_owned());
+    let with = build(&cluster, &more, Some("d"));
+    let data = &child(&with, ChildKind::ConfigMap, "c-agent")["data"];
+    assert!(data["profile-0.json"] == "{}" && data["agent.toml"].is_string(), "{data}");
+    let pods = |children| child(children, ChildKind::DaemonSet, "c-agent").clone();
+    assert_eq!(pods(&plain), pods(&with));
 }
 
 #[test]
