@@ -79,7 +79,7 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
     };
     let wait = crate::status::write(&context, said, fresh).await?;
     let next = match wave.pace {
-        Pace::Soaking(rest) => rest.max(SOON).min(REPORTED_WITHIN),
+        Pace::Soaking(rest) => rest.clamp(SOON, REPORTED_WITHIN),
         // A node that has gone silent tells nobody.
         _ => REPORTED_WITHIN,
     };

@@ -28,8 +28,8 @@ mod watch;
 pub use connect::{Access, ConnectError};
 pub use desired::{Claim, Data, Desired, Part, Problem, ProfileWish, Source};
 pub use facts::{
-    ClaimFact, ControlPlane, ControllerFact, DeviceFact, DrainFact, Facts, GpuFact, Memory, Phase, ProfileFact,
-    Trouble,
+    ClaimFact, ControlPlane, ControllerFact, DeviceFact, DrainFact, Facts, GpuFact, Memory, Phase,
+    ProfileFact, Trouble,
 };
 pub use kept::{KeptSpec, StateDirectory};
 pub use pace::UNCHANGED_EVERY;

@@ -15,8 +15,8 @@ use crate::child::ChildKind;
 use crate::context::Context;
 use crate::names::ClusterNames;
 use crate::optional::Access;
-use crate::profile::files;
 use crate::plan::{ClusterPlan, PoolPlan};
+use crate::profile::files;
 use crate::settings::DefaultImages;
 use crate::tenant;
 

@@ -117,7 +117,6 @@ fn entry(reference: &ConfigMapRef, found: Option<ConfigMap>, namespace: &str) ->
     ))
 }
 
-
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
