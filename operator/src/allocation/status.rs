@@ -11,6 +11,7 @@ use super::build::Member;
 use super::dereference::Found;
 use super::grant::{Full, Share, Verdict, Wait};
 use super::life::{Cause, Ending, Left, Life, pairs};
+use super::validate::is_told;
 use crate::plan::Refusal;
 use crate::status::conclude;
 
@@ -69,13 +70,14 @@ fn accepted(member: &Member<'_>, found: &Found) -> Finding {
     if let Some(Refusal { reason, message }) = &member.refused {
         return Finding::no(kind, *reason, message);
     }
-    let sees_gpus = found.status().is_some_and(|status| !status.gpus.is_empty());
-    if sees_gpus {
+    let gpu = &member.of.object.spec.gpu_uuid;
+    if is_told(gpu, found) {
         return Finding::yes(kind, Reason::AsDesired, "the spec is right");
     }
     let message = format!(
-        "the spec is right, as far as it is known: the agent of node {} sees no GPU, so nobody has looked for {}: is the GPU's driver loaded?",
-        found.node, member.of.object.spec.gpu_uuid
+        "the spec is right, as far as it is known: the agent of node {} sees no GPU like {gpu}, so nobody has looked for it; it tells whole GPUs, \
+         once their driver is loaded",
+        found.node
     );
     Finding::yes(kind, Reason::AsDesired, message)
 }

@@ -212,6 +212,7 @@ fn what_an_allocation_refers_to_must_be_there() {
         of.object = Arc::new(object(whole));
     };
     assert_eq!(of(&|_, _| {}), None);
+    assert_eq!(of(&|_, of| spec(of, "gpuUuid", json!("MIG-9"))), None, "no agent tells parts of GPUs");
     type Change<'a> = &'a dyn Fn(&mut Found, &mut Referring);
     let changes: [(Change<'_>, &str); 13] = [
         (&|found, _| found.presence = Presence::Gone, "ReferenceNotFound: node n1 is not there"),

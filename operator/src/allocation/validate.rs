@@ -1,9 +1,10 @@
 //! What is refused of an allocation: what it refers to is not there, or is not what it should be.
 //!
 //! A GPU is compared with those that the agent tells. An agent tells none while it sees none, as before the driver is loaded, and then nobody knows
-//! better than who named it.
+//! better than who named it. Parts of GPUs (MIG) are told by no agent.
 
 use kube::ResourceExt;
+use reprise_crds::fields::GpuUuid;
 use reprise_crds::status::Reason;
 
 use super::dereference::{Found, Presence, Referring};
@@ -15,6 +16,9 @@ use crate::tenant::validate::validate as validate_tenant;
 /// The tenant of whoever names none; it needs no object.
 const DEFAULT_TENANT: &str = "default";
 
+/// How the unique id of a part of a GPU begins.
+const PART: &str = "MIG-";
+
 /// Why an allocation is refused, if it is.
 pub fn validate(of: &Referring, found: &Found) -> Option<Refusal> {
     node(found)
@@ -22,6 +26,12 @@ pub fn validate(of: &Referring, found: &Found) -> Option<Refusal> {
         .or_else(|| gpu(of, found))
         .or_else(|| tenant(of, found))
         .or_else(|| profile(of))
+}
+
+/// Whether the node's agent would tell such a GPU, if it were there.
+pub fn is_told(gpu: &GpuUuid, found: &Found) -> bool {
+    let sees_gpus = found.status().is_some_and(|status| !status.gpus.is_empty());
+    sees_gpus && !gpu.as_str().starts_with(PART)
 }
 
 fn missing(message: String) -> Option<Refusal> {
@@ -80,13 +90,13 @@ fn pool(of: &Referring, found: &Found) -> Option<Refusal> {
 fn gpu(of: &Referring, found: &Found) -> Option<Refusal> {
     let (gpu, node) = (&of.object.spec.gpu_uuid, &found.node);
     let gpus = &found.status()?.gpus;
-    if gpus.is_empty() || gpus.iter().any(|there| there.uuid == *gpu) {
+    if !is_told(gpu, found) || gpus.iter().any(|there| there.uuid == *gpu) {
         return None;
     }
     let there: Vec<&str> = gpus.iter().map(|there| there.uuid.as_str()).collect();
     missing(format!(
-        "node {node} has no GPU {gpu}: name one of {} in a new GPUQueueAllocation. One that was not used since the driver was loaded has no unique \
-         id yet: nvidia-smi -pm 1 on the node",
+        "node {node} has no GPU {gpu}: name one of {} in a new GPUQueueAllocation. One that was not used since the driver was loaded has no \
+         unique id yet: nvidia-smi -pm 1 on the node",
         there.join(", ")
     ))
 }
