@@ -18,16 +18,16 @@ def prompt(seed: int, blocks: int = PROMPT_BLOCKS, tail: int = 5) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(blocks * BLOCK_TOKENS + tail)]
 
 
-def see(engine: Engine, tokens: list[int], **more: Any) -> dict[str, Any]:
-    """Has an engine serve a prompt of ``PROMPT_BLOCKS`` blocks, and waits until the save of each has ended."""
+def see(engine: Engine, tokens: list[int], ranks: int = 1, **more: Any) -> dict[str, Any]:
+    """Has an engine serve a prompt of ``PROMPT_BLOCKS`` blocks, and waits until every rank's save of each has ended."""
     before = ended_saves(engine)
     told = engine.generate([tokens], **more)
-    eventually(lambda: ended_saves(engine) >= before + PROMPT_BLOCKS)
+    eventually(lambda: ended_saves(engine) >= before + ranks * PROMPT_BLOCKS)
     return told
 
 
 def ended_saves(engine: Engine) -> int:
-    """Blocks whose save has ended, new or not."""
+    """Blocks whose save has ended, new or not; each rank counts its own."""
     metrics = engine.metrics()
     return int(
         sum(metrics.get(f"vllm:reprise_{name}", 0) for name in ("saved_blocks", "duplicate_blocks", "unsaved_blocks"))

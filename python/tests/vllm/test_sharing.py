@@ -50,6 +50,7 @@ def test_an_engine_that_is_started_again_before_its_agent_finds_what_it_saved_an
             return bool(told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS])
 
         eventually(found)
+        assert again.metrics().get("vllm:reprise_saved_blocks", 0) == 0, "it found what the first engine had saved"
     finally:
         again.stop()
 

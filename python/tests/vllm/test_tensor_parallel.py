@@ -26,7 +26,7 @@ def test_an_engine_of_two_ranks_loads_what_it_has_computed_and_nothing_of_one_wi
     transfer = connector(cluster.agents[0].socket)
     pair = Engine(weights, home / "pair.log", transfer, a_core_for_each_rank(), tensor_parallel_size=2, **small)
     try:
-        cold = see(pair, tokens)
+        cold = see(pair, tokens, ranks=2)
         assert cold["cached"] == [0], "one rank of one has other blocks than one of two"
         pair.forget()
         warm = pair.generate([tokens])

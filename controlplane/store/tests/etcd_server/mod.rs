@@ -192,7 +192,11 @@ impl Server {
     }
 
     fn is_healthy(&self) -> bool {
-        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.ports.metrics)) else { return false };
+        let connect = |port| TcpStream::connect(("127.0.0.1", port));
+        // Somebody else may have one of the ports by now: then this one has not all of them, and ends soon.
+        let (Ok(mut stream), Ok(_)) = (connect(self.ports.metrics), connect(self.ports.client)) else {
+            return false;
+        };
         let mut answer = String::new();
         stream.write_all(b"GET /health HTTP/1.0\r\n\r\n").is_ok()
             && stream.read_to_string(&mut answer).is_ok()
