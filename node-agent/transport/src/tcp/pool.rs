@@ -62,12 +62,13 @@ impl Pool {
             .get(peer)
             .and_then(|connections| connections.iter().min_by_key(|connection| connection.open_blocks()))
             .cloned();
+        let is_full = peers.values().map(Vec::len).sum::<usize>() >= common.settings.connections_max;
         if let Some(least) = least
-            && (open >= common.settings.connections_per_peer || least.open_blocks() == 0)
+            && (is_full || open >= common.settings.connections_per_peer || least.open_blocks() == 0)
         {
             return Ok(least);
         }
-        if peers.values().map(Vec::len).sum::<usize>() >= common.settings.connections_max {
+        if is_full {
             close_idle(&mut peers)?;
         }
         let connection = start(common, peer)?;
