@@ -56,9 +56,6 @@ const FLUSH_PATIENCE: Duration = Duration::from_secs(5);
 /// 30 s after which Kubernetes kills; what a device has not written by then was not announced as durable.
 const DEVICES_PATIENCE: Duration = Duration::from_secs(15);
 
-/// Large fetches go in two groups side by side: on each a core of this node and one of the peer copy.
-const CONNECTIONS_PER_PEER: usize = 2;
-
 /// One attempt to connect to the control plane.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -369,7 +366,6 @@ fn listen_for_peers(
     let tcp = TcpSettings {
         credit_bytes: peers.credit_bytes,
         stall_timeout: peers.stall_timeout,
-        connections_per_peer: CONNECTIONS_PER_PEER,
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
     let transport = TcpTransport::bind(tcp, peer::sink(inbox.clone())).map_err(|error| {

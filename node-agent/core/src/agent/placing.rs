@@ -2,8 +2,7 @@
 //!
 //! All blocks are looked up before the first slot is allocated, and those in DRAM are leased in that pass: making
 //! room for one block of a load never evicts another. Reads of one load go out as one batch per device, fetches
-//! as one group per peer (two where there are many bytes), each in the order of the load's keys, so that devices and peers
-//! can work layer by layer.
+//! as one group per peer, each in the order of the load's keys, so that devices and peers can work layer by layer.
 
 use std::time::Duration;
 
@@ -33,13 +32,6 @@ pub(super) struct Wanted {
     /// Replicas elsewhere, as far as is known.
     replicas: Vec<Replica>,
 }
-
-/// Groups of a fetch that go side by side, each on a connection of its own where the transport has connections: one core copies
-/// 2-6 GB/s out of a socket, and a network card brings more.
-const FETCH_GROUPS: usize = 2;
-
-/// Bytes of a group below which a fetch is not divided: 1-4 ms of one core.
-const FETCH_GROUP_BYTES_MIN: u64 = 8 << 20;
 
 /// Blocks to read, by device.
 #[derive(Debug, Default)]
@@ -178,7 +170,7 @@ impl AgentCore {
         // Others may wait for the same blocks by then, so a fetch is not cut short by one impatient load.
         let deadline = deadline.since(self.now).max(self.settings.load_deadline_default);
         for (node, blocks) in groups {
-            self.emit_fetch(node, layout, &blocks, deadline);
+            self.emit_fetch(node, layout, blocks, deadline);
         }
     }
 
@@ -313,28 +305,16 @@ impl AgentCore {
         Ok((frame, PeerBlock { fill, key, slot }))
     }
 
-    /// Asks a peer for blocks; for many bytes in groups of every other block, so that the first blocks are the first in each.
+    /// Asks a peer for blocks.
     pub(super) fn emit_fetch(
         &mut self,
         node: NodeId,
         layout: Layout,
-        blocks: &[PeerBlock],
+        blocks: Vec<PeerBlock>,
         deadline: Duration,
     ) {
-        let groups = match layout.block_bytes() * blocks.len() as u64 / FETCH_GROUP_BYTES_MIN {
-            0 | 1 => 1,
-            _ => FETCH_GROUPS.min(blocks.len()),
-        };
-        for first in 0..groups {
-            self.fetches += 1;
-            let blocks = blocks.iter().copied().skip(first).step_by(groups).collect();
-            self.emit(Effect::PeerFetch(PeerFetch {
-                fetch: FetchId(self.fetches),
-                node,
-                layout,
-                blocks,
-                deadline,
-            }));
-        }
+        self.fetches += 1;
+        let fetch = FetchId(self.fetches);
+        self.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
     }
 }

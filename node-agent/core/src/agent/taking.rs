@@ -323,7 +323,7 @@ impl AgentCore {
         passed.into_iter().rev().for_each(|pull| self.taking.waiting.push_front(pull));
         for ((node, shape), blocks) in groups {
             let layout = self.shapes.get(shape).layout;
-            self.emit_fetch(node, layout, &blocks, self.settings.load_deadline_default);
+            self.emit_fetch(node, layout, blocks, self.settings.load_deadline_default);
         }
     }
 

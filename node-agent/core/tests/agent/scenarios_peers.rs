@@ -5,13 +5,12 @@ use std::time::Duration;
 use reprise_agent_core::agent::Settings;
 use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
-use reprise_policy::layout::Parts;
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::Asked;
 use crate::jobs::Job;
-use crate::world::{Setup, World, key, keys, large_layout, layout, small_layout};
+use crate::world::{Setup, World, key, keys, large_layout, small_layout};
 
 const ONE: NodeId = NodeId(1);
 const TWO: NodeId = NodeId(2);
@@ -521,33 +520,4 @@ fn blocks_that_waited_for_their_turn_are_absent_at_the_deadline_and_gone_with_th
     world.peer_request(&keys(12..13), large_layout(), LATER);
     assert_eq!(world.fills().len(), 1, "the share is free again");
     serve_to_the_end(&mut world);
-}
-
-#[test]
-fn many_bytes_are_fetched_in_two_groups_of_every_other_block_and_few_in_one() {
-    // 1 MiB a block.
-    let large = layout(16, Parts::KeyValue, 1024);
-    assert_eq!(large.block_bytes(), 1 << 20);
-    let (regions, region_bytes) = (8, 8 * large.slot_bytes());
-    let mut world = World::new(Setup { regions, region_bytes, ..Setup::default() });
-    let session = world.open_session(TenantId::DEFAULT, large);
-    let order = |world: &mut World, wanted: &[BlockKey]| -> Vec<BlockKey> {
-        for key in wanted {
-            world.give_peer(ONE, *key, Tier::Dram);
-        }
-        world.load(session, wanted, LATER, Scope::Cluster);
-        world.finish_jobs_but_fills();
-        let fetched = world.jobs.iter().map(|job| match job {
-            Job::Fetch { key, .. } => *key,
-            other => panic!("no fetch: {other:?}"),
-        });
-        fetched.collect()
-    };
-    let few = keys(0..15);
-    assert_eq!(order(&mut world, &few), few);
-    world.finish_jobs();
-    let many = keys(15..32);
-    let every_other = |first| many.iter().skip(first).step_by(2);
-    let two: Vec<BlockKey> = every_other(0).chain(every_other(1)).copied().collect();
-    assert_eq!(order(&mut world, &many), two);
 }

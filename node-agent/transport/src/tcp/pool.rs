@@ -62,13 +62,12 @@ impl Pool {
             .get(peer)
             .and_then(|connections| connections.iter().min_by_key(|connection| connection.open_blocks()))
             .cloned();
-        let is_full = peers.values().map(Vec::len).sum::<usize>() >= common.settings.connections_max;
         if let Some(least) = least
-            && (is_full || open >= common.settings.connections_per_peer || least.open_blocks() == 0)
+            && (open >= common.settings.connections_per_peer || least.open_blocks() == 0)
         {
             return Ok(least);
         }
-        if is_full {
+        if peers.values().map(Vec::len).sum::<usize>() >= common.settings.connections_max {
             close_idle(&mut peers)?;
         }
         let connection = start(common, peer)?;

@@ -44,7 +44,7 @@ pub struct TcpSettings {
     pub idle_timeout: Duration,
     /// Connections opened at a time, and connections accepted at a time, at the most.
     pub connections_max: usize,
-    /// Connections opened to one peer at the most; more than one only when the ones before are busy and there is room for one.
+    /// Connections opened to one peer at the most; more than one only when the ones before are busy.
     pub connections_per_peer: usize,
     /// Bytes of each socket buffer; `None` leaves them to the kernel.
     pub socket_buffer_bytes: Option<usize>,
@@ -55,8 +55,8 @@ pub struct TcpSettings {
 impl TcpSettings {
     /// Defaults for everything but address and name.
     ///
-    /// 64 MiB of credit is 10 ms of a 6 GB/s stream: several round trips and disk reads of slack. 2,048 connections
-    /// reach every node of a cluster of 1,000 twice.
+    /// 64 MiB of credit is 10 ms of a 6 GB/s stream: several round trips and disk reads of slack. 1,024 connections
+    /// reach every node of a cluster of 1,000.
     pub fn new(listen: SocketAddr, node_name: impl Into<String>) -> TcpSettings {
         TcpSettings {
             listen,
@@ -64,7 +64,7 @@ impl TcpSettings {
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(60),
-            connections_max: 2048,
+            connections_max: 1024,
             connections_per_peer: 1,
             socket_buffer_bytes: None,
             congestion: Congestion::System,

@@ -88,19 +88,6 @@ fn a_busy_peer_gets_a_second_connection_where_that_is_allowed() {
 }
 
 #[test]
-fn a_busy_peer_gets_no_second_connection_where_none_is_left() {
-    let node = node(TcpSettings { connections_per_peer: 2, connections_max: 1, ..settings() }, by_hand());
-    let server = FakeServer::new();
-    for fill in 0..2 {
-        let request = wanted(small_layout(), &[key(0)], fill, LATER).request;
-        node.transport.fetch(&server.address(), request).expect("taken");
-    }
-    let (_stream, _) = server.accept_request();
-    node.transport.shutdown();
-    assert_eq!(node.transport.stats().connections_opened, 1);
-}
-
-#[test]
 fn a_host_name_is_looked_up_and_an_unknown_one_is_a_lost_peer() {
     let block = Block::new(0, small_layout());
     let server = node(settings(), serving(std::slice::from_ref(&block), 8));
