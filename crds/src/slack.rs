@@ -273,7 +273,8 @@ mod tests {
         let file = content_file(&digest).expect("a digest");
         assert_eq!(file, format!("profile-{}.json", "0f".repeat(32)));
         assert_eq!(digest_of_file(&file), Some(digest));
-        for wrong in ["", "sha256:", "sha256:0f", "../../etc/passwd", &format!("sha256:{}", "0F".repeat(32))] {
+        for wrong in ["", "sha256:", "sha256:0f", "../../etc/passwd", &format!("sha256:{}", "0F".repeat(32))]
+        {
             assert_eq!(content_file(wrong), None, "{wrong}");
         }
         for wrong in ["agent.toml", "profile-.json", "profile-0f.json"] {

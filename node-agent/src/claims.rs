@@ -249,8 +249,7 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
-        let look =
-            facts::Look { controllers: &self.controllers, gpus: &self.gpus, profiles: &self.profiles };
+        let look = facts::Look { controllers: &self.controllers, gpus: &self.gpus, profiles: &self.profiles };
         let facts = facts::gather(&self.parts, &self.board, desired, &look, &view);
         self.parts.facts.send_replace(Some(facts));
     }

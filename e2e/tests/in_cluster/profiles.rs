@@ -13,7 +13,8 @@ fn content(micros: u32) -> String {
     let windows = format!(
         r#"[{{"phase":"Decode","minTokens":0,"maxTokens":512,"slackMicros":{micros},"maxIoSms":4}}]"#
     );
-    let subject = r#"{"model":"llama","gpuProduct":"NVIDIA H200","tensorParallel":1,"engineVersion":"vllm 0.33"}"#;
+    let subject =
+        r#"{"model":"llama","gpuProduct":"NVIDIA H200","tensorParallel":1,"engineVersion":"vllm 0.33"}"#;
     let more = r#""usablePercent":80,"fallback":"ThrottleWrites","maxErrorPercent":30"#;
     format!(r#"{{"subject":{subject},{more},"windows":{windows}}}"#)
 }
@@ -74,7 +75,10 @@ pub(crate) fn a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_i
     let told = &status["applied"]["profiles"][0];
     let why = told["refused"].as_str().expect("checked above");
     assert_eq!(told["digest"], second);
-    assert!(why.contains("the content of its file has the digest") && why.contains("stays in effect"), "{why}");
+    assert!(
+        why.contains("the content of its file has the digest") && why.contains("stays in effect"),
+        "{why}"
+    );
     assert_eq!(micros(&node, 0), 40);
     bring(&node, &second, &content(60));
     node.wait_status("it is taken", |status| status["applied"]["profiles"] == wish(&second)["profiles"]);

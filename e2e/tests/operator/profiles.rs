@@ -22,7 +22,8 @@ fn windows(micros: u32) -> Value {
 
 /// A profile `p` with more in its spec.
 fn profile(lab: &Lab, more: Value) {
-    let mut spec = json!({ "subject": { "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" } });
+    let mut spec =
+        json!({ "subject": { "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" } });
     spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
     lab.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "p" }, "spec": spec,

@@ -42,9 +42,7 @@ fn has_pool(lab: &Lab) {
 
 /// Plays the agent: what it has found, and of which allocations it has made how many queue pairs.
 fn agent_says(lab: &Lab, node: &str, controllers: &[&str], queues: &[(&str, u32)], more: Value) {
-    let controller = |serial: &&str| {
-        json!({ "serial": serial, "pciAddress": "0000:01:00.0", "pool": "p", "queuePairs": PAIRS, "queuePairsLent": 0 })
-    };
+    let controller = |serial: &&str| json!({ "serial": serial, "pciAddress": "0000:01:00.0", "pool": "p", "queuePairs": PAIRS, "queuePairsLent": 0 });
     let controllers: Vec<Value> = controllers.iter().map(controller).collect();
     let made = |(name, pairs): &(&str, u32)| {
         let uid = lab.get(KIND, name).and_then(|allocation| allocation.uid());
@@ -66,7 +64,8 @@ fn agent_says(lab: &Lab, node: &str, controllers: &[&str], queues: &[(&str, u32)
 }
 
 fn ask(lab: &Lab, name: &str, more: Value) {
-    let mut spec = json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 });
+    let mut spec =
+        json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 });
     spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
     lab.apply(&json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": KIND, "metadata": { "name": name }, "spec": spec,
@@ -310,14 +309,18 @@ fn an_operator_that_is_killed_again_and_again_lends_nothing_twice() {
         for allocation in lab.list(KIND) {
             let (name, now) = (allocation.name_any(), grants(&allocation));
             let before = seen.entry(name.clone()).or_default();
-            assert!(before.is_empty() || *before == now, "the grant of {name} has changed: {before:?} {now:?}");
+            assert!(
+                before.is_empty() || *before == now,
+                "the grant of {name} has changed: {before:?} {now:?}"
+            );
             *before = now;
         }
     };
     for round in 0..KILLS {
         for index in 0..4 {
             let name = format!("x{round}-{index}");
-            let own = json!({ "isolation": "ExclusiveController", "queuePairs": random.random_range(1..16_u32) });
+            let own =
+                json!({ "isolation": "ExclusiveController", "queuePairs": random.random_range(1..16_u32) });
             let shared = json!({ "queuePairs": random.random_range(1..12_u32) });
             ask(&lab, &name, if random.random_bool(0.25) { own } else { shared });
             names.push(name);
@@ -333,7 +336,8 @@ fn an_operator_that_is_killed_again_and_again_lends_nothing_twice() {
     }
     let is_settled = |allocation: &DynamicObject| {
         let conditions = allocation.data["status"]["conditions"].as_array().cloned().unwrap_or_default();
-        conditions.iter().any(|one| one["type"] == "Allocated") && allocation.metadata.deletion_timestamp.is_none()
+        conditions.iter().any(|one| one["type"] == "Allocated")
+            && allocation.metadata.deletion_timestamp.is_none()
     };
     wait_until("everybody is answered", 2 * PATIENCE, || {
         look(&lab);

@@ -6,8 +6,8 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::CacheNodeStatus;
 use reprise_crds::fields::{
-    DevicePath, Digest, GpuUuid, HostPath, Name, NodeMode, PciAddress, Quantity, Serial, ShortName, Text, Uid,
-    Version,
+    DevicePath, Digest, GpuUuid, HostPath, Name, NodeMode, PciAddress, Quantity, Serial, ShortName, Text,
+    Uid, Version,
 };
 use reprise_crds::node::{
     AgentInfo, Applied, AppliedPool, AppliedProfile, Controller, Device, DeviceState, Drain, Endpoints, Gpu,

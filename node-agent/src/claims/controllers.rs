@@ -28,7 +28,9 @@ pub(super) fn look(sys: &Path, pools: &[WantedPool]) -> Vec<ControllerFact> {
     let owners = owners(sys, pools);
     let mut found: BTreeMap<String, ControllerFact> = BTreeMap::new();
     for name in names(&sys.join("class/nvme")) {
-        let Some(fact) = read(&sys.join("class/nvme").join(&name), owners.get(&name).cloned()) else { continue };
+        let Some(fact) = read(&sys.join("class/nvme").join(&name), owners.get(&name).cloned()) else {
+            continue;
+        };
         let known = found.entry(fact.serial.clone()).or_insert_with(|| fact.clone());
         if known.pool.is_none() && fact.pool.is_some() {
             *known = fact;
@@ -208,8 +210,7 @@ mod tests {
         fs::write(partition.join("partition"), "2\n").expect("a file");
         symlink(&partition, root.path("sys/class/block/nvme1n1p2")).expect("a link");
         fs::write(root.path("dev/nvme1n1p2"), b"").expect("a device");
-        let pools =
-            [root.pool("raw", "nvme0n1", Kind::Device), root.pool("part", "nvme1n1p2", Kind::Device)];
+        let pools = [root.pool("raw", "nvme0n1", Kind::Device), root.pool("part", "nvme1n1p2", Kind::Device)];
         let told = |serial: &str, pairs: u32, pool: Option<&str>| {
             (serial.to_owned(), pairs, pool.map(str::to_owned))
         };
@@ -233,7 +234,9 @@ mod tests {
         symlink(root.path("sys/devices/nvme1"), subsystem.join("nvme1")).expect("a link");
         let pools = [root.pool("raw", "nvme0n1", Kind::Device)];
         assert_eq!(root.look(&pools), [("S0".to_owned(), 8, Some("raw".to_owned()))]);
-        for (name, serial, queues) in [("nvme2", "", "9"), ("nvme3", "S3", "many"), ("nvme4", "S\u{fc}4", "9")] {
+        for (name, serial, queues) in
+            [("nvme2", "", "9"), ("nvme3", "S3", "many"), ("nvme4", "S\u{fc}4", "9")]
+        {
             root.controller(name, serial, queues);
         }
         root.controller("nvme5", "S5", "9");

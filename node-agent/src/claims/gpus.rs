@@ -69,7 +69,8 @@ mod tests {
                  GPU Firmware: \t 570.86.15\nGPU Excluded:\t No\n"
             )
         };
-        let (one, other) = ("GPU-7e43a1f2-58aa-4a0c-9b1d-0c4de61c9f3a", "GPU-0e43a1f2-58aa-4a0c-9b1d-0c4de61c9f3b");
+        let (one, other) =
+            ("GPU-7e43a1f2-58aa-4a0c-9b1d-0c4de61c9f3a", "GPU-0e43a1f2-58aa-4a0c-9b1d-0c4de61c9f3b");
         let unknown = "GPU-????????-????-????-????-????????????";
         let root = root(&[&text(one), &text(other), &text(unknown), "Model: NVIDIA H200\n", ""]);
         let gpu = |uuid: &str| GpuFact { uuid: uuid.to_owned(), product: "NVIDIA H200".to_owned() };

@@ -62,7 +62,9 @@ async fn act(step: &Step, context: &Context) -> Result<(), OperatorError> {
     match &step.what {
         What::Hold => set(context, object, &api, QUEUES_FINALIZER, Finalizer::Wanted).await.map(drop),
         What::LetGo => set(context, object, &api, QUEUES_FINALIZER, Finalizer::Unwanted).await.map(drop),
-        What::GiveBack(said) | What::Grant(said) | What::Say(said) => write(object, &api, said, context).await,
+        What::GiveBack(said) | What::Grant(said) | What::Say(said) => {
+            write(object, &api, said, context).await
+        }
     }
 }
 

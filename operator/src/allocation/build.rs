@@ -58,8 +58,11 @@ pub fn steps(found: &Found, now: &Time) -> Vec<Step> {
     let members: Vec<Member<'_>> = found.allocations.iter().map(|of| member(of, found, now)).collect();
     let claimants: Vec<Claimant> = members.iter().map(claimant).collect();
     let verdicts = decide(&found.lenders, &claimants);
-    let mut steps: Vec<Step> =
-        members.iter().zip(&verdicts).filter_map(|(member, verdict)| step(member, verdict, found, now)).collect();
+    let mut steps: Vec<Step> = members
+        .iter()
+        .zip(&verdicts)
+        .filter_map(|(member, verdict)| step(member, verdict, found, now))
+        .collect();
     if steps.iter().any(|step| step.what == What::Hold) {
         steps.retain(|step| step.what == What::Hold);
     }
@@ -76,9 +79,8 @@ fn member<'a>(of: &'a Referring, found: &Found, now: &Time) -> Member<'a> {
 fn claimant(member: &Member<'_>) -> Claimant {
     let (object, spec) = (&member.of.object, &member.of.object.spec);
     let granted = object.status.iter().flat_map(|status| &status.allocations);
-    let shares: Vec<Share> = granted
-        .map(|grant| Share { serial: grant.serial.to_string(), pairs: grant.queue_pairs })
-        .collect();
+    let shares: Vec<Share> =
+        granted.map(|grant| Share { serial: grant.serial.to_string(), pairs: grant.queue_pairs }).collect();
     let made = object.metadata.creation_timestamp.as_ref().map_or(i64::MAX, |made| made.0.as_second());
     Claimant {
         name: member.of.name(),

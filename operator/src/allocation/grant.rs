@@ -280,8 +280,7 @@ impl<'a> Book<'a> {
     /// Whether somebody has the controller for himself, or waits for it so.
     fn is_somebodys(&self, at: usize) -> bool {
         let desk = &self.desks[at];
-        let is_exclusive =
-            |who: usize| self.claimants[who].isolation == QueueIsolation::ExclusiveController;
+        let is_exclusive = |who: usize| self.claimants[who].isolation == QueueIsolation::ExclusiveController;
         desk.kept.is_some() || desk.holders.iter().any(|(who, _)| is_exclusive(*who))
     }
 

@@ -77,8 +77,8 @@ pub fn life(object: &GPUQueueAllocation, found: &Found, refused: Option<&Refusal
     let status = object.status.as_ref();
     let Some(status) = status.filter(|status| !status.allocations.is_empty()) else {
         let conditions = status.map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let is_over = find(conditions, Type::Released)
-            .is_some_and(|released| released.status == ConditionStatus::True);
+        let is_over =
+            find(conditions, Type::Released).is_some_and(|released| released.status == ConditionStatus::True);
         return match () {
             () if goes => Life::Goes,
             () if is_over => Life::Over,

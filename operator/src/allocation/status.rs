@@ -207,7 +207,10 @@ fn waits(object: &GPUQueueAllocation, wait: &Wait, found: &Found) -> Finding {
             (Reason::OverBudget, message)
         }
         Wait::Coming(full) => {
-            let message = format!("{asked}; {} is kept for it until agents have destroyed the queues of others", held(full));
+            let message = format!(
+                "{asked}; {} is kept for it until agents have destroyed the queues of others",
+                held(full)
+            );
             (Reason::Releasing, message)
         }
     };

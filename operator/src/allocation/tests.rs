@@ -238,10 +238,15 @@ fn what_an_allocation_refers_to_must_be_there() {
             "Conflict: SSDPool p is refused: no",
         ),
         (&|_, of| of.plan.nodes.clear(), "ReferenceNotFound: SSDPool p is not on node n1"),
-        (&|_, of| spec(of, "gpuUuid", json!("GPU-9")), "ReferenceNotFound: node n1 has no GPU GPU-9: name one of GPU-0"),
+        (
+            &|_, of| spec(of, "gpuUuid", json!("GPU-9")),
+            "ReferenceNotFound: node n1 has no GPU GPU-9: name one of GPU-0",
+        ),
         (&|_, of| of.tenant = None, "ReferenceNotFound: CacheTenant t is not there"),
         (
-            &|_, of| of.tenant = Some(Arc::new(CacheTenant::new("t", object(json!({ "isolation": "Shared" }))))),
+            &|_, of| {
+                of.tenant = Some(Arc::new(CacheTenant::new("t", object(json!({ "isolation": "Shared" })))))
+            },
             "Unsupported: CacheTenant t is refused: isolation Shared",
         ),
         (
@@ -332,7 +337,10 @@ fn killed_between_any_two_writes_an_operator_lends_nothing_twice_and_ends_what_i
         for (name, object) in &stored.objects {
             assert!(object.metadata.deletion_timestamp.is_none(), "seed {seed}: {name} does not go");
             let said = stored.said(name, Released);
-            assert!(said.as_ref().is_none_or(|(status, ..)| *status == TRUE), "seed {seed}, {name}: {said:?}");
+            assert!(
+                said.as_ref().is_none_or(|(status, ..)| *status == TRUE),
+                "seed {seed}, {name}: {said:?}"
+            );
             ended += usize::from(said.is_some());
         }
     }

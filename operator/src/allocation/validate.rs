@@ -41,9 +41,7 @@ fn missing(message: String) -> Option<Refusal> {
 fn node(found: &Found) -> Option<Refusal> {
     let node = &found.node;
     if found.presence == Presence::Gone {
-        return missing(format!(
-            "node {node} is not there: name one that is, in a new GPUQueueAllocation"
-        ));
+        return missing(format!("node {node} is not there: name one that is, in a new GPUQueueAllocation"));
     }
     if found.cache_node.is_none() {
         return missing(format!(
@@ -73,10 +71,7 @@ fn pool(of: &Referring, found: &Found) -> Option<Refusal> {
         ));
     }
     if let Some(refused) = &of.plan.refused {
-        return Some(Refusal::new(
-            refused.reason,
-            format!("SSDPool {name} is refused: {}", refused.message),
-        ));
+        return Some(Refusal::new(refused.reason, format!("SSDPool {name} is refused: {}", refused.message)));
     }
     if !of.plan.nodes.contains(node) {
         return missing(format!(
@@ -105,8 +100,9 @@ fn tenant(of: &Referring, found: &Found) -> Option<Refusal> {
     let name = &of.object.spec.tenant_ref.as_ref()?.name;
     let Some(tenant) = &of.tenant else {
         let is_default = name.as_str() == DEFAULT_TENANT;
-        let message =
-            format!("CacheTenant {name} is not there: make it, or name another one in a new GPUQueueAllocation");
+        let message = format!(
+            "CacheTenant {name} is not there: make it, or name another one in a new GPUQueueAllocation"
+        );
         return if is_default { None } else { missing(message) };
     };
     if let Some(refused) = validate_tenant(tenant) {

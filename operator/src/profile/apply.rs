@@ -23,7 +23,11 @@ pub async fn apply(profile: &SlackProfile, revision: Option<Revision>, wave: &Wa
         context.decisions.forget_gone(world);
     }
     if !news.nodes.is_empty() {
-        tracing::debug!(profile = profile.name_any(), nodes = news.nodes.len(), "what nodes should have was decided");
+        tracing::debug!(
+            profile = profile.name_any(),
+            nodes = news.nodes.len(),
+            "what nodes should have was decided"
+        );
     }
     context.triggers.nodes_named(world, &news.nodes).await;
 }
@@ -32,7 +36,8 @@ pub async fn apply(profile: &SlackProfile, revision: Option<Revision>, wave: &Wa
 fn having(profile: &SlackProfile, world: &World) -> BTreeSet<String> {
     let (name, namespace) = (profile.name_any(), profile.namespace().unwrap_or_default());
     let has = world.cache_nodes.state_filter(|node| {
-        let of_namespace = |cluster: &reprise_crds::fields::ClusterRef| cluster.namespace.as_str() == namespace;
+        let of_namespace =
+            |cluster: &reprise_crds::fields::ClusterRef| cluster.namespace.as_str() == namespace;
         node.spec.cluster_ref.as_ref().is_some_and(of_namespace)
             && node.spec.profiles.iter().any(|claim| claim.name.as_str() == name)
     });

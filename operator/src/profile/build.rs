@@ -114,7 +114,8 @@ pub fn soaking_since(
     now: &Time,
 ) -> Option<Time> {
     let digest = digest?;
-    let works = |node: &ProfileNode| Stage::of(node, digest, profile.spec.max_error_percent.0) == Stage::Works;
+    let works =
+        |node: &ProfileNode| Stage::of(node, digest, profile.spec.max_error_percent.0) == Stage::Works;
     let mut canaries = nodes.iter().filter(|node| node.canary).peekable();
     canaries.peek()?;
     if !canaries.all(works) {

@@ -145,7 +145,10 @@ mod tests {
             (" ".repeat(TEXT_BYTES_MAX + 1), "bytes: use at most"),
         ] {
             let error = parse(&text).expect_err(words);
-            assert!(error.contains(words) && (error.contains("\"minTokens\"") || error.contains("at most")), "{error}");
+            assert!(
+                error.contains(words) && (error.contains("\"minTokens\"") || error.contains("at most")),
+                "{error}"
+            );
         }
         assert_eq!(parse(EXAMPLE).expect("windows").len(), 1);
     }

@@ -121,12 +121,7 @@ fn products(live: &CacheNode) -> impl Iterator<Item = &str> {
     live.status.iter().flat_map(|status| &status.gpus).map(|gpu| gpu.product.as_str())
 }
 
-fn node(
-    profile: &SlackProfile,
-    live: &CacheNode,
-    decided: Option<&Decided>,
-    world: &World,
-) -> ProfileNode {
+fn node(profile: &SlackProfile, live: &CacheNode, decided: Option<&Decided>, world: &World) -> ProfileNode {
     let (name, of) = (live.name_any(), profile.name_any());
     let claim = live.spec.profiles.iter().find(|claim| claim.name.as_str() == of);
     let applied = live.status.as_ref().and_then(|status| status.applied.as_ref());

@@ -115,7 +115,9 @@ fn valid(seen: &Seen<'_>) -> Finding {
             Finding::unknown(Type::Valid, refusal.reason, "the windows could not be read")
         }
         (_, Err(refusal)) => Finding::no(Type::Valid, refusal.reason, &refusal.message),
-        (_, Ok(_)) => Finding::yes(Type::Valid, Reason::AsDesired, "the windows are in order, and none overlap"),
+        (_, Ok(_)) => {
+            Finding::yes(Type::Valid, Reason::AsDesired, "the windows are in order, and none overlap")
+        }
     }
 }
 
@@ -229,11 +231,8 @@ fn under_way(seen: &Seen<'_>, counts: &Counts<'_>) -> Finding {
     let message = format!("{have} of {all} nodes have revision {revision}");
     if let Some(node) = counts.with(|stage| stage == Stage::Refused).next() {
         let why = counts.complaint(&node.name);
-        let message = format!(
-            "{message}; node {} refuses it: {why}: {}",
-            node.name,
-            advice_of(Stage::Refused)
-        );
+        let message =
+            format!("{message}; node {} refuses it: {why}: {}", node.name, advice_of(Stage::Refused));
         return Finding::no(kind, Reason::Refused, message);
     }
     let waits = |stage| matches!(stage, Stage::Before | Stage::Between);

@@ -15,7 +15,8 @@ pub fn accepted(profile: &SlackProfile, found: &Found) -> Option<Refusal> {
     if let Source::Missing(refusal) = &found.source {
         return Some(refusal.clone());
     }
-    if let Some(error) = profile.spec.rollout.canary.as_ref().and_then(|canary| canary.soak.duration().err()) {
+    if let Some(error) = profile.spec.rollout.canary.as_ref().and_then(|canary| canary.soak.duration().err())
+    {
         return Some(Refusal::new(Reason::InvalidSpec, format!("rollout.canary.soak: {error}")));
     }
     if found.clusters.is_empty() {
@@ -87,9 +88,17 @@ mod tests {
         for (profile, found, expected) in [
             (&plain, found(text("[]"), &[0, 15]), None),
             (&plain, found(Source::Missing(gone.clone()), &[0]), Some((gone.reason, "it is gone"))),
-            (&odd, found(text("[]"), &[0]), Some((Reason::InvalidSpec, "rollout.canary.soak: 'soon' is not"))),
+            (
+                &odd,
+                found(text("[]"), &[0]),
+                Some((Reason::InvalidSpec, "rollout.canary.soak: 'soon' is not")),
+            ),
             (&plain, found(text("[]"), &[]), Some((Reason::ReferenceNotFound, "set slackProfiles"))),
-            (&plain, found(text("[]"), &[0, 16]), Some((Reason::Conflict, "KVCacheCluster n/c16 selects 16"))),
+            (
+                &plain,
+                found(text("[]"), &[0, 16]),
+                Some((Reason::Conflict, "KVCacheCluster n/c16 selects 16")),
+            ),
         ] {
             let refused = accepted(profile, &found);
             match (&refused, expected) {
@@ -106,9 +115,7 @@ mod tests {
     #[test]
     fn what_is_no_profile_is_said_with_its_place() {
         let plain = profile(&json!({}));
-        let window = |least: u32, most: u32| {
-            json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 })
-        };
+        let window = |least: u32, most: u32| json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 });
         let list = |windows: &[Value]| json!(windows).to_string();
         assert!(valid(&plain, &text(&list(&[window(0, 8), window(8, 9)]))).is_ok());
         for (source, words) in [

@@ -102,7 +102,10 @@ fn a_node_that_is_as_wanted_says_so_in_every_field() {
     assert_eq!(status.devices[0].engine, Some(Engine::IoUring));
     assert_eq!((status.gpus[0].uuid.as_str(), status.gpus[0].product.as_str()), ("GPU-0a", "NVIDIA H200"));
     let controller = &status.controllers[0];
-    assert_eq!((controller.serial.as_str(), controller.queue_pairs, controller.queue_pairs_lent), ("S1", 64, 0));
+    assert_eq!(
+        (controller.serial.as_str(), controller.queue_pairs, controller.queue_pairs_lent),
+        ("S1", 64, 0)
+    );
     assert_eq!(controller.pool.as_ref().map(ShortName::as_str), Some("fast"));
     for (kind, wanted) in [
         (ConditionType::AgentReady, TRUE),

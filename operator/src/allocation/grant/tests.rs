@@ -66,7 +66,9 @@ fn short(of: Vec<Full>) -> Verdict {
 
 #[test]
 fn a_budget_is_a_share_of_the_queue_pairs_rounded_down() {
-    for (pairs, percent, lent) in [(128, 50, 64), (127, 50, 63), (1, 50, 0), (10, 0, 0), (u32::MAX, 75, 3_221_225_471)] {
+    for (pairs, percent, lent) in
+        [(128, 50, 64), (127, 50, 63), (1, 50, 0), (10, 0, 0), (u32::MAX, 75, 3_221_225_471)]
+    {
         assert_eq!(budget(pairs, Percent(percent)), lent, "{percent} of {pairs}");
     }
 }
@@ -131,15 +133,23 @@ fn a_guaranteed_one_takes_back_best_effort_first_then_burstable_and_never_anothe
     let expected = [Verdict::Stays, taken_back("g"), taken_back("g"), granted(&[("B", 8)])];
     assert_eq!(decide(&two(), &all), expected);
     let all = [burst("b1", "A"), burst("b2", "A"), burst("b3", "B"), effort("e", "B"), asks()];
-    let expected =
-        [Verdict::Stays, Verdict::Stays, taken_back("g"), taken_back("g"), granted(&[("B", 8)])];
+    let expected = [Verdict::Stays, Verdict::Stays, taken_back("g"), taken_back("g"), granted(&[("B", 8)])];
     assert_eq!(decide(&two(), &all), expected);
     // What does not fit even then takes nothing back.
     let many = Claimant { pairs: 17, ..asks() };
     let waits = Verdict::Waits(Wait::TooMany { most: 16 });
-    assert_eq!(decide(&two(), &[effort("e", "A"), burst("b", "B"), many]), [Verdict::Stays, Verdict::Stays, waits]);
+    assert_eq!(
+        decide(&two(), &[effort("e", "A"), burst("b", "B"), many]),
+        [Verdict::Stays, Verdict::Stays, waits]
+    );
     // Two of them take two controllers; a third finds none.
-    let all = [effort("e", "A"), burst("b", "B"), asks(), exclusive("h", 10, Guaranteed), exclusive("i", 11, Guaranteed)];
+    let all = [
+        effort("e", "A"),
+        burst("b", "B"),
+        asks(),
+        exclusive("h", 10, Guaranteed),
+        exclusive("i", 11, Guaranteed),
+    ];
     let decided = decide(&two(), &all);
     assert_eq!(decided[..4], [taken_back("g"), taken_back("h"), granted(&[("A", 8)]), granted(&[("B", 8)])]);
     assert_eq!(decided[4], short(vec![full("A", &[("g", 8)]), full("B", &[("h", 8)])]));
@@ -156,9 +166,8 @@ fn a_grant_is_taken_back_whole_and_its_other_controllers_are_lent_at_once() {
 #[test]
 fn a_controller_with_queues_is_kept_until_they_are_destroyed() {
     let effort = Claimant { qos: BestEffort, ..wants("e", 1, 4) };
-    let all = |has: Hold| {
-        [Claimant { has, ..effort.clone() }, exclusive("g", 3, Guaranteed), wants("late", 4, 4)]
-    };
+    let all =
+        |has: Hold| [Claimant { has, ..effort.clone() }, exclusive("g", 3, Guaranteed), wants("late", 4, 4)];
     let lenders = [lender("A", 16)];
     let coming = Verdict::Waits(Wait::Coming(full("A", &[("e", 4)])));
     let waits = short(vec![full("A", &[("e", 4)])]);
@@ -266,8 +275,7 @@ fn follow(claimants: &mut [Claimant], verdicts: &[Verdict]) {
             }
             (Verdict::TakenBack { .. }, Hold::Stands { shares, queues }) => {
                 assert_ne!(claimant.qos, Guaranteed);
-                claimant.has =
-                    if queues == Queues::Made { Hold::Ends(shares) } else { Hold::Nothing };
+                claimant.has = if queues == Queues::Made { Hold::Ends(shares) } else { Hold::Nothing };
             }
             (Verdict::TakenBack { .. }, has) => panic!("{has:?} cannot be taken back"),
             (Verdict::Waits(_), has) => assert_eq!(has, Hold::Wants),

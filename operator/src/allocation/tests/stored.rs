@@ -151,7 +151,10 @@ impl Stored {
     fn write(&mut self, step: Step) {
         let name = step.object.name_any();
         let object = self.objects.get_mut(&name).expect("nobody else has deleted it");
-        assert_eq!(object.metadata.resource_version, step.object.metadata.resource_version, "{name} has changed");
+        assert_eq!(
+            object.metadata.resource_version, step.object.metadata.resource_version,
+            "{name} has changed"
+        );
         self.versions += 1;
         object.metadata.resource_version = Some(self.versions.to_string());
         match step.what {
@@ -186,16 +189,17 @@ impl Stored {
             let pairs: u32 = holders.iter().map(|(_, pairs)| pairs).sum();
             let (_, all) = self.controllers.iter().find(|(one, _)| one == serial).expect("it is there");
             assert!(pairs <= all / 2, "{serial} lends {pairs} of {all}: {holders:?}");
-            let is_exclusive = |name: &str| {
-                self.objects[name].spec.isolation == QueueIsolation::ExclusiveController
-            };
+            let is_exclusive =
+                |name: &str| self.objects[name].spec.isolation == QueueIsolation::ExclusiveController;
             let exclusive = holders.iter().any(|(name, _)| is_exclusive(name));
             assert!(!exclusive || holders.len() == 1, "{serial} is not exclusive: {holders:?}");
         }
         for name in self.objects.keys() {
             let (now, empty) = (self.grants(name), json!([]));
             match self.granted.get(name) {
-                Some(then) => assert!(now == *then || now == empty, "the grant of {name} has changed: {then} {now}"),
+                Some(then) => {
+                    assert!(now == *then || now == empty, "the grant of {name} has changed: {then} {now}")
+                }
                 None if now != empty => drop(self.granted.insert(name.clone(), now)),
                 None => {}
             }
@@ -215,18 +219,22 @@ impl Stored {
     }
 
     /// Whether a condition has this status and reason; what it says.
-    pub(super) fn expect(&self, name: &str, kind: ConditionType, status: ConditionStatus, reason: &str) -> String {
-        let (has, why, words) = self.said(name, kind).unwrap_or_else(|| panic!("{name} says nothing of {kind}"));
+    pub(super) fn expect(
+        &self,
+        name: &str,
+        kind: ConditionType,
+        status: ConditionStatus,
+        reason: &str,
+    ) -> String {
+        let (has, why, words) =
+            self.said(name, kind).unwrap_or_else(|| panic!("{name} says nothing of {kind}"));
         assert_eq!((has, why.as_str()), (status, reason), "{name}, {kind}: {words}");
         words
     }
 }
 
 fn referring(object: &GPUQueueAllocation) -> Referring {
-    let pool = SSDPool::new(
-        "p",
-        self::object(json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } })),
-    );
+    let pool = SSDPool::new("p", self::object(json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } })));
     Referring {
         object: Arc::new(object.clone()),
         pool: Some(Arc::new(pool)),

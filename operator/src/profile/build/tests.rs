@@ -143,7 +143,8 @@ fn without_a_revision_or_nodes_everything_stays() {
     let there = nodes("n1 before; n2 fresh; n3 works");
     let wave = build(&profile(&plain(100)), &there, None, None);
     assert_eq!(wave.pace, Pace::Still);
-    let kept: Vec<(&str, &str)> = wave.nodes.iter().map(|(node, digest)| (node.as_str(), digest.as_str())).collect();
+    let kept: Vec<(&str, &str)> =
+        wave.nodes.iter().map(|(node, digest)| (node.as_str(), digest.as_str())).collect();
     assert_eq!(kept, [("n1", OLD), ("n3", NEW)]);
     assert_eq!(build(&profile(&plain(100)), &[], Some(NEW), None).pace, Pace::Still);
 }
@@ -180,7 +181,11 @@ fn the_soak_begins_when_all_canaries_work_and_again_with_another_revision() {
         let mut profile = profile(&with_canary());
         profile.status = known.map(|digest| {
             let digest = Some(reprise_crds::fields::Digest::new(digest));
-            reprise_crds::SlackProfileStatus { digest, soaking_since: Some(early.clone()), ..Default::default() }
+            reprise_crds::SlackProfileStatus {
+                digest,
+                soaking_since: Some(early.clone()),
+                ..Default::default()
+            }
         });
         soaking_since(&profile, &nodes(words), Some(NEW), &now)
     };

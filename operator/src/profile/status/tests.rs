@@ -84,12 +84,20 @@ fn nodes_are_counted_by_what_they_say_of_the_present_revision() {
 
 #[test]
 fn another_digest_is_another_revision_and_an_invalid_profile_keeps_the_one_before() {
-    let (found, wave) = (found(vec![works("n1")], &[GPU]), Wave { nodes: BTreeMap::new(), pace: Pace::Still });
+    let (found, wave) =
+        (found(vec![works("n1")], &[GPU]), Wave { nodes: BTreeMap::new(), pace: Pace::Still });
     let other = Revision { digest: "other".to_owned(), text: "{}".to_owned() };
     let refusal = Refusal::new(Reason::ProfileInvalid, "windows[0]: no");
     let profile = profile();
     let of = |revision| {
-        let seen = Seen { profile: &profile, found: &found, refused: None, revision, wave: &wave, soaking_since: None };
+        let seen = Seen {
+            profile: &profile,
+            found: &found,
+            refused: None,
+            revision,
+            wave: &wave,
+            soaking_since: None,
+        };
         super::of(&seen)
     };
     let (status, _) = of(Ok(&other));
@@ -116,7 +124,13 @@ fn every_way_of_going_on_is_a_reason_with_words_on_what_to_do() {
     for (found, pace, status, reason, words) in [
         (here(vec![works("n1"), works("n2")]), Pace::Given, True, Reason::AsDesired, "all 2 nodes"),
         (here(vec![works("n1"), fresh("n2")]), Pace::Moving, False, Reason::Progressing, "1 of 2 nodes"),
-        (here(vec![works("n1"), refuses("n2")]), Pace::Given, False, Reason::Refused, "n2 refuses it: it is odd"),
+        (
+            here(vec![works("n1"), refuses("n2")]),
+            Pace::Given,
+            False,
+            Reason::Refused,
+            "n2 refuses it: it is odd",
+        ),
         (here(vec![works("n1"), silent]), Pace::Moving, False, Reason::NotReported, "for a minute: n2"),
         (here(vec![works("n1"), left]), Pace::Moving, False, Reason::Paused, "n2 are left as they are"),
         (here(vec![works("n1"), fresh("n2")]), Pace::NoCanary, False, Reason::NoNodes, "label a node"),
