@@ -245,7 +245,7 @@ fn what_an_allocation_refers_to_must_be_there() {
         (&|_, of| of.tenant = None, "ReferenceNotFound: CacheTenant t is not there"),
         (
             &|_, of| {
-                of.tenant = Some(Arc::new(CacheTenant::new("t", object(json!({ "isolation": "Shared" })))))
+                of.tenant = Some(Arc::new(CacheTenant::new("t", object(json!({ "isolation": "Shared" })))));
             },
             "Unsupported: CacheTenant t is refused: isolation Shared",
         ),

@@ -198,7 +198,7 @@ impl Stored {
             let (now, empty) = (self.grants(name), json!([]));
             match self.granted.get(name) {
                 Some(then) => {
-                    assert!(now == *then || now == empty, "the grant of {name} has changed: {then} {now}")
+                    assert!(now == *then || now == empty, "the grant of {name} has changed: {then} {now}");
                 }
                 None if now != empty => drop(self.granted.insert(name.clone(), now)),
                 None => {}
