@@ -42,6 +42,11 @@ def connector(socket: Path, **extra: Any) -> dict[str, Any]:
     return config
 
 
+def python_path() -> str:
+    """Where an engine's processes find modules: as this one, and what lets others run while they wait."""
+    return os.pathsep.join([str(Path(__file__).parent / "calm"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class EngineFailed(Exception):
     """The engine ended, or did not start; in vLLM's words."""
 
@@ -84,7 +89,7 @@ class Engine:
                 stderr=output,
                 text=True,
                 pass_fds=[write_end],
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(), **(environment or {})},
                 start_new_session=True,
             )
         os.close(write_end)

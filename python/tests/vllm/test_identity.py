@@ -22,7 +22,7 @@ from faults import (
     observer,
     thaw,
 )
-from serving import PROMPT_BLOCKS, prompt, see
+from serving import PROMPT_BLOCKS, prompt, see, see_again
 
 BUSY_MACHINE_S = 1.0
 """What other processes of a test machine may cost a request."""
@@ -34,10 +34,7 @@ def test_a_prompt_that_was_seen_is_loaded_from_dram_and_gives_the_same_tokens(pl
     cold = see(engine, tokens)
     assert cold["tokens"] == expected
     assert cold["cached"] == [0]
-    engine.forget()
-    warm = engine.generate([tokens])
-    assert warm["tokens"] == expected
-    assert warm["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
+    assert see_again(engine, tokens)["tokens"] == expected
 
 
 def test_a_prompt_of_whole_blocks_computes_its_last_token_only(plain: Engine, engine: Engine) -> None:
@@ -94,10 +91,7 @@ def test_a_prompt_that_is_on_nvme_only_gives_the_same_tokens(plain: Engine, engi
     with observer(cluster.agents[0]) as agent:
         drop_dram(agent)
         from_nvme = agent.stats()["hit_blocks_own_nvme"]
-        engine.forget()
-        told = engine.generate([tokens])
-        assert told["tokens"] == expected
-        assert told["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
+        assert see_again(engine, tokens)["tokens"] == expected
         assert agent.stats()["hit_blocks_own_nvme"] == from_nvme + PROMPT_BLOCKS
 
 
@@ -125,10 +119,7 @@ def test_salts_do_not_share(plain: Engine, engine: Engine) -> None:
     again = engine.generate([tokens], salt="two")
     assert again["tokens"] == expected
     assert again["cached"] == [0]
-    engine.forget()
-    same = engine.generate([tokens], salt="one")
-    assert same["tokens"] == expected
-    assert same["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS], "its own salt finds it"
+    assert see_again(engine, tokens, salt="one")["tokens"] == expected
 
 
 def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_again(

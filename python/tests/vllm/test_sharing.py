@@ -8,7 +8,7 @@ from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine, connector
 from engine_model import adapter, model
 from faults import drop_dram, eventually, observer
-from serving import PROMPT_BLOCKS, prompt, see
+from serving import PROMPT_BLOCKS, prompt, see, see_again
 
 
 def test_an_engine_that_is_started_again_before_its_agent_finds_what_it_saved_and_another_revision_finds_nothing(
@@ -75,8 +75,7 @@ def test_another_dtype_and_another_lora_adapter_find_nothing_of_each_other(
             adapted.forget()
         assert told["law"]["tokens"] != told["medicine"]["tokens"]
         for number, (name, folder) in enumerate(adapters.items(), start=1):
-            warm = adapted.generate([tokens], lora=[name, number, str(folder)])
-            assert warm["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]
+            warm = see_again(adapted, tokens, lora=[name, number, str(folder)])
             assert warm["tokens"] == told[name]["tokens"]
             adapted.forget()
     finally:
