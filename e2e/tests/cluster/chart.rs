@@ -13,8 +13,10 @@ use serde_json::Value;
 /// The engines of these tests run as root, whom every agent lets connect.
 pub(crate) const ENGINES: Engines<'static> = Engines { namespace: "default", user: 0 };
 
-/// Room for 100,000 small blocks on each node: a device has an entry for each 64 KiB of it (docs/FORMAT.md).
-pub(crate) const POOL: &str = "--set=pools.lab.directory.size=7Gi";
+/// Room for 100,000 small blocks on each node: a device has an entry for each 64 KiB of it (docs/FORMAT.md). And they stay where tests
+/// look for them: a node that has much more than the other would give it some.
+pub(crate) const SETTINGS: &str =
+    "--set-string=pools.lab.directory.size=7Gi,cluster.cache.placement.bandwidth=0";
 
 /// From `helm install` to blocks that have gone around.
 const FIRST_HIT_WITHIN: Duration = Duration::from_secs(60);
@@ -24,7 +26,7 @@ pub(crate) fn running(cluster: &Cluster) -> Release<'_> {
     let release = Release::of(cluster);
     if !release.is_installed() {
         import_images(cluster);
-        release.install(&[POOL]);
+        release.install(&[SETTINGS]);
         release.wait_until_ready();
     }
     if cluster.try_kubectl(&["get", "statefulset", "engine"]).is_err() {
@@ -47,7 +49,7 @@ pub(crate) fn first_hit(cluster: &mut Cluster) {
     let imported = started.elapsed();
     let release = Release::of(cluster);
     let started = Instant::now();
-    release.install(&[POOL]);
+    release.install(&[SETTINGS]);
     let installed = started.elapsed();
     release.wait_until_ready();
     let ready = started.elapsed();

@@ -8,7 +8,7 @@ use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::say;
 use reprise_e2e::wait_until;
 
-use crate::chart::{ENGINES, POOL, condition, running};
+use crate::chart::{ENGINES, SETTINGS, condition, running};
 
 /// What is changed, and what agents are told.
 const CHANGE: &str = "--set=cluster.cache.limits.loadDeadline=7s";
@@ -36,7 +36,7 @@ pub(crate) fn changed_and_taken_back(cluster: &mut Cluster) {
     let release = running(cluster);
     let before = release.pods(Part::Agents);
     let moment = ENGINES.now(cluster);
-    release.upgrade(&[POOL, CHANGE]);
+    release.upgrade(&[SETTINGS, CHANGE]);
     let after = release.replaced(Part::Agents, &before, before.len());
     release.wait_until_ready();
     assert!(configuration(release).contains(CHANGED), "agents are told: {}", configuration(release));
@@ -81,7 +81,7 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
         [format!("--set=images.agent.tag={agent}"), format!("--set=images.controlPlane.tag={members}")]
     };
     let next = tags(NEXT, NEXT);
-    release.upgrade(&[POOL, &next[0], &next[1]]);
+    release.upgrade(&[SETTINGS, &next[0], &next[1]]);
     let is_new = |pod: &Pod, before: &[Pod]| before.iter().all(|old| old.uid != pod.uid);
     wait_until("all pods to run the other version", PODS_WITHIN, || {
         let (now_agents, now_members) = (release.pods(Part::Agents), release.pods(Part::Members));
@@ -109,7 +109,7 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
     // Two minor versions further: nothing is touched, and it says what to go through.
     let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
     let far = tags(FAR, FAR);
-    release.upgrade(&[POOL, &far[0], &far[1]]);
+    release.upgrade(&[SETTINGS, &far[0], &far[1]]);
     let refused = wait_until("the cluster to refuse it", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
@@ -122,7 +122,7 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
         "no pod is touched"
     );
     let this = tags(THIS, THIS);
-    release.upgrade(&[POOL, &this[0], &this[1]]);
+    release.upgrade(&[SETTINGS, &this[0], &this[1]]);
     wait_until("the cluster to accept it again", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
