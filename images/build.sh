@@ -2,7 +2,7 @@
 # Builds all images without a daemon, each into an OCI archive in the cache folder, and prints archive, size and name of each.
 # They are those of the Dockerfile: its stages that compile are replaced by folders with programs that were built here, so
 # nothing is fetched and nothing runs in a container. Two builds of one source with one toolchain give images of one digest; a
-# second build of the same source does nothing.
+# second build of the same commit does nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
@@ -35,7 +35,15 @@ all_there() {
 mkdir -p "$cache/images"
 exec {lock}> "$cache/images/lock"
 flock "$lock"
-made_of=$(digest)
+# Commit and time are those of the last change of what images are made of, not of the build.
+labels=()
+if [ -z "$(git status --porcelain -- "${inputs[@]}" 2> /dev/null)" ] &&
+    revision=$(git log -1 --format=%H -- "${inputs[@]}" 2> /dev/null) && [ -n "$revision" ]; then
+    labels=(--label "org.opencontainers.image.revision=$revision")
+fi
+moment=$(git log -1 --format=%ct -- "${inputs[@]}" 2> /dev/null || true)
+sources=$(digest)
+made_of="$sources ${labels[*]} $moment"
 if all_there; then
     tell
     exit
@@ -58,13 +66,6 @@ cp "$(images/etcd.sh)" "$stages/etcd/programs/reprise-etcd"
 storage=$(mktemp -d "$cache/images/storage.XXXXXX")
 trap 'rm -rf "$storage" "$stages"' EXIT
 run=(buildah --root "$storage/root" --runroot "$storage/run" --storage-driver vfs)
-# Commit and time are those of the last change of what images are made of, not of the build.
-labels=()
-if [ -z "$(git status --porcelain -- "${inputs[@]}" 2> /dev/null)" ] &&
-    revision=$(git log -1 --format=%H -- "${inputs[@]}" 2> /dev/null) && [ -n "$revision" ]; then
-    labels=(--label "org.opencontainers.image.revision=$revision")
-fi
-moment=$(git log -1 --format=%ct -- "${inputs[@]}" 2> /dev/null || true)
 
 for image in "${images[@]}"; do
     name=localhost/$image:$version
@@ -76,5 +77,5 @@ for image in "${images[@]}"; do
     "${run[@]}" push --quiet "$name" "oci-archive:$archive:$name" > /dev/null
 done
 # What was edited during the build is built again the next time.
-[ "$(digest)" = "$made_of" ] && echo "$made_of" > "$cache/images/made-of"
+[ "$(digest)" = "$sources" ] && echo "$made_of" > "$cache/images/made-of"
 tell

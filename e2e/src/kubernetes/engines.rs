@@ -84,9 +84,15 @@ impl Engines<'_> {
         cluster.kubectl(&["--namespace", self.namespace, "delete", "statefulset", "engine"]);
     }
 
-    /// How far they are.
+    /// How far they are, once all can be asked: what an engine had said before would count as said since.
+    ///
+    /// # Panics
+    /// When one of them cannot be asked for long.
     pub fn now(self, cluster: &Cluster) -> Moment {
-        Moment { lines: self.lines(cluster) }
+        wait_until("all engines to say how far they are", HITS_WITHIN, || {
+            let lines = self.lines(cluster);
+            lines.iter().all(|lines| !lines.is_empty()).then_some(Moment { lines })
+        })
     }
 
     /// What they have said since a moment, as differences: of each engine whose process is still that of the moment.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use reprise_client::Scope;
+use reprise_client::{ClientError, Scope};
 use reprise_e2e::content::{keys, layout_of};
 use reprise_e2e::kubernetes::engines::Said;
 use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part};
@@ -58,6 +58,11 @@ fn no_local_hit_fails(cluster: &mut Cluster, what: &str, fault: impl FnOnce(&mut
     }
 }
 
+/// A session with the agent of a node.
+fn agent_of(cluster: &Cluster, node: usize) -> Result<Engine, ClientError> {
+    Engine::connect(&cluster.nodes()[node].root().join("run/reprise/agent.sock"), layout_of(1, 1))
+}
+
 pub(crate) fn an_agent_comes_back(cluster: &mut Cluster) {
     running(cluster);
     let said = said_during(cluster, "an agent's pod was deleted", |cluster| {
@@ -107,16 +112,28 @@ pub(crate) fn operators_are_killed(cluster: &mut Cluster) {
         release.kill(&before);
         release.kubectl(&["delete", "configmap", "reprise-connection"]);
         release.replaced(Part::Operator, &before, before.len());
-        wait_until("what was deleted meanwhile to be made anew", PODS_WITHIN, || {
-            std::thread::sleep(PAUSE);
-            let names = release.kubectl(&["get", "configmaps", "--output=name"]);
-            names.contains("reprise-connection").then_some(())
-        });
+        wait_until_made_anew(release);
         release.wait_until_ready();
     });
 }
 
+/// Waits until the operator has made again what was deleted.
+fn wait_until_made_anew(release: Release<'_>) {
+    wait_until("what was deleted to be made anew", PODS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        let names = release.kubectl(&["get", "configmaps", "--output=name"]);
+        names.contains("reprise-connection").then_some(())
+    });
+}
+
+/// Members' pods, and how often each was restarted: a member that finds another store than it had ends.
+fn members(release: Release<'_>) -> String {
+    let each = "--output=jsonpath={range .items[*]}{.metadata.uid} {.status.containerStatuses[*].restartCount}{\"\\n\"}{end}";
+    release.kubectl(&["get", "pods", "--selector=app.kubernetes.io/component=control-plane", each])
+}
+
 pub(crate) fn etcd_is_killed(cluster: &mut Cluster) {
+    let before = members(running(cluster));
     no_local_hit_fails(cluster, "etcd was killed", |cluster| {
         let release = Release::of(cluster);
         let before = release.pods(Part::Etcd);
@@ -124,6 +141,7 @@ pub(crate) fn etcd_is_killed(cluster: &mut Cluster) {
         release.replaced(Part::Etcd, &before, before.len());
         release.wait_until_ready();
     });
+    assert_eq!(members(Release::of(cluster)), before, "it is the store that members had");
     // It has its data, and takes more.
     say(&Release::of(cluster).test());
 }
@@ -147,8 +165,24 @@ pub(crate) fn the_api_server_is_away(cluster: &mut Cluster) {
         for index in 0..cluster.nodes().len() {
             wait_for(cluster, index, Says::Ready);
         }
-        Release::of(cluster).wait_until_ready();
+        // What conditions say may be from before: agents report anew, and the operator sees and does something.
+        let release = Release::of(cluster);
+        let before = reports(release);
+        release.kubectl(&["delete", "configmap", "reprise-connection"]);
+        wait_until_made_anew(release);
+        wait_until("all agents to report again", PODS_WITHIN, || {
+            std::thread::sleep(PAUSE);
+            let now = reports(release);
+            (now.len() == before.len() && now.iter().all(|report| !before.contains(report))).then_some(())
+        });
+        release.wait_until_ready();
     });
+}
+
+/// When the agent of each node has reported last.
+fn reports(release: Release<'_>) -> Vec<String> {
+    let each = "--output=jsonpath={range .items[*]}{.metadata.name} {.status.lastUpdated}{\"\\n\"}{end}";
+    release.kubectl(&["get", "cachenodes", each]).lines().map(str::to_owned).collect()
 }
 
 pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
@@ -159,6 +193,9 @@ pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
     let lost_name = cluster.nodes()[lost].name().to_owned();
     let engines = release.pods_of(ENGINES.namespace, "app=engine");
     let stays = engines.iter().position(|pod| pod.node == etcd).expect("one on each node");
+    // Nobody saves these again.
+    let kept: Vec<u64> = (BLOCKS..BLOCKS + 1_000).collect();
+    agent_of(cluster, lost).expect("it serves").save_durably(&kept);
     let moment = ENGINES.now(cluster);
     cluster.node(lost).kill();
     wait_for(cluster, lost, Says::NotReady);
@@ -173,6 +210,9 @@ pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
         "{lost_name} was killed; both engines had all blocks {:.1?} after it was ready again",
         started.elapsed()
     ));
+    let engine = agent_of(cluster, lost).expect("it serves again");
+    assert_eq!(engine.matches(&kept, Scope::Local).len(), kept.len(), "no durable block is lost");
+    engine.load_all(&kept, &Loading::LOCAL);
     Release::of(cluster).wait_until_ready();
     let said = ENGINES.since(cluster, &moment)[stays].clone().expect("its node was well all the time");
     assert_eq!((said.own_missed, said.sessions), (0, 0), "{said:?}");

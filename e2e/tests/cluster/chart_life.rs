@@ -10,6 +10,9 @@ use reprise_e2e::wait_until;
 
 use crate::chart::{ENGINES, SETTINGS, condition, running};
 
+/// For how long a node is without an agent while another takes its place, at the most: half of it is the goal.
+const OUTAGE_MAX: Duration = Duration::from_secs(10);
+
 /// What is changed, and what agents are told.
 const CHANGE: &str = "--set=cluster.cache.limits.loadDeadline=7s";
 const CHANGED: &str = "load_deadline = \"7s\"";
@@ -28,9 +31,11 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 /// Kinds in which nothing of ours may be left.
 const OF_NAMESPACES: &str = "all,configmaps,secrets,serviceaccounts,persistentvolumeclaims,leases,roles,rolebindings,\
-                             poddisruptionbudgets,networkpolicies,controllerrevisions";
+                             poddisruptionbudgets,networkpolicies,controllerrevisions,kvcacheclusters,slackprofiles,\
+                             gpuqueueallocations";
 const OF_THE_CLUSTER: &str = "clusterroles,clusterrolebindings,validatingadmissionpolicies,\
-                              validatingadmissionpolicybindings,cachenodes,ssdpools,cachetenants";
+                              validatingadmissionpolicybindings,mutatingadmissionpolicies,\
+                              mutatingadmissionpolicybindings,cachenodes,ssdpools,cachetenants";
 
 pub(crate) fn changed_and_taken_back(cluster: &mut Cluster) {
     let release = running(cluster);
@@ -61,6 +66,7 @@ pub(crate) fn changed_and_taken_back(cluster: &mut Cluster) {
             said.hits, said.sessions, said.longest_outage_ms
         ));
         assert!(said.sessions >= 2, "its agent was replaced twice: {said:?}");
+        assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
     }
 }
 
@@ -104,6 +110,7 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
             "another version: engine {index} hit {:?}, and was without its block for {} ms at the most",
             said.hits, said.longest_outage_ms
         ));
+        assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
     }
 
     // Two minor versions further: nothing is touched, and it says what to go through.
@@ -118,8 +125,12 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
     assert_eq!(condition(&refused, "Accepted").1, "VersionSkew");
     assert_eq!(
         (release.pods(Part::Agents), release.pods(Part::Members)),
-        (agents, members),
+        (agents.clone(), members.clone()),
         "no pod is touched"
+    );
+    assert_eq!(
+        refused["status"]["versions"]["controlPlane"], NEXT,
+        "it says what runs, not what was asked for"
     );
     let this = tags(THIS, THIS);
     release.upgrade(&[SETTINGS, &this[0], &this[1]]);
@@ -128,6 +139,8 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
         let cluster = release.object("kvcc", RELEASE);
         (condition(&cluster, "Accepted").0 == "True").then_some(())
     });
+    release.replaced(Part::Agents, &agents, agents.len());
+    release.replaced(Part::Members, &members, members.len());
     release.wait_until_ready();
     wait_for_all_blocks(cluster);
 }

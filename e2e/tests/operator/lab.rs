@@ -240,8 +240,10 @@ impl Lab {
     /// Plays the kubelet: the members' StatefulSet has all its pods.
     pub(crate) fn members_are_ready(&self) {
         let name = "c-controlplane";
-        let replicas = self.wait_for("StatefulSet", name).data["spec"]["replicas"].clone();
+        let found = self.wait_for("StatefulSet", name);
+        let replicas = found.data["spec"]["replicas"].clone();
         let status = json!({ "status": {
+            "observedGeneration": found.metadata.generation,
             "replicas": replicas, "readyReplicas": replicas, "updatedReplicas": replicas, "availableReplicas": replicas,
         } });
         let (api, params) = (self.api("StatefulSet"), PatchParams::default());

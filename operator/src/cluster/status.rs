@@ -60,6 +60,17 @@ pub fn of(
     (status, findings)
 }
 
+/// Pods of a workload that run what is wanted of them, by a field of its status: none while its controller has not seen what that is.
+fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
+    let is_seen = |workload: &&DynamicObject| {
+        let observed = workload.data["status"]["observedGeneration"].as_i64();
+        observed.is_some() && observed == workload.metadata.generation
+    };
+    let is_wanted =
+        |workload: &&DynamicObject| validate::image_of(workload).is_some_and(|runs| runs == image);
+    number(workload.filter(is_seen).filter(is_wanted), field)
+}
+
 /// A number of a workload's status, nothing while it is not there.
 fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
     let number = workload.and_then(|workload| workload.data["status"][field].as_u64());
@@ -91,7 +102,12 @@ fn agents(cluster: &KVCacheCluster, found: &Found) -> AgentCounts {
     AgentCounts {
         desired: u32::try_from(found.plan.nodes.len()).unwrap_or(u32::MAX),
         ready: count(&is_ready),
-        updated: count(&|node| is_ready(node) && is_updated(node)),
+        // The configuration says nothing of images, and the DaemonSet's controller nothing of what agents have read.
+        updated: count(&|node| is_ready(node) && is_updated(node)).min(updated(
+            found.agents.as_deref(),
+            &found.images.agent,
+            "updatedNumberScheduled",
+        )),
     }
 }
 
@@ -218,7 +234,7 @@ fn progressing(
     if let Some(refused) = refused {
         return Finding::no(kind, refused.reason, "nothing is changed until the spec is accepted");
     }
-    let updated = number(found.members.as_deref(), "updatedReplicas");
+    let updated = updated(found.members.as_deref(), &found.images.control_plane, "updatedReplicas");
     if members.ready < members.desired || updated < members.desired {
         let message = format!("{updated} of {} members run what is wanted", members.desired);
         return Finding::yes(kind, Reason::Progressing, message);
@@ -272,11 +288,12 @@ fn versions(found: &Found, members: &MemberCounts) -> Option<RunningVersions> {
     let versions = versions.filter_map(|node| Some(node.status.as_ref()?.agent.as_ref()?.version.clone()));
     let mut versions: Vec<Version> = versions.collect();
     versions.sort_by_key(|version| numbers(version.as_str()));
-    // All members run the image once all are updated; before that, nobody has said what the others run.
-    let updated = number(found.members.as_deref(), "updatedReplicas");
-    let all = members.desired > 0 && updated >= members.desired && members.ready >= members.desired;
-    let image = &found.images.control_plane;
-    let tag = image.rsplit_once(':').map(|(_, tag)| tag).filter(|_| validate::version(image).is_some());
+    // All members run the image that their StatefulSet has once all are updated; before that, nobody has said what the others run.
+    let image = found.members.as_deref().and_then(validate::image_of).unwrap_or_default();
+    let all = members.desired > 0
+        && updated(found.members.as_deref(), &image, "updatedReplicas") >= members.desired
+        && members.ready >= members.desired;
+    let tag = image.rsplit_once(':').map(|(_, tag)| tag).filter(|_| validate::version(&image).is_some());
     let control_plane = tag.filter(|_| all).map(Version::new);
     let (agent_min, agent_max) = (versions.first().cloned(), versions.last().cloned());
     let known = RunningVersions { control_plane, agent_min, agent_max };

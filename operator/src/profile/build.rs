@@ -106,7 +106,8 @@ impl Stage {
     }
 }
 
-/// Since when all canary nodes work by a revision: since now, if that was not known of this revision. None: they do not.
+/// Since when all canary nodes work by a revision: since now, if that was not known of this revision. None: they do not, or one does not
+/// report: a revision that takes nodes down does not soak meanwhile.
 pub fn soaking_since(
     profile: &SlackProfile,
     nodes: &[ProfileNode],
@@ -114,8 +115,9 @@ pub fn soaking_since(
     now: &Time,
 ) -> Option<Time> {
     let digest = digest?;
-    let works =
-        |node: &ProfileNode| Stage::of(node, digest, profile.spec.max_error_percent.0) == Stage::Works;
+    let works = |node: &ProfileNode| {
+        !node.silent && Stage::of(node, digest, profile.spec.max_error_percent.0) == Stage::Works
+    };
     let mut canaries = nodes.iter().filter(|node| node.canary).peekable();
     canaries.peek()?;
     if !canaries.all(works) {

@@ -106,7 +106,9 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Fo
             let live = world.cache_nodes.get(&ObjectRef::new(name)).filter(|live| is_of(live, &names));
             let Some(live) = live else { continue };
             let products: Vec<&str> = products(&live).collect();
-            if products.contains(&profile.spec.subject.gpu_product.as_str()) {
+            // Right after a start, or while a driver is loaded, a node has no GPUs: it is of the rollout all the same.
+            let may_have = products.is_empty() && has(profile, &live, decided.as_deref());
+            if may_have || products.contains(&profile.spec.subject.gpu_product.as_str()) {
                 let node = ProfileNode { left, ..node(profile, &live, decided.as_deref(), world) };
                 found.nodes.push(node);
             }
@@ -115,6 +117,15 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Fo
     }
     found.nodes.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
+}
+
+/// Whether a node has, or should have, a revision of a profile.
+fn has(profile: &SlackProfile, live: &CacheNode, decided: Option<&Decided>) -> bool {
+    let (node, name) = (live.name_any(), profile.name_any());
+    match decided {
+        Some(decided) => decided.nodes.contains_key(&node),
+        None => live.spec.profiles.iter().any(|claim| claim.name.as_str() == name),
+    }
 }
 
 fn products(live: &CacheNode) -> impl Iterator<Item = &str> {
