@@ -280,9 +280,9 @@ mod tests {
             workload.data["status"] = json!({});
             workload
         };
-        let (agents, members) = (without_pods("a:0.11.0"), without_pods("c:0.11.0"));
+        let (no_agents, no_members) = (without_pods("a:0.11.0"), without_pods("c:0.11.0"));
         assert_eq!(
-            skew_of_running(&wanted("0.1.0"), Some(&agents), Some(&members)),
+            skew_of_running(&wanted("0.1.0"), Some(&no_agents), Some(&no_members)),
             None,
             "nothing of it ever ran"
         );
