@@ -152,7 +152,7 @@ pub struct QueueGrant {
     pub pci_address: Option<PciAddress>,
     /// Queue pairs that were set aside.
     pub queue_pairs: u32,
-    /// Their numbers, once the agent has made them.
+    /// Their numbers, which the agent writes before it makes the queues.
     #[serde(rename = "queueIDs", default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128), inner(range(min = 1, max = 65_535)))]
     pub queue_ids: Vec<u32>,

@@ -19,6 +19,8 @@ mod lab;
 mod pools;
 #[path = "operator/profiles.rs"]
 mod profiles;
+#[path = "operator/queue_faults.rs"]
+mod queue_faults;
 #[path = "operator/queues.rs"]
 mod queues;
 #[path = "operator/replicas.rs"]

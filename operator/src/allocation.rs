@@ -16,7 +16,13 @@
 //! * the grants of a controller together stay within the pool's `maxGpuQueuePercent` of its queue pairs;
 //! * a grant is never changed, only ended; what has ended is not granted again;
 //! * the room of a grant is free once the node's agent does not list it in `status.applied.queues`, or the node is gone;
-//! * a grant stands only on an object with the finalizer, and what is given back is written before what is granted instead.
+//! * a grant stands only on an object with the finalizer, and what is given back is written before what is granted instead;
+//! * one that cannot be written stops nobody else of its node, but those who need its room ([`room`]);
+//! * nothing is granted by what a former replica has decided ([`apply`]).
+//!
+//! What is expected of agents, so that a grant is taken back by one write: an agent lists an allocation in `status.applied.queues` of its
+//! `CacheNode`, then writes `queueIDs` into the grant, by the version in which it has seen it, and only then makes queues. Where both write at
+//! once one of the two is refused: the agent, which finds no grant then, or the operator, which finds the list.
 //!
 //! Deliberately absent: queues themselves, which no agent of this release makes; `reservedFor`, which nobody sets in this release: as long as it
 //! is there, a deletion waits; limits of tenants (`maxGpuQueuePairs`), which are refused.
@@ -31,12 +37,15 @@ use reprise_crds::GPUQueueAllocation;
 use crate::clock;
 use crate::context::Context;
 use crate::error::OperatorError;
+use apply::Unwritten;
 
 pub mod apply;
 pub mod build;
 pub mod dereference;
 pub mod grant;
 pub mod life;
+pub mod room;
+pub mod standing;
 pub mod status;
 pub mod validate;
 
@@ -55,10 +64,34 @@ pub async fn reconcile(
     let known = dereference::known(&node, &context);
     if !build::steps(&known, &now).is_empty() {
         // A task of its own goes on when this one is given up: what is on its way must not arrive after a later decision.
-        let settling = tokio::spawn(async move { apply::settle(&node, &context).await });
-        settling.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+        let settling = tokio::spawn({
+            let context = Arc::clone(&context);
+            async move { apply::settle(&node, &context).await }
+        });
+        let settled = settling.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+        report(&allocation, settled?, &context).await?;
     }
     Ok(next(&allocation, &now))
+}
+
+/// What could not be written of an allocation is its own failure: it is tried again with a growing delay, and the end of another one's grant
+/// does not wait for that.
+async fn report(
+    allocation: &GPUQueueAllocation,
+    unwritten: Vec<Unwritten>,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    let is_own = |one: &Unwritten| one.object.metadata.uid == allocation.metadata.uid;
+    let (own, others): (Vec<_>, Vec<_>) = unwritten.into_iter().partition(is_own);
+    // Each try is about the whole node: two that fail would ask for each other for ever.
+    if let Some(own) = own.into_iter().next() {
+        return Err(own.error);
+    }
+    for other in others {
+        tracing::info!(error = %other.error, "something of another allocation of the node could not be written");
+        context.triggers.allocation(&other.object).await;
+    }
+    Ok(())
 }
 
 /// Nothing tells of the end of a grant; everything else is an event.

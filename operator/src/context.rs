@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kube::Client;
+use kube::{Api, Client};
 use kube::runtime::events::{Recorder, Reporter};
 
 use crate::allocation::apply::Turns;
 use crate::backoff::Backoff;
 use crate::cluster::store::StoreLooks;
 use crate::control_plane::ControlPlanes;
+use crate::lease::Holding;
 use crate::metrics::Metrics;
 use crate::names::OPERATOR;
 use crate::profile::decisions::Decisions;
@@ -43,6 +44,8 @@ pub struct Context {
     pub store_looks: StoreLooks,
     /// The control planes of clusters.
     pub control_planes: ControlPlanes,
+    /// Whether this replica is the one that works.
+    pub(crate) holding: Holding,
     /// Whose turn it is to lend queues of a node.
     pub(crate) turns: Turns,
     /// ConfigMaps with windows, as they were when they were last looked at.
@@ -60,7 +63,9 @@ impl Context {
     pub fn new(client: Client, world: Arc<World>, triggers: Arc<Triggers>, settings: Settings) -> Context {
         let reporter =
             Reporter { controller: OPERATOR.to_owned(), instance: Some(settings.identity.clone()) };
+        let leases = Api::namespaced(client.clone(), &settings.namespace);
         Context {
+            holding: Holding::new(leases, settings.identity.clone()),
             recorder: Recorder::new(client.clone(), reporter),
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             client,

@@ -16,6 +16,9 @@ pub enum OperatorError {
     /// A certificate could not be made.
     #[error("a certificate cannot be made: {0}")]
     Certificate(#[from] rcgen::Error),
+    /// The lease is another replica's.
+    #[error("another replica holds the lease, so nothing is granted any more")]
+    LeaseLost,
     /// Somebody did not answer.
     #[error("not ended within {0:?}")]
     Late(std::time::Duration),

@@ -7,8 +7,18 @@
 //! ```
 //!
 //! Whether a lease was renewed is told by a change of its fields, and how long ago by our own clock: clocks of other machines are not
-//! compared. A holder gives up before others take over ([`GIVES_UP`] < [`LASTS`]). Two holders for a moment do no harm: what both write is the
-//! same, or one is refused.
+//! compared. A holder that runs gives up before others take over ([`GIVES_UP`] < [`LASTS`]). Identities are names of pods: no two processes that
+//! run have the same.
+//!
+//! What is not excluded: a process that was stopped, or whose machine was, takes itself for the holder when it wakes, until it looks at the lease
+//! again, and what it had sent may arrive late. What such a one does:
+//! * Writes that name the version or unique id of what they change (finalizers, statuses of allocations, deletions) are refused when the
+//!   object has changed since it was read.
+//! * Children, specs of `CacheNode`s, other statuses, modes and budgets are written without one: they may be for a moment what was wanted before. The
+//!   holder sees it, by its watch or its next look at the control plane, and puts it right.
+//! * A grant of queues cannot be put right, since somebody else may have the same queues by then. So whoever grants asks here right before
+//!   ([`Holding`]), and a grant that was on its way before another replica had the lease is refused by what that one does first: see
+//!   [`crate::allocation::apply`].
 //!
 //! The lease belongs to the operator's service account, where that is known: when a release is uninstalled nothing of it is left.
 
@@ -40,6 +50,31 @@ pub struct Account {
     pub api: Api<ServiceAccount>,
     /// Its name.
     pub name: String,
+}
+
+/// Says whether a replica holds the lease, to those who do not renew it.
+#[derive(Clone)]
+pub struct Holding {
+    api: Api<Lease>,
+    identity: String,
+}
+
+impl Holding {
+    /// Of a replica.
+    pub fn new(api: Api<Lease>, identity: impl Into<String>) -> Holding {
+        Holding { api, identity: identity.into() }
+    }
+
+    /// Whether the lease was this replica's when the API server answered, and not more than that. One that has run out and that nobody has
+    /// taken yet still is.
+    ///
+    /// # Errors
+    /// It did not answer.
+    pub async fn is_ours(&self) -> Result<bool, OperatorError> {
+        // Without a version it is read from the store, not from a cache that may be late.
+        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
+        Ok(found.is_some_and(|lease| holder(&lease) == Some(self.identity.as_str())))
+    }
 }
 
 /// One replica's view of the lease.

@@ -2,9 +2,10 @@
 //! was made of them is gone.
 //!
 //! In this order: tenants, whose budgets the control planes forget, if they can be told in a third of the time; pools that are wiped, which
-//! agents do; clusters, with everything that Kubernetes removes of them and that the operator does (`CacheNode`s, bindings); then the other
-//! pools, whose data stays. A pool that is to be wiped and that nobody has confirmed stays, and is named. Definitions stay, and objects that the
-//! release has not applied.
+//! agents do; clusters, with everything that Kubernetes removes of them and that the operator does (`CacheNode`s, bindings, grants of queues on
+//! nodes that no cluster has any more); then the other pools, whose data stays. A pool that is to be wiped and that nobody has confirmed stays, and is
+//! named. Definitions stay, and objects that the release has not applied. An allocation that has a grant on a node of such a cluster is named: the
+//! operator's finalizer is on it, and nobody takes that away once the operator is gone.
 //!
 //! It may be run again after it has given up.
 
@@ -15,11 +16,11 @@ use anyhow::{Context as _, bail};
 use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams};
 use kube::{Client, ResourceExt};
-use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
+use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool};
 use serde_json::Value;
 
 use crate::child::ChildKind;
-use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR, RELEASE};
+use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE};
 
 /// Between two looks at what remains.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -69,6 +70,7 @@ pub async fn delete(client: &Client, release: &Release, within: Duration) -> any
     run.tenants().await?;
     run.pools(Fate::Wiped).await?;
     run.clusters().await?;
+    run.until_gone(async || run.grants_left().await).await?;
     run.until_gone(async || run.tenants_left().await).await?;
     run.pools(Fate::Retained).await?;
     run.name_what_stays().await
@@ -185,7 +187,40 @@ impl Run<'_> {
             .collect())
     }
 
+    /// Allocations whose grants the operator ends, since the agents of their nodes are gone.
+    async fn grants_left(&self) -> anyhow::Result<Vec<String>> {
+        let (ending, _) = self.grants().await?;
+        let say = |one: &DynamicObject| {
+            let (node, name) = (node_of(one), full_name(one));
+            format!("GPUQueueAllocation {name}: no cluster has node {node} any more, and the operator ends its grant: does it run?")
+        };
+        Ok(ending.iter().map(say).collect())
+    }
+
+    /// Allocations with our finalizer: those of nodes that no cluster has, and the others.
+    async fn grants(&self) -> anyhow::Result<(Vec<DynamicObject>, Vec<DynamicObject>)> {
+        let allocations: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<GPUQueueAllocation>(&()));
+        let nodes: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
+        let allocations = self.list(&allocations, &ListParams::default()).await?;
+        let nodes = self.list(&nodes, &ListParams::default()).await?;
+        Ok(by_agent(allocations, &nodes))
+    }
+
     async fn name_what_stays(&self) -> anyhow::Result<()> {
+        let (_, granted) = self.grants().await?;
+        for allocation in granted.iter().take(NAMES_MAX) {
+            tracing::warn!(
+                allocation = full_name(allocation),
+                node = node_of(allocation),
+                "the allocation stays, with its grant and the finalizer {QUEUES_FINALIZER}: a cluster that the release has not applied has its node. \
+                 Without an operator a deletion of it waits until one is installed again, or until somebody takes the finalizer away"
+            );
+        }
+        if let Some(more) = granted.len().checked_sub(NAMES_MAX).filter(|more| *more > 0) {
+            tracing::warn!(more, "more allocations stay like these");
+        }
         for pool in self.applied(&self.all_pools()).await? {
             tracing::warn!(
                 pool = pool.name_any(),
@@ -296,6 +331,25 @@ fn fate(pool: &DynamicObject) -> Fate {
     }
 }
 
+/// Allocations with our finalizer, by whether an agent is on their node: without one first.
+fn by_agent(
+    allocations: Vec<DynamicObject>,
+    nodes: &[DynamicObject],
+) -> (Vec<DynamicObject>, Vec<DynamicObject>) {
+    let nodes: BTreeSet<String> = nodes.iter().map(ResourceExt::name_any).collect();
+    let has_grant = |one: &DynamicObject| one.finalizers().iter().any(|held| held == QUEUES_FINALIZER);
+    let granted = allocations.into_iter().filter(has_grant);
+    granted.partition(|one| !nodes.contains(node_of(one)))
+}
+
+fn node_of(allocation: &DynamicObject) -> &str {
+    allocation.data["spec"]["nodeName"].as_str().unwrap_or_default()
+}
+
+fn full_name(object: &DynamicObject) -> String {
+    format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
+}
+
 /// An object that is being deleted, and why it is still there.
 fn remains(object: &DynamicObject) -> String {
     format!("{} {}: {}", kind(object), object.name_any(), held(object))
@@ -335,6 +389,30 @@ mod tests {
         assert_eq!(of(json!({ "deletionPolicy": "Retain" })), Fate::Retained);
         assert_eq!(of(json!({ "deletionPolicy": "Wipe" })), Fate::Kept);
         assert_eq!(of(json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes" })), Fate::Wiped);
+    }
+
+    #[test]
+    fn grants_whose_agents_are_gone_are_waited_for_and_others_stay() {
+        let allocation = |name: &str, node: &str, finalizers: &[&str]| -> DynamicObject {
+            serde_json::from_value(json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation",
+                "metadata": { "name": name, "namespace": "n", "finalizers": finalizers }, "spec": { "nodeName": node },
+            }))
+            .expect("an object")
+        };
+        let node: DynamicObject = serde_json::from_value(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n2" },
+        }))
+        .expect("an object");
+        let all = vec![
+            allocation("ends", "n1", &["reprise.dev/queues", "others.example/hold"]),
+            allocation("stays", "n2", &["reprise.dev/queues"]),
+            allocation("waits", "n1", &[]),
+            allocation("other", "n1", &["others.example/hold"]),
+        ];
+        let (ending, staying) = by_agent(all, &[node]);
+        let names = |of: &[DynamicObject]| of.iter().map(full_name).collect::<Vec<_>>();
+        assert_eq!((names(&ending), names(&staying)), (vec!["n/ends".to_owned()], vec!["n/stays".to_owned()]));
     }
 
     #[test]

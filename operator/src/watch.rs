@@ -8,6 +8,7 @@
 //! | a child | its cluster |
 //! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
 //! | spec of a CacheNode, its GPUs, or what it says of profiles | profiles of its cluster's namespace |
+//! | anything of a profile | allocations that name it |
 //! | spec of an allocation | another one of its node: one that is gone decides nothing |
 //! | what was decided of a profile | nodes that it was decided for, clusters of its namespace ([`crate::profile::apply`]) |
 //!
@@ -113,6 +114,23 @@ impl Triggers {
 
     async fn all_allocations(&self, world: &World) {
         for allocation in world.allocations.state() {
+            self.send(&self.allocations, &*allocation).await;
+        }
+    }
+
+    /// An allocation, of which something could not be written.
+    pub(crate) async fn allocation(&self, allocation: &GPUQueueAllocation) {
+        self.send(&self.allocations, allocation).await;
+    }
+
+    /// Allocations that name a profile: they are refused by what its status says.
+    async fn allocations_with(&self, world: &World, profile: &SlackProfile) {
+        let (namespace, name) = (profile.namespace().unwrap_or_default(), profile.name_any());
+        let names_it = |allocation: &GPUQueueAllocation| {
+            let named = allocation.spec.slack_profile_ref.as_ref();
+            is_in(allocation, &namespace) && named.is_some_and(|named| named.name.as_str() == name)
+        };
+        for allocation in world.allocations.state_filter(names_it) {
             self.send(&self.allocations, &*allocation).await;
         }
     }
@@ -254,6 +272,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         |on, object, news| {
             Box::pin(async move {
                 on.triggers.send(&on.triggers.profiles, object).await;
+                on.triggers.allocations_with(&on.world, object).await;
                 on.wide(news).await;
             })
         },

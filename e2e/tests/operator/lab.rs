@@ -16,7 +16,7 @@ pub(crate) const SPACE: &str = "cache";
 /// Namespace of the operator.
 pub(crate) const SYSTEM: &str = "reprise-system";
 /// Where nobody listens: ports below 1024 are not given to processes of tests.
-const NOBODY: &str = "127.0.0.1:9";
+pub(crate) const NOBODY: &str = "127.0.0.1:9";
 /// The manager of what tests write.
 pub(crate) const SOMEBODY: &str = "somebody";
 /// A few reconciles have passed by then.

@@ -12,14 +12,14 @@ use serde_json::{Value, json};
 
 use crate::lab::{Lab, SETTLED};
 
-const KIND: &str = "GPUQueueAllocation";
+pub(crate) const KIND: &str = "GPUQueueAllocation";
 /// Queue pairs of each controller, of which half may be lent.
 const PAIRS: u64 = 32;
 /// Kills of the operator.
 const KILLS: usize = 6;
 
 /// A lab with a pool of devices on both nodes, of which the agent of the first has told these controllers.
-fn lab_with(controllers: &[&str]) -> (Lab, Operator) {
+pub(crate) fn lab_with(controllers: &[&str]) -> (Lab, Operator) {
     let lab = Lab::new();
     let operator = lab.operator();
     has_pool(&lab);
@@ -41,7 +41,7 @@ fn has_pool(lab: &Lab) {
 }
 
 /// Plays the agent: what it has found, and of which allocations it has made how many queue pairs.
-fn agent_says(lab: &Lab, node: &str, controllers: &[&str], queues: &[(&str, u32)], more: Value) {
+pub(crate) fn agent_says(lab: &Lab, node: &str, controllers: &[&str], queues: &[(&str, u32)], more: Value) {
     let controller = |serial: &&str| json!({ "serial": serial, "pciAddress": "0000:01:00.0", "pool": "p", "queuePairs": PAIRS, "queuePairsLent": 0 });
     let controllers: Vec<Value> = controllers.iter().map(controller).collect();
     let made = |(name, pairs): &(&str, u32)| {
@@ -63,7 +63,7 @@ fn agent_says(lab: &Lab, node: &str, controllers: &[&str], queues: &[(&str, u32)
     lab.server.block_on(api.patch_status(node, &params, &Patch::Apply(&body))).expect("a status is taken");
 }
 
-fn ask(lab: &Lab, name: &str, more: Value) {
+pub(crate) fn ask(lab: &Lab, name: &str, more: Value) {
     let mut spec =
         json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 });
     spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
@@ -79,11 +79,11 @@ fn status(lab: &Lab, name: &str, fields: Value) {
     lab.server.block_on(api.patch_status(name, &params, &Patch::Merge(&body))).expect("a status is taken");
 }
 
-fn wait_gone(lab: &Lab, name: &str) {
+pub(crate) fn wait_gone(lab: &Lab, name: &str) {
     wait_until(&format!("{name} is gone"), PATIENCE, || lab.get(KIND, name).is_none().then_some(()));
 }
 
-fn grants(allocation: &DynamicObject) -> Vec<Value> {
+pub(crate) fn grants(allocation: &DynamicObject) -> Vec<Value> {
     allocation.data["status"]["allocations"].as_array().cloned().unwrap_or_default()
 }
 
@@ -97,8 +97,8 @@ fn lent(lab: &Lab) -> BTreeMap<String, u64> {
     lent
 }
 
-const GRANTED: [&str; 3] = ["Allocated", "True", "AsDesired"];
-const WAITS: [&str; 3] = ["Allocated", "False", "OverBudget"];
+pub(crate) const GRANTED: [&str; 3] = ["Allocated", "True", "AsDesired"];
+pub(crate) const WAITS: [&str; 3] = ["Allocated", "False", "OverBudget"];
 
 #[test]
 fn queue_pairs_are_lent_within_the_budget_and_who_waits_gets_them_when_there_is_room() {
@@ -168,13 +168,26 @@ fn what_is_not_there_is_named_and_the_allocation_accepted_once_it_is() {
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "t" }, "spec": {},
     }));
     wait_words("SlackProfile s is not there in namespace cache");
-    lab.apply(&json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s" },
-        "spec": {
-            "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" },
-            "windows": [{ "phase": "Decode", "minTokens": 0, "maxTokens": 64, "slackMicros": 40, "maxIoSms": 4 }],
-        },
-    }));
+    let profile = |product: &str, windows: Value| {
+        let spec = json!({
+            "subject": { "model": "m", "gpuProduct": product, "engineVersion": "e" },
+            "windows": windows,
+        });
+        lab.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s" }, "spec": spec,
+        }));
+    };
+    let window = |least: u32, most: u32| json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 });
+    profile("L4", json!([window(0, 64)]));
+    let said = lab.wait_condition(KIND, "x", ["Accepted", "False", "WrongGpu"]);
+    assert!(said.contains("measured on L4") && said.contains("is H200"), "{said}");
+    lab.delete("SlackProfile", "s");
+    wait_words("SlackProfile s is not there in namespace cache");
+    profile("H200", json!([window(0, 64), window(32, 96)]));
+    let said = lab.wait_condition(KIND, "x", ["Accepted", "False", "ProfileInvalid"]);
+    assert!(said.contains("overlap"), "{said}");
+    // Its status tells that it is one now, and nothing else has changed.
+    profile("H200", json!([window(0, 64)]));
     lab.wait_condition(KIND, "x", ["Accepted", "True", "AsDesired"]);
     lab.wait_condition(KIND, "x", GRANTED);
     // A pool of a directory has no controllers to lend of.

@@ -3,10 +3,12 @@
 use std::process::{Child, Output, Stdio};
 use std::time::Duration;
 
+use kube::ResourceExt;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, SPACE};
+use crate::lab::{Lab, NOBODY, SPACE};
+use crate::queues::{GRANTED, KIND, agent_says, ask, wait_gone};
 
 fn run(lab: &Lab, arguments: &[&str]) -> Output {
     lab.operator_files("hook").command(arguments).output().expect("the operator can be started")
@@ -136,4 +138,71 @@ fn what_does_not_go_in_time_is_named_with_what_it_waits_for() {
     assert!(output.status.success(), "{}", said(&output));
     assert!(lab.get("CacheNode", "n2").is_none() && lab.get("SSDPool", "p").is_none());
     operator.kill();
+}
+
+/// A cluster on one node with a pool of devices, as it is applied.
+fn on_node(lab: &Lab, cluster: &str, node: &str, pool: &str) -> [Value; 2] {
+    let spec = json!({
+        "etcd": { "mode": "External", "external": { "endpoints": [lab.etcd.endpoint()] } },
+        "cache": { "dram": "64Mi", "regionSize": "2Mi" },
+        "agents": { "nodeSelector": { "name": node } },
+        "pools": [{ "name": pool }],
+    });
+    let devices = json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
+    let object = |kind: &str, name: &str, spec: Value| json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": { "name": name }, "spec": spec });
+    [object("SSDPool", pool, devices), object("KVCacheCluster", cluster, spec)]
+}
+
+#[test]
+fn grants_end_with_the_agents_of_a_release_and_those_that_stay_are_named() {
+    let lab = Lab::new();
+    let files = lab.operator_files("operator").control_plane(&format!("{SPACE}/d"), NOBODY);
+    let operator = files.start().expect("the operator starts");
+    let path = lab.world.folder().join("release.yaml");
+    let text = on_node(&lab, "c", "n1", "p").map(|object| object.to_string()).join("\n---\n");
+    std::fs::write(&path, text).expect("a file can be written");
+    let path = path.to_str().expect("folders of tests are UTF-8");
+    let output = run(&lab, &["apply", "--namespace", SPACE, "--release", "r", path]);
+    assert!(output.status.success(), "{}", said(&output));
+    for object in on_node(&lab, "d", "n2", "mine") {
+        lab.apply(&object);
+    }
+    for (node, pool) in [("n1", "p"), ("n2", "mine")] {
+        wait_until("the node has its claim", PATIENCE, || {
+            lab.get("CacheNode", node)?.data["spec"]["claims"].is_array().then_some(())
+        });
+        let controllers = json!([{ "serial": "S1", "pool": pool, "queuePairs": 32, "queuePairsLent": 0 }]);
+        agent_says(&lab, node, &[], &[], json!({ "controllers": controllers }));
+    }
+    ask(&lab, "ends", json!({ "queuePairs": 4 }));
+    ask(&lab, "goes", json!({ "queuePairs": 4 }));
+    ask(&lab, "stays", json!({ "nodeName": "n2", "poolRef": { "name": "mine" } }));
+    for name in ["ends", "goes", "stays"] {
+        lab.wait_condition(KIND, name, GRANTED);
+    }
+    let controllers = json!([{ "serial": "S1", "pool": "p", "queuePairs": 32, "queuePairsLent": 0 }]);
+    agent_says(&lab, "n1", &[], &[("goes", 4)], json!({ "controllers": controllers }));
+    lab.delete(KIND, "goes");
+    lab.wait_condition(KIND, "goes", ["DeletionBlocked", "True", "Releasing"]);
+
+    let deletion = delete(&lab, "45");
+    wait_until("the cluster is being deleted", PATIENCE, || {
+        let cluster = lab.get("KVCacheCluster", "c")?;
+        cluster.metadata.deletion_timestamp.map(|_| ())
+    });
+    collect_garbage(&lab);
+    let output = deletion.wait_with_output().expect("it ends");
+    let words = said(&output);
+    assert!(output.status.success(), "{words}");
+    // The operator goes now, and nothing of it holds them.
+    operator.kill();
+    lab.wait_condition(KIND, "ends", ["Released", "True", "AgentGone"]);
+    lab.delete(KIND, "ends");
+    for name in ["ends", "goes"] {
+        wait_gone(&lab, name);
+    }
+    let stays = lab.get(KIND, "stays").expect("it is there");
+    assert_eq!(stays.finalizers(), ["reprise.dev/queues"]);
+    assert!(words.contains("cache/stays") && words.contains("the allocation stays"), "{words}");
+    assert!(!words.contains("cache/ends"), "{words}");
 }

@@ -1,18 +1,24 @@
 //! What is to be written of a node's allocations, and in which order. Pure.
 //!
-//! First finalizers of what is to be granted, and nothing else before they are there. Then what is given back, what is granted, what else is to
-//! be said, and last the finalizers that nothing needs any more. So whoever is killed between two writes leaves room unused, and never lends it
-//! twice.
+//! In this order: finalizers of what is to be granted, what is given back, what else is to be said, finalizers that nothing needs any more, and last
+//! what is granted. So whoever is killed between two writes leaves room unused, and never lends it twice.
+//!
+//! * A grant is written in a later turn than its finalizer. Until then nothing is taken back for it, and nothing that this would leave is lent
+//!   to others: one that cannot get its finalizer costs nobody else anything.
+//! * Who has a finalizer and no grant may be about to be granted by a replica that had the lease before. So a finalizer that is not from
+//!   this process ([`Found::held`]) is taken away, or a status written, before anything is granted on the node: see [`super::apply`].
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use reprise_crds::GPUQueueAllocation;
 
-use super::dereference::{Found, Referring};
+use super::dereference::{Found, Referring, name};
 use super::grant::{Claimant, Hold, Queues, Share, Verdict, decide};
 use super::life::{Life, life};
+use super::room::Room;
 use super::status::{self, Said};
 use super::validate::validate;
 use crate::names::QUEUES_FINALIZER;
@@ -34,12 +40,12 @@ pub enum What {
     Hold,
     /// Its grant ends, or has ended.
     GiveBack(Said),
-    /// It has a grant.
-    Grant(Said),
     /// Something else is so.
     Say(Said),
     /// It loses the finalizer.
     LetGo,
+    /// It has a grant.
+    Grant(Said),
 }
 
 /// An allocation, while it is decided about.
@@ -58,16 +64,27 @@ pub fn steps(found: &Found, now: &Time) -> Vec<Step> {
     let members: Vec<Member<'_>> = found.allocations.iter().map(|of| member(of, found, now)).collect();
     let claimants: Vec<Claimant> = members.iter().map(claimant).collect();
     let verdicts = decide(&found.lenders, &claimants);
-    let mut steps: Vec<Step> = members
-        .iter()
-        .zip(&verdicts)
-        .filter_map(|(member, verdict)| step(member, verdict, found, now))
-        .collect();
-    if steps.iter().any(|step| step.what == What::Hold) {
-        steps.retain(|step| step.what == What::Hold);
-    }
+    let decided = members.iter().zip(&verdicts);
+    let due = decided.filter_map(|(member, verdict)| Some((verdict, step(member, verdict, found, now)?)));
+    let mut steps = without_early(due.collect());
     steps.sort_by_key(|step| step.what.turn());
     steps
+}
+
+/// Without what is taken back for somebody who cannot be granted yet, and without grants that need its room.
+fn without_early(mut due: Vec<(&Verdict, Step)>) -> Vec<Step> {
+    let is_early = |verdict: &Verdict, step: &Step| {
+        matches!(verdict, Verdict::Granted(_)) && !matches!(step.what, What::Grant(_))
+    };
+    let early = due.iter().filter(|(verdict, step)| is_early(verdict, step));
+    let early: BTreeSet<String> = early.map(|(_, step)| name(&step.object)).collect();
+    let waits = |verdict: &Verdict| matches!(verdict, Verdict::TakenBack { by } if early.contains(by));
+    let mut room = Room::default();
+    for (_, step) in due.iter().filter(|(verdict, _)| waits(verdict)) {
+        room.waits(step);
+    }
+    due.retain(|(verdict, step)| !waits(verdict) && room.allows(step));
+    due.into_iter().map(|(_, step)| step).collect()
 }
 
 fn member<'a>(of: &'a Referring, found: &Found, now: &Time) -> Member<'a> {
@@ -108,6 +125,8 @@ fn step(member: &Member<'_>, verdict: &Verdict, found: &Found, now: &Time) -> Op
     let is_held = is_granted || matches!(member.life, Life::Stands { .. } | Life::Ends(..));
     let what = if is_held && !has && !goes {
         What::Hold
+    } else if is_granted && !found.is_held(object) {
+        What::LetGo
     } else if let Some(said) = status::of(member, verdict, found, now) {
         match (&member.life, verdict) {
             (_, Verdict::Granted(_)) => What::Grant(said),
@@ -128,9 +147,9 @@ impl What {
         match self {
             What::Hold => 0,
             What::GiveBack(_) => 1,
-            What::Grant(_) => 2,
-            What::Say(_) => 3,
-            What::LetGo => 4,
+            What::Say(_) => 2,
+            What::LetGo => 3,
+            What::Grant(_) => 4,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Reads the allocations of a node, and what they refer to: the node's controllers and GPUs, pools, tenants, profiles.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kube::ResourceExt;
@@ -18,7 +19,7 @@ use crate::plan::PoolPlan;
 pub struct Found {
     /// Its name.
     pub node: String,
-    /// Whether there is such a node.
+    /// Whether there is such a node, and somebody there.
     pub presence: Presence,
     /// What its agent says, where a cluster has the node.
     pub cache_node: Option<Arc<CacheNode>>,
@@ -26,14 +27,18 @@ pub struct Found {
     pub lenders: Vec<Lender>,
     /// All its allocations, by namespace and name.
     pub allocations: Vec<Referring>,
+    /// Unique ids of those that this process has given the finalizer, for a grant that it has not tried to write since.
+    pub held: BTreeSet<String>,
 }
 
-/// Whether a node is there.
+/// Whether a node is there, and an agent on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
-    /// It is.
+    /// A cluster has it, or had it a moment ago.
     Here,
-    /// It is not, or not any more.
+    /// No cluster has it, and its `CacheNode` is gone: no agent is there.
+    NoAgent,
+    /// There is no such node, or not any more.
     Gone,
 }
 
@@ -56,10 +61,14 @@ pub struct Referring {
 pub fn known(node: &str, context: &Context) -> Found {
     let world = &context.world;
     let allocations = world.allocations.state_filter(|one| one.spec.node_name.as_str() == node);
+    // Whether this process has held them makes another step of it, not none.
     found(node, allocations, world.cache_nodes.get(&ObjectRef::new(node)), context)
 }
 
 /// The same with what the API server has now of allocations and of what the agent says: also grants that no watch has told of yet.
+///
+/// The allocations are read before what the agent lists. An agent lists an allocation, then writes its status, and then makes queues: whose status
+/// was read as it is after that is found in the list, and whose was read before is not changed by us any more, since each write names the version.
 ///
 /// # Errors
 /// It did not answer.
@@ -81,16 +90,28 @@ fn found(
     cache_node: Option<Arc<CacheNode>>,
     context: &Context,
 ) -> Found {
-    let is_here = context.world.nodes.get(&ObjectRef::new(node)).is_some();
     let mut allocations: Vec<Referring> =
         allocations.into_iter().map(|object| referring(object, context)).collect();
     allocations.sort_by_cached_key(|of| of.name());
     Found {
         node: node.to_owned(),
-        presence: if is_here { Presence::Here } else { Presence::Gone },
+        presence: presence(node, cache_node.as_deref(), context),
         lenders: lenders(cache_node.as_deref(), context),
         cache_node,
         allocations,
+        held: BTreeSet::new(),
+    }
+}
+
+fn presence(node: &str, cache_node: Option<&CacheNode>, context: &Context) -> Presence {
+    let world = &context.world;
+    let has_cluster = || world.plan().nodes.get(node).is_some_and(|plan| plan.cluster.is_some());
+    if world.nodes.get(&ObjectRef::new(node)).is_none() {
+        Presence::Gone
+    } else if cache_node.is_some() || has_cluster() {
+        Presence::Here
+    } else {
+        Presence::NoAgent
     }
 }
 
@@ -130,14 +151,24 @@ fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<Lender> {
 impl Referring {
     /// `namespace/name`.
     pub fn name(&self) -> String {
-        format!("{}/{}", self.object.namespace().unwrap_or_default(), self.object.name_any())
+        name(&self.object)
     }
+}
+
+/// `namespace/name`.
+pub fn name(object: &GPUQueueAllocation) -> String {
+    format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
 }
 
 impl Found {
     /// What the node's agent says, if it has ever said anything.
     pub fn status(&self) -> Option<&CacheNodeStatus> {
         self.cache_node.as_ref().and_then(|node| node.status.as_ref())
+    }
+
+    /// Whether this process has given an allocation its finalizer, for a grant that it has not tried to write since.
+    pub fn is_held(&self, allocation: &GPUQueueAllocation) -> bool {
+        allocation.metadata.uid.as_ref().is_some_and(|uid| self.held.contains(uid))
     }
 
     /// How many queue pairs of an allocation the agent has, as far as there is a node.

@@ -1,11 +1,13 @@
 //! Where an allocation is in its life, by what is stored of it and what is said of its node. Pure.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::ResourceExt;
 use reprise_crds::queues::QueueGrant;
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType as Type, Reason, find};
 use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::dereference::{Found, Presence};
+use crate::names::QUEUES_FINALIZER;
 use crate::plan::Refusal;
 
 /// Where an allocation is in its life.
@@ -26,7 +28,7 @@ pub enum Life {
     Ended(Ending),
     /// That was said: it is over for good.
     Over,
-    /// It is being deleted, and nothing holds it.
+    /// It is being deleted, and nothing of ours holds it: it has no grant, or none that outlives our finalizer.
     Goes,
 }
 
@@ -41,8 +43,8 @@ pub enum Cause {
     Expired,
     /// Somebody else needs it more.
     TakenBack,
-    /// There is no such node any more.
-    NodeGone,
+    /// There is no such node any more, or no agent on it.
+    AgentGone,
     /// The allocation is deleted.
     Deleted,
 }
@@ -58,14 +60,14 @@ pub struct Ending {
 
 impl Cause {
     /// All of them.
-    pub const ALL: [Cause; 4] = [Cause::Expired, Cause::TakenBack, Cause::NodeGone, Cause::Deleted];
+    pub const ALL: [Cause; 4] = [Cause::Expired, Cause::TakenBack, Cause::AgentGone, Cause::Deleted];
 
     /// In the word of conditions; by it a grant that ends is known again.
     pub fn reason(self) -> Reason {
         match self {
             Cause::Expired => Reason::Expired,
             Cause::TakenBack => Reason::TakenBack,
-            Cause::NodeGone => Reason::AgentGone,
+            Cause::AgentGone => Reason::AgentGone,
             Cause::Deleted => Reason::Releasing,
         }
     }
@@ -91,9 +93,15 @@ pub fn life(object: &GPUQueueAllocation, found: &Found, refused: Option<&Refusal
     match (ending, listed) {
         (None, listed) => Life::Stands { listed },
         (Some(ending), Some(left)) => Life::Ends(ending, Left(left)),
-        (Some(_), None) if goes => Life::Goes,
+        (Some(_), None) if goes && is_only_ours(object) => Life::Goes,
         (Some(ending), None) => Life::Ended(ending),
     }
+}
+
+/// Whether an object that is being deleted goes with our finalizer. One that somebody else holds as well is there after it, so its grant is ended by a
+/// status, or nobody could have its room.
+fn is_only_ours(object: &GPUQueueAllocation) -> bool {
+    matches!(object.finalizers(), [only] if only == QUEUES_FINALIZER)
 }
 
 /// An end that was said already.
@@ -113,9 +121,19 @@ fn begins(
 ) -> Option<Ending> {
     let node = &found.node;
     let ends = |cause: Cause, message: String| Some(Ending { cause, message });
-    if found.presence == Presence::Gone {
-        let message = format!("node {node} is gone: make a new GPUQueueAllocation for another one");
-        return ends(Cause::NodeGone, message);
+    match found.presence {
+        Presence::Here => {}
+        Presence::NoAgent => {
+            let message = format!(
+                "no KVCacheCluster has node {node} any more, and its agent is gone: make a new GPUQueueAllocation for another node, or once \
+                 agents.nodeSelector of a cluster selects this one, and delete this one"
+            );
+            return ends(Cause::AgentGone, message);
+        }
+        Presence::Gone => {
+            let message = format!("node {node} is gone: make a new GPUQueueAllocation for another one");
+            return ends(Cause::AgentGone, message);
+        }
     }
     // Who uses it is heeded as long as there is an agent that could tell of its end.
     let is_used = status.reserved_for.is_some() && found.cache_node.is_some();

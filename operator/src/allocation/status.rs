@@ -11,6 +11,7 @@ use super::build::Member;
 use super::dereference::Found;
 use super::grant::{Full, Share, Verdict, Wait};
 use super::life::{Cause, Ending, Left, Life, pairs};
+use super::standing::doubt;
 use super::validate::is_told;
 use crate::plan::Refusal;
 use crate::status::conclude;
@@ -55,7 +56,14 @@ pub fn of(member: &Member<'_>, verdict: &Verdict, found: &Found, now: &Time) -> 
                 None => findings.extend(ended(&mut status, &ending)),
             }
         }
-        (Life::Stands { listed }, _) => findings.extend(stands(object, &status.allocations, *listed)),
+        (Life::Stands { listed }, _) => {
+            let mut said = stands(object, &status.allocations, *listed);
+            if let Some(doubt) = doubt(object, found) {
+                said.retain(|finding| finding.kind != doubt.kind);
+                said.push(doubt);
+            }
+            findings.extend(said);
+        }
         (Life::Ends(ending, left), _) => findings.extend(ends(object, ending, *left, found)),
         (Life::Ended(ending), _) => findings.extend(ended(&mut status, ending)),
     }
@@ -161,9 +169,11 @@ fn ends(object: &GPUQueueAllocation, ending: &Ending, left: Left, found: &Found)
 fn ended(status: &mut GPUQueueAllocationStatus, ending: &Ending) -> Vec<Finding> {
     status.allocations.clear();
     let reason = ending.cause.reason();
+    // One that somebody else's finalizer holds: of ours nothing is under way any more.
+    let released = if ending.cause == Cause::Deleted { Reason::AsDesired } else { reason };
     vec![
         Finding::no(Type::Allocated, reason, &ending.message),
-        Finding::yes(Type::Released, reason, &ending.message),
+        Finding::yes(Type::Released, released, &ending.message),
     ]
 }
 
@@ -218,13 +228,14 @@ fn waits(object: &GPUQueueAllocation, wait: &Wait, found: &Found) -> Finding {
 }
 
 /// A controller, its budget, and who has what of it.
-fn held(full: &Full) -> String {
+pub(super) fn held(full: &Full) -> String {
     let holders: Vec<String> = full.holders.iter().map(|(name, pairs)| format!("{name} {pairs}")).collect();
     let holders = if holders.is_empty() { "nobody".to_owned() } else { few(&holders) };
     format!("{} (lends {}; held by {holders})", full.serial, full.budget)
 }
 
-fn few<T: AsRef<str>>(names: &[T]) -> String {
+/// The first of some names, and how many more there are.
+pub(super) fn few<T: AsRef<str>>(names: &[T]) -> String {
     let shown: Vec<&str> = names.iter().take(NAMES_MAX).map(|name| name.as_ref()).collect();
     let more = names.len() - shown.len();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };

@@ -2,6 +2,7 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
+mod faults;
 mod stored;
 
 use std::collections::BTreeSet;
@@ -10,7 +11,7 @@ use kube::ResourceExt;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use reprise_crds::status::{ConditionStatus, ConditionType};
-use reprise_crds::{CacheTenant, SSDPool};
+use reprise_crds::{CacheNode, CacheTenant, SSDPool, SlackProfile};
 use serde_json::{Value, json};
 use stored::{ALL, Stored, at, object, with};
 
@@ -134,10 +135,9 @@ fn a_grant_ends_with_its_time_and_is_not_granted_again() {
     assert_ne!(stored.grants("x"), json!([]), "its room is held as long as there are queues");
     stored.queues.clear();
     stored.make("y", json!({ "queuePairs": 16 }));
-    assert_eq!(stored.turn(ALL), ["hold y"], "the room is there");
-    assert_eq!(stored.turn(ALL), ["give back x", "grant y"]);
+    assert_eq!(stored.turn(ALL), ["hold y", "give back x"], "the room is there");
     stored.expect("x", Released, TRUE, "Expired");
-    assert_eq!(stored.turn(ALL), ["let go x"]);
+    assert_eq!(stored.turn(ALL), ["let go x", "grant y"]);
     stored.delete("y");
     stored.settle();
     assert_eq!(stored.grants("x"), json!([]));
@@ -160,8 +160,8 @@ fn a_guaranteed_allocation_takes_back_and_says_so_where_it_took() {
     assert!(words.contains("n/effort 8"), "{words}");
     assert_eq!(stored.turn(ALL), Vec::<String>::new());
     stored.queues.clear();
-    assert_eq!(stored.turn(ALL), ["hold own"]);
-    assert_eq!(stored.turn(ALL), ["give back effort", "grant own"]);
+    assert_eq!(stored.turn(ALL), ["hold own", "give back effort"]);
+    assert_eq!(stored.turn(ALL), ["let go effort", "grant own"]);
     assert!(stored.expect("effort", Released, TRUE, "TakenBack").contains("n/own"));
     stored.settle();
     stored.expect("own", Allocated, TRUE, "AsDesired");
@@ -188,6 +188,21 @@ fn with_its_node_everything_is_given_back() {
     stored.expect("stays", Accepted, FALSE, "ReferenceNotFound");
 }
 
+/// A profile of this GPU, with what its status says of it.
+fn profile(product: &str, valid: Value) -> SlackProfile {
+    let conditions = valid.as_str().map(|status| {
+        json!([{
+            "type": "Valid", "status": status, "reason": "AsDesired", "message": "words of the profile",
+            "lastTransitionTime": at(0),
+        }])
+    });
+    object(json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s", "namespace": "n" },
+        "spec": { "subject": { "model": "m", "gpuProduct": product, "engineVersion": "e" }, "windows": [] },
+        "status": { "conditions": conditions.unwrap_or(json!([])) },
+    }))
+}
+
 #[test]
 fn what_an_allocation_refers_to_must_be_there() {
     let mut stored = Stored::new();
@@ -198,11 +213,7 @@ fn what_an_allocation_refers_to_must_be_there() {
         let mut found = found.clone();
         let mut of = found.allocations.remove(0);
         let tenant = CacheTenant::new("t", object(json!({})));
-        let profile = object(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s", "namespace": "n" },
-            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "windows": [] },
-        }));
-        (of.tenant, of.profile) = (Some(Arc::new(tenant)), Some(Arc::new(profile)));
+        (of.tenant, of.profile) = (Some(Arc::new(tenant)), Some(Arc::new(profile("H200", json!("True")))));
         change(&mut found, &mut of);
         validate(&of, &found).map(|refused| format!("{}: {}", refused.reason, refused.message))
     };
@@ -212,9 +223,19 @@ fn what_an_allocation_refers_to_must_be_there() {
         of.object = Arc::new(object(whole));
     };
     assert_eq!(of(&|_, _| {}), None);
+    let measured_on =
+        |of: &mut Referring, product: &str| of.profile = Some(Arc::new(profile(product, json!("True"))));
+    let valid = |of: &mut Referring, valid: Value| of.profile = Some(Arc::new(profile("H200", valid)));
     assert_eq!(of(&|_, of| spec(of, "gpuUuid", json!("MIG-9"))), None, "no agent tells parts of GPUs");
+    let unseen = of(&|found, of| {
+        let mut node = CacheNode::clone(found.cache_node.as_ref().expect("it is there"));
+        node.status.as_mut().expect("it has said something").gpus.clear();
+        found.cache_node = Some(Arc::new(node));
+        measured_on(of, "L4");
+    });
+    assert_eq!(unseen, None, "nobody knows the GPU before its driver is loaded");
     type Change<'a> = &'a dyn Fn(&mut Found, &mut Referring);
-    let changes: [(Change<'_>, &str); 13] = [
+    let changes: [(Change<'_>, &str); 19] = [
         (&|found, _| found.presence = Presence::Gone, "ReferenceNotFound: node n1 is not there"),
         (&|found, _| found.cache_node = None, "ReferenceNotFound: no KVCacheCluster has node n1"),
         (&|_, of| of.pool = None, "ReferenceNotFound: SSDPool p is not there: make it"),
@@ -257,6 +278,34 @@ fn what_an_allocation_refers_to_must_be_there() {
             "ReferenceNotFound: KVCacheCluster n/c, which has node n1, does not know CacheTenant t",
         ),
         (&|_, of| of.profile = None, "ReferenceNotFound: SlackProfile s is not there in namespace n"),
+        (
+            &|_, of| {
+                let mut profile = profile("H200", json!("True"));
+                profile.metadata.deletion_timestamp = Some(at(0));
+                of.profile = Some(Arc::new(profile));
+            },
+            "ReferenceNotFound: SlackProfile s is being deleted",
+        ),
+        (
+            &|_, of| valid(of, json!("False")),
+            "ProfileInvalid: SlackProfile s is not valid: words of the profile. Correct it",
+        ),
+        (
+            &|_, of| valid(of, json!("Unknown")),
+            "ReferenceNotFound: nobody knows whether SlackProfile s is valid: words of the profile",
+        ),
+        (&|_, of| valid(of, Value::Null), "Progressing: SlackProfile s has not been looked at yet"),
+        (
+            &|_, of| measured_on(of, "L4"),
+            "WrongGpu: SlackProfile s was measured on L4, and GPU GPU-0 of node n1 is H200: name a profile",
+        ),
+        (
+            &|_, of| {
+                spec(of, "gpuUuid", json!("MIG-9"));
+                measured_on(of, "L4");
+            },
+            "WrongGpu: SlackProfile s was measured on L4, and GPU MIG-9 of node n1 is H200",
+        ),
         (
             &|_, of| {
                 spec(of, "tenantRef", json!({ "name": "default" }));

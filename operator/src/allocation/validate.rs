@@ -1,11 +1,13 @@
 //! What is refused of an allocation: what it refers to is not there, or is not what it should be.
 //!
 //! A GPU is compared with those that the agent tells. An agent tells none while it sees none, as before the driver is loaded, and then nobody knows
-//! better than who named it. Parts of GPUs (MIG) are told by no agent.
+//! better than who named it. Parts of GPUs (MIG) are told by no agent. A profile must have been found to be one, and have been measured on that GPU,
+//! as far as it is known.
 
 use kube::ResourceExt;
+use reprise_crds::SlackProfile;
 use reprise_crds::fields::GpuUuid;
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 
 use super::dereference::{Found, Presence, Referring};
 use crate::cluster::dereference::knows;
@@ -25,7 +27,7 @@ pub fn validate(of: &Referring, found: &Found) -> Option<Refusal> {
         .or_else(|| pool(of, found))
         .or_else(|| gpu(of, found))
         .or_else(|| tenant(of, found))
-        .or_else(|| profile(of))
+        .or_else(|| profile(of, found))
 }
 
 /// Whether the node's agent would tell such a GPU, if it were there.
@@ -125,13 +127,64 @@ fn tenant(of: &Referring, found: &Found) -> Option<Refusal> {
     ))
 }
 
-fn profile(of: &Referring) -> Option<Refusal> {
+fn profile(of: &Referring, found: &Found) -> Option<Refusal> {
     let name = &of.object.spec.slack_profile_ref.as_ref()?.name;
-    if of.profile.is_some() {
+    let Some(profile) = &of.profile else {
+        let namespace = of.object.namespace().unwrap_or_default();
+        return missing(format!(
+            "SlackProfile {name} is not there in namespace {namespace}: make it, or leave it out in a new GPUQueueAllocation"
+        ));
+    };
+    if profile.metadata.deletion_timestamp.is_some() {
+        return missing(format!(
+            "SlackProfile {name} is being deleted: name another one, or none, in a new GPUQueueAllocation"
+        ));
+    }
+    invalid(profile).or_else(|| wrong_gpu(of, profile, found))
+}
+
+/// By what the profile's own status says of it.
+fn invalid(profile: &SlackProfile) -> Option<Refusal> {
+    let name = profile.name_any();
+    let conditions = profile.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    let Some(valid) = find(conditions, ConditionType::Valid) else {
+        let message = format!("SlackProfile {name} has not been looked at yet");
+        return Some(Refusal::new(Reason::Progressing, message));
+    };
+    let said = &valid.message;
+    match valid.status {
+        ConditionStatus::True => None,
+        ConditionStatus::False => Some(Refusal::new(
+            Reason::ProfileInvalid,
+            format!(
+                "SlackProfile {name} is not valid: {said}. Correct it, or name another one, or none, in a new GPUQueueAllocation"
+            ),
+        )),
+        ConditionStatus::Unknown => missing(format!(
+            "nobody knows whether SlackProfile {name} is valid: {said}. Its condition Accepted says what to do; or name another one, or none, \
+             in a new GPUQueueAllocation"
+        )),
+    }
+}
+
+/// Of a GPU that the agent does not tell, such as a part of one, it is enough that the node has one of that kind.
+fn wrong_gpu(of: &Referring, profile: &SlackProfile, found: &Found) -> Option<Refusal> {
+    let (gpu, node, name) = (&of.object.spec.gpu_uuid, &found.node, profile.name_any());
+    let measured = profile.spec.subject.gpu_product.as_str();
+    let mut there = found.status()?.gpus.clone();
+    if there.iter().any(|one| one.uuid == *gpu) {
+        there.retain(|one| one.uuid == *gpu);
+    }
+    if there.is_empty() || there.iter().any(|one| one.product.as_str() == measured) {
         return None;
     }
-    let namespace = of.object.namespace().unwrap_or_default();
-    missing(format!(
-        "SlackProfile {name} is not there in namespace {namespace}: make it, or leave it out in a new GPUQueueAllocation"
-    ))
+    let mut products: Vec<&str> = there.iter().map(|one| one.product.as_str()).collect();
+    products.sort_unstable();
+    products.dedup();
+    let message = format!(
+        "SlackProfile {name} was measured on {measured}, and GPU {gpu} of node {node} is {}: name a profile of that GPU, or none, in a new \
+         GPUQueueAllocation",
+        products.join(" or ")
+    );
+    Some(Refusal::new(Reason::WrongGpu, message))
 }

@@ -1,7 +1,7 @@
-//! What an API server would have of a node's allocations, and an operator that writes to it and is killed between two writes. After each write it
-//! is checked that what always holds does.
+//! What an API server would have of a node's allocations, and an operator that writes to it and is killed between two writes, or whose writes are
+//! refused. After each write it is checked that what always holds does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use crate::allocation::build::{Step, What, steps};
 use crate::allocation::dereference::{Found, Presence, Referring};
 use crate::allocation::grant::{Lender, budget};
+use crate::allocation::room::{Failure, Room};
 use crate::names::QUEUES_FINALIZER;
 use crate::plan::PoolPlan;
 
@@ -30,12 +31,21 @@ pub(super) struct Stored {
     pub(super) queues: BTreeMap<String, u32>,
     pub(super) gpus: Vec<Value>,
     pub(super) controllers: Vec<(&'static str, u32)>,
+    /// What may be lent of them, hundredths.
+    pub(super) lent: Percent,
     pub(super) presence: Presence,
     pub(super) now: i64,
     pub(super) versions: u64,
+    /// Those that the API server lets nobody write to.
+    pub(super) broken: BTreeSet<String>,
+    /// Unique ids of those that the operator's process has given the finalizer, for a grant that it has not tried to write since.
+    pub(super) held: BTreeSet<String>,
     /// Grants that were seen.
-    pub(super) granted: BTreeMap<String, Value>,
+    pub(super) granted: BTreeMap<String, Shares>,
 }
+
+/// Queue pairs by serial number.
+pub(super) type Shares = Vec<(String, u32)>;
 
 pub(super) fn object<K: DeserializeOwned>(value: Value) -> K {
     serde_json::from_value(value).expect("an object")
@@ -58,9 +68,12 @@ impl Stored {
             queues: BTreeMap::new(),
             gpus: Vec::new(),
             controllers: vec![("A", 32), ("B", 32)],
+            lent: Percent(50),
             presence: Presence::Here,
             now: 0,
             versions: 1,
+            broken: BTreeSet::new(),
+            held: BTreeSet::new(),
             granted: BTreeMap::new(),
         }
     }
@@ -116,27 +129,87 @@ impl Stored {
         let lender = |(serial, pairs): &(&str, u32)| Lender {
             serial: (*serial).to_owned(),
             pool: "p".to_owned(),
-            budget: budget(*pairs, Percent(50)),
+            budget: budget(*pairs, self.lent),
         };
         Found {
             node: "n1".to_owned(),
             presence: self.presence,
-            cache_node: Some(Arc::new(node)),
+            cache_node: (self.presence != Presence::NoAgent).then(|| Arc::new(node)),
             lenders: self.controllers.iter().map(lender).collect(),
             allocations: self.objects.values().map(referring).collect(),
+            held: self.held.clone(),
         }
     }
 
     /// Does what is due, and is killed after so many writes. What was written.
     pub(super) fn turn(&mut self, most: usize) -> Vec<String> {
-        let due = steps(&self.found(), &at(self.now));
-        let mut written = Vec::new();
-        for step in due.into_iter().take(most) {
+        let mut due = self.due();
+        let is_killed = due.len() > most;
+        due.truncate(most);
+        let written = self.carry_out(due);
+        if is_killed {
+            self.held.clear();
+        }
+        written
+    }
+
+    /// What is to be written.
+    pub(super) fn due(&self) -> Vec<Step> {
+        steps(&self.found(), &at(self.now))
+    }
+
+    /// Writes what may be written, and goes on after what is refused. What was written.
+    pub(super) fn carry_out(&mut self, due: Vec<Step>) -> Vec<String> {
+        let (mut room, mut written) = (Room::default(), Vec::new());
+        for step in due {
+            if !room.allows(&step) {
+                continue;
+            }
+            if matches!(step.what, What::Grant(_) | What::LetGo) {
+                self.held.remove(&step.object.uid().expect("it has one"));
+            }
+            if let Some(failure) = self.refuses(&step.object) {
+                room.failed(&step, failure);
+                continue;
+            }
             written.push(format!("{} {}", word(&step.what), step.object.name_any()));
             self.write(step);
             self.check();
         }
         written
+    }
+
+    fn refuses(&self, object: &GPUQueueAllocation) -> Option<Failure> {
+        let name = object.name_any();
+        let stored = self.objects.get(&name);
+        let is_same = stored.is_some_and(|stored| stored.resource_version() == object.resource_version());
+        match () {
+            () if self.broken.contains(&name) => Some(Failure::Refused),
+            () if !is_same => Some(Failure::Outdated),
+            () => None,
+        }
+    }
+
+    /// Plays an agent that is about to make queues of a grant that it has seen at some version, and lists already. Whether it may.
+    pub(super) fn claim(&mut self, name: &str, version: Option<&str>) -> bool {
+        let uid = format!("uid-{name}");
+        assert!(self.queues.contains_key(&uid), "an agent lists an allocation first");
+        let object = self.objects.get_mut(name).expect("it is there");
+        if object.metadata.resource_version.as_deref() != version {
+            return false;
+        }
+        self.versions += 1;
+        object.metadata.resource_version = Some(self.versions.to_string());
+        for grant in object.status.iter_mut().flat_map(|status| &mut status.allocations) {
+            grant.queue_ids = vec![1];
+        }
+        true
+    }
+
+    /// Somebody else's finalizer, of which nobody here knows what it waits for.
+    pub(super) fn hold_for_others(&mut self, name: &str) {
+        let object = self.objects.get_mut(name).expect("it is there");
+        object.finalizers_mut().push("others.example/hold".to_owned());
     }
 
     pub(super) fn settle(&mut self) {
@@ -151,19 +224,20 @@ impl Stored {
     fn write(&mut self, step: Step) {
         let name = step.object.name_any();
         let object = self.objects.get_mut(&name).expect("nobody else has deleted it");
-        assert_eq!(
-            object.metadata.resource_version, step.object.metadata.resource_version,
-            "{name} has changed"
-        );
         self.versions += 1;
         object.metadata.resource_version = Some(self.versions.to_string());
         match step.what {
-            What::Hold => object.finalizers_mut().push(QUEUES_FINALIZER.to_owned()),
+            What::Hold => {
+                object.finalizers_mut().push(QUEUES_FINALIZER.to_owned());
+                self.held.insert(object.uid().expect("it has one"));
+            }
             What::LetGo => {
-                object.finalizers_mut().clear();
+                object.finalizers_mut().retain(|one| one != QUEUES_FINALIZER);
                 if object.metadata.deletion_timestamp.is_some() {
                     assert!(!self.queues.contains_key(&format!("uid-{name}")), "{name} has queues");
-                    self.objects.remove(&name);
+                    if object.finalizers().is_empty() {
+                        self.objects.remove(&name);
+                    }
                 }
             }
             What::GiveBack(said) | What::Grant(said) | What::Say(said) => object.status = Some(said.status),
@@ -173,6 +247,11 @@ impl Stored {
     pub(super) fn grants(&self, name: &str) -> Value {
         let status = self.objects[name].status.as_ref();
         json!(status.map(|status| status.allocations.clone()).unwrap_or_default())
+    }
+
+    fn shares(&self, name: &str) -> Shares {
+        let grants = self.objects[name].status.iter().flat_map(|status| &status.allocations);
+        grants.map(|grant| (grant.serial.to_string(), grant.queue_pairs)).collect()
     }
 
     /// What holds whatever has happened.
@@ -187,7 +266,8 @@ impl Stored {
         }
         for (serial, holders) in &held {
             let pairs: u32 = holders.iter().map(|(_, pairs)| pairs).sum();
-            let (_, all) = self.controllers.iter().find(|(one, _)| one == serial).expect("it is there");
+            // One that is gone lends nothing more; what was lent of it stands.
+            let Some((_, all)) = self.controllers.iter().find(|(one, _)| one == serial) else { continue };
             assert!(pairs <= all / 2, "{serial} lends {pairs} of {all}: {holders:?}");
             let is_exclusive =
                 |name: &str| self.objects[name].spec.isolation == QueueIsolation::ExclusiveController;
@@ -195,20 +275,21 @@ impl Stored {
             assert!(!exclusive || holders.len() == 1, "{serial} is not exclusive: {holders:?}");
         }
         for name in self.objects.keys() {
-            let (now, empty) = (self.grants(name), json!([]));
+            let now = self.shares(name);
             match self.granted.get(name) {
                 Some(then) => {
-                    assert!(now == *then || now == empty, "the grant of {name} has changed: {then} {now}");
+                    let is_kept = now == *then || now.is_empty();
+                    assert!(is_kept, "the grant of {name} has changed: {then:?} {now:?}");
                 }
-                None if now != empty => drop(self.granted.insert(name.clone(), now)),
+                None if !now.is_empty() => drop(self.granted.insert(name.clone(), now)),
                 None => {}
             }
         }
         // Once it is given back it stays so.
-        let is_over = |name: &&String| self.objects.contains_key(*name) && self.grants(name) == json!([]);
+        let is_over = |name: &&String| self.objects.contains_key(*name) && self.shares(name).is_empty();
         let over: Vec<String> = self.granted.keys().filter(is_over).cloned().collect();
         for name in over {
-            self.granted.insert(name, json!([]));
+            self.granted.insert(name, Shares::new());
         }
     }
 
