@@ -29,3 +29,5 @@ mod stores;
 mod tenants;
 #[path = "operator/uninstall.rs"]
 mod uninstall;
+#[path = "operator/versions.rs"]
+mod versions;

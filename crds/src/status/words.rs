@@ -51,6 +51,8 @@ words! {
         AgentsReady,
         /// Every pool that the cluster names is there and accepted.
         PoolsBound,
+        /// Versions of all agents and members that run are known, and no two differ by more than one minor version.
+        Compatible,
         /// The nodes of a pool have said which devices they found.
         DevicesDiscovered,
         /// Nothing is placed on the pool or node for others.
