@@ -8,6 +8,8 @@
 # nothing to their own file system.
 
 ARG VERSION=0.1.0
+# Of Cargo.toml: images, or images-test, which is quicker to build and slower to run.
+ARG PROFILE=images
 
 FROM docker.io/library/rust:1.95-bookworm AS programs
 # Musl, since a static glibc cannot look up names; C of dependencies is compiled for it as well.
@@ -15,7 +17,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends musl-tools && \
     rustup target add "$(uname -m)-unknown-linux-musl"
 WORKDIR /source
 COPY . .
-RUN images/programs.sh /programs
+ARG PROFILE
+RUN images/programs.sh /programs "$PROFILE"
 
 FROM docker.io/library/golang:1.26-bookworm AS etcd
 WORKDIR /source
@@ -26,40 +29,48 @@ RUN mkdir /programs && cp "$(REPRISE_CACHE=/cache images/etcd.sh)" /programs/rep
 
 FROM scratch AS reprise-agent
 ARG VERSION
+ARG PROFILE
 LABEL org.opencontainers.image.title="reprise-agent" \
       org.opencontainers.image.description="Node agent of Reprise, a cluster-wide KV cache for LLM inference engines" \
       org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      dev.reprise.profile="$PROFILE"
 COPY --from=programs /programs/reprise-agent /reprise-agent
 USER 65532:65532
 ENTRYPOINT ["/reprise-agent"]
 
 FROM scratch AS reprise-controlplane
 ARG VERSION
+ARG PROFILE
 LABEL org.opencontainers.image.title="reprise-controlplane" \
       org.opencontainers.image.description="Control plane of Reprise, a cluster-wide KV cache for LLM inference engines" \
       org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      dev.reprise.profile="$PROFILE"
 COPY --from=programs /programs/reprise-controlplane /reprise-controlplane
 USER 65532:65532
 ENTRYPOINT ["/reprise-controlplane"]
 
 FROM scratch AS reprise-operator
 ARG VERSION
+ARG PROFILE
 LABEL org.opencontainers.image.title="reprise-operator" \
       org.opencontainers.image.description="Kubernetes operator of Reprise, a cluster-wide KV cache for LLM inference engines" \
       org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      dev.reprise.profile="$PROFILE"
 COPY --from=programs /programs/reprise-operator /reprise-operator
 USER 65532:65532
 ENTRYPOINT ["/reprise-operator"]
 
 FROM scratch AS reprise
 ARG VERSION
+ARG PROFILE
 LABEL org.opencontainers.image.title="reprise" \
       org.opencontainers.image.description="Command line of Reprise, a cluster-wide KV cache for LLM inference engines" \
       org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      dev.reprise.profile="$PROFILE"
 COPY --from=programs /programs/reprise /reprise
 USER 65532:65532
 ENTRYPOINT ["/reprise"]

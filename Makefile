@@ -8,9 +8,12 @@ export REPRISE_CACHE
 export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 
 RELEASE := $(CARGO_TARGET_DIR)/release
+# Of the images that tests and the demonstration run: `images-test`, or `images`, as they are released.
+REPRISE_IMAGES_PROFILE ?= images-test
+export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab k8s-demo wheel etcd kubernetes cluster helm images bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -23,6 +26,7 @@ help:
 	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
 	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
 	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
+	@echo "make images-test the same for tests: quicker to build, slower to run"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 
@@ -65,7 +69,7 @@ test-vllm:
 	cargo build --locked -p reprise-agent -p reprise-controlplane --bins
 	python/test-vllm.sh
 
-e2e-k8s: etcd cluster images
+e2e-k8s: etcd cluster images-test
 	cargo build --locked --workspace --bins
 	cargo test --locked -p reprise-e2e --test cluster
 
@@ -73,7 +77,7 @@ k8s-lab: etcd cluster
 	cargo build --locked -p reprise-e2e --bins
 	cargo run --locked -p reprise-e2e --bin k8s-lab
 
-k8s-demo: etcd cluster images
+k8s-demo: etcd cluster images-test
 	cargo build --locked -p reprise-e2e --bins
 	cargo run --locked -p reprise-e2e --bin k8s-demo
 
@@ -96,9 +100,13 @@ helm:
 	e2e/helm/build.sh
 	e2e/kubernetes/schemas.sh
 
-# Into $REPRISE_CACHE/images, once for the same sources. Needs Rust's target for musl, musl-gcc and buildah, which it installs where it may.
+# Below $REPRISE_CACHE/images, once for the same sources and tools. Needs Rust's target for musl, musl-gcc, Go and buildah, which it installs where
+# it may.
 images:
 	images/build.sh
+
+images-test:
+	images/build.sh --profile $(REPRISE_IMAGES_PROFILE)
 
 bench: build etcd
 	$(RELEASE)/reprise bench all --json

@@ -1,40 +1,42 @@
 #!/usr/bin/env bash
-# Builds all images without a daemon, each into an OCI archive in the cache folder, and prints archive, size and name of each.
-# They are those of the Dockerfile: its stages that compile are replaced by folders with programs that were built here, so
-# nothing is fetched and nothing runs in a container. Two builds of one source with one toolchain give images of one digest; a
-# second build of the same commit does nothing.
+# Builds all images without a daemon, each into an OCI archive, and prints archive, size and name of each: build.sh [--profile NAME].
+# NAME is a profile of Cargo.toml: images (the default), or images-test, which is quicker to build and slower to run.
+#
+# They are those of the Dockerfile: its stages that compile are replaced by folders with programs that were built here, so nothing is fetched
+# and nothing runs in a container. Two builds of one source with one toolchain give images of one digest. Archives lie in a folder that is
+# called by all that they are made of (made-of.sh), so that checkouts share what is the same and nothing else, and nothing is built twice.
 set -euo pipefail
+shopt -s inherit_errexit
+# Folders that are kept of each profile, those that were asked for last.
+kept=3
+
+case $#:${1:-} in
+    0:) profile=images ;;
+    2:--profile) profile=$2 ;;
+    *) sed -n '2,3s/^# //p' "$0" >&2; exit 2 ;;
+esac
 cd "$(dirname "$0")/.."
+if ! [[ $profile =~ ^images(-[a-z]+)*$ ]] || ! grep -q "^\[profile\.$profile\]\$" Cargo.toml; then
+    echo "Cargo.toml has no profile '$profile' for images: use images or images-test" >&2
+    exit 2
+fi
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
 version=$(sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' Cargo.toml)
 images=(reprise-agent reprise-controlplane reprise-operator reprise reprise-etcd)
+folder=$cache/images/$profile
 
-# All that images are made of, and nothing that changes without them.
-inputs=(Cargo.toml Cargo.lock Dockerfile images policy proto node-agent controlplane crds operator simulator cli e2e/etcd e2e/go.sh)
-digest() {
-    { rustc --version --verbose; find "${inputs[@]}" -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum; } | sha256sum
-}
+. images/toolchain.sh
+if ! command -v buildah > /dev/null; then
+    apt-get install -y --no-install-recommends buildah >&2 ||
+        { echo "images are built by buildah 1.27 or later: install it" >&2; exit 1; }
+fi
+. images/made-of.sh
 
-archive_of() { echo "$cache/images/$1-$version.tar"; }
-
-tell() {
-    for image in "${images[@]}"; do
-        archive=$(archive_of "$image")
-        printf '%s  %s KiB  %s\n' "$archive" "$(($(stat -c %s "$archive") / 1024))" "localhost/$image:$version"
-    done
-}
-
-all_there() {
-    for image in "${images[@]}"; do
-        [ -f "$(archive_of "$image")" ] || return 1
-    done
-    [ "$(cat "$cache/images/made-of" 2> /dev/null)" = "$made_of" ]
-}
-
-mkdir -p "$cache/images"
+mkdir -p "$folder"
 exec {lock}> "$cache/images/lock"
 flock "$lock"
+
 # Commit and time are those of the last change of what images are made of, not of the build.
 labels=()
 if [ -z "$(git status --porcelain -- "${inputs[@]}" 2> /dev/null)" ] &&
@@ -42,40 +44,49 @@ if [ -z "$(git status --porcelain -- "${inputs[@]}" 2> /dev/null)" ] &&
     labels=(--label "org.opencontainers.image.revision=$revision")
 fi
 moment=$(git log -1 --format=%ct -- "${inputs[@]}" 2> /dev/null || true)
-sources=$(digest)
-made_of="$sources ${labels[*]} $moment"
-if all_there; then
-    tell
-    exit
-fi
-rm -f "$cache/images/made-of"
+etcd=$(images/etcd.sh)
+whole() { made_of "$profile"; echo "etcd $(sha256sum < "$etcd")"; echo "${labels[*]} $moment $version"; }
+of=$(whole)
+made=$folder/$(sha256sum <<< "$of" | cut -c 1-16)
 
-if ! command -v buildah > /dev/null; then
-    apt-get install -y --no-install-recommends buildah >&2 ||
-        { echo "images are built by buildah 1.27 or later: install it" >&2; exit 1; }
-fi
+finish() {
+    # The newest are those that were used last.
+    touch "$made"
+    find "$folder" -mindepth 1 -maxdepth 1 -type d ! -name 'new.*' -printf '%T@ %p\n' | sort -rn | cut -d ' ' -f 2- |
+        tail -n "+$((kept + 1))" | xargs -r -d '\n' rm -rf
+    for image in "${images[@]}"; do
+        archive=$made/$image-$version.tar
+        printf '%s  %s KiB  %s\n' "$archive" "$(($(stat -c %s "$archive") / 1024))" "localhost/$image:$version"
+    done
+    exit
+}
+
+if [ -d "$made" ]; then finish; fi
+
+# What a build leaves that was killed. Nobody else builds here now.
+rm -rf "$folder"/new.*
+new=$(mktemp -d "$folder/new.XXXXXX")
+trap 'rm -rf "$new"' EXIT
 
 # What stages of the Dockerfile are replaced by: folders with the path that is copied from them.
-stages=$cache/images/stages
-rm -rf "$stages"
-mkdir -p "$stages"/{programs,etcd}/programs
-images/programs.sh "$stages/programs/programs" > /dev/null
-cp "$(images/etcd.sh)" "$stages/etcd/programs/reprise-etcd"
+mkdir -p "$new"/programs/programs "$new"/etcd/programs "$new"/archives
+images/programs.sh "$new/programs/programs" "$profile" > /dev/null
+cp "$etcd" "$new/etcd/programs/reprise-etcd"
 
 # Nothing is kept of the storage: layers are made of one file each.
-storage=$(mktemp -d "$cache/images/storage.XXXXXX")
-trap 'rm -rf "$storage" "$stages"' EXIT
-run=(buildah --root "$storage/root" --runroot "$storage/run" --storage-driver vfs)
-
+run=(buildah --root "$new/root" --runroot "$new/run" --storage-driver vfs)
 for image in "${images[@]}"; do
     name=localhost/$image:$version
-    archive=$(archive_of "$image")
-    "${run[@]}" build --quiet --isolation chroot --timestamp "${moment:-0}" --build-arg "VERSION=$version" "${labels[@]}" \
-        --build-context "programs=$stages/programs" --build-context "etcd=$stages/etcd" \
+    "${run[@]}" build --quiet --isolation chroot --timestamp "${moment:-0}" "${labels[@]}" \
+        --build-arg "VERSION=$version" --build-arg "PROFILE=$profile" \
+        --build-context "programs=$new/programs" --build-context "etcd=$new/etcd" \
         --target "$image" --tag "$name" --file Dockerfile images > /dev/null
-    rm -f "$archive"
-    "${run[@]}" push --quiet "$name" "oci-archive:$archive:$name" > /dev/null
+    "${run[@]}" push --quiet "$name" "oci-archive:$new/archives/$image-$version.tar:$name" > /dev/null
 done
-# What was edited during the build is built again the next time.
-[ "$(digest)" = "$sources" ] && echo "$made_of" > "$cache/images/made-of"
-tell
+if [ "$(whole)" != "$of" ]; then
+    echo "what images are made of was changed while they were built: build them again" >&2
+    exit 1
+fi
+echo "$of" > "$new/archives/made-of"
+mv "$new/archives" "$made"
+finish

@@ -1,26 +1,19 @@
 #!/usr/bin/env bash
-# Builds the programs that images are made of, for this processor and without a C library of the system: programs.sh FOLDER.
+# Builds the programs that images are made of, for this processor and without a C library of the system: programs.sh FOLDER [PROFILE].
+# PROFILE is one of Cargo.toml: images (the default), or images-test, which is quicker to build and slower to run.
 # Everything is linked statically against musl, so an image needs nothing else, and nothing in it can be replaced.
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,3s/^# //p' "$0" >&2; exit 2; }
+[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
 folder=$1
+profile=${2:-images}
 cd "$(dirname "$0")/.."
-target=$(uname -m)-unknown-linux-musl
-
-if ! rustc --print target-libdir --target "$target" 2> /dev/null | xargs -I{} test -d {}; then
-    rustup target add "$target" >&2 ||
-        { echo "images need Rust's target $target: rustup target add $target" >&2; exit 1; }
-fi
-if ! command -v musl-gcc > /dev/null; then
-    apt-get install -y musl-tools >&2 ||
-        { echo "images need musl-gcc, which compiles the C of dependencies: install musl-tools" >&2; exit 1; }
-fi
+. images/toolchain.sh
 
 packages=(reprise-agent reprise-controlplane reprise-operator reprise)
-cargo build --locked --profile images --target "$target" --bins "${packages[@]/#/--package=}" >&2
+cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}" >&2
 mkdir -p "$folder"
 for program in "${packages[@]}"; do
-    built=${CARGO_TARGET_DIR:-target}/$target/images/$program
+    built=${CARGO_TARGET_DIR:-target}/$target/$profile/$program
     # A program that asks for an interpreter would not start in an empty image.
     if readelf --program-headers "$built" | grep -q INTERP; then
         echo "$built is not linked statically" >&2

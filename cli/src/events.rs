@@ -242,7 +242,7 @@ async fn list(address: &str) -> anyhow::Result<MemberList> {
 fn members(list: MemberList, asked: &str) -> Vec<MemberInfo> {
     let MemberList { answering, mut members, .. } = list;
     if members.is_empty() {
-        return vec![MemberInfo { name: answering, address: asked.to_owned(), incarnation: 0 }];
+        return vec![MemberInfo { name: answering, address: asked.to_owned(), ..MemberInfo::default() }];
     }
     if let Some(member) = members.iter_mut().find(|member| member.name == answering) {
         member.address = asked.to_owned();
@@ -263,6 +263,7 @@ mod tests {
             name: name.to_owned(),
             address: format!("127.0.0.1:{port}"),
             incarnation: 1,
+            ..MemberInfo::default()
         };
         let (lines, mut printed) = mpsc::channel(MESSAGES_MAX);
         let position = |member: &str| MemberPosition {
@@ -283,8 +284,12 @@ mod tests {
 
     #[test]
     fn the_member_that_was_asked_is_followed_where_it_answered() {
-        let member =
-            |name: &str| MemberInfo { name: name.to_owned(), address: format!("{name}:1"), incarnation: 1 };
+        let member = |name: &str| MemberInfo {
+            name: name.to_owned(),
+            address: format!("{name}:1"),
+            incarnation: 1,
+            ..MemberInfo::default()
+        };
         let list = |members: &[&str]| MemberList {
             answering: "a".to_owned(),
             members: members.iter().map(|name| member(name)).collect(),

@@ -177,6 +177,7 @@ fn member_list(shards: &Shards, view: &MemberView) -> MemberList {
         name: member.name.to_string(),
         address: member.address.clone(),
         incarnation: member.incarnation,
+        version: member.version.clone(),
     };
     MemberList {
         epoch: view.map.epoch().0,

@@ -1,8 +1,8 @@
 //! The members of the control plane: this one's place among them, and the map of hash slots that follows from all.
 //!
-//! | key              | value                                                     |
-//! |------------------|-----------------------------------------------------------|
-//! | `members/<name>` | JSON: address; goes with the lease of the process that put it |
+//! | key              | value |
+//! |------------------|-------|
+//! | `members/<name>` | JSON: address, version of the program; goes with the lease of the process that put it |
 //!
 //! ```text
 //!   joining ──the name is free──► registered ──the lease is lost──► joining
@@ -41,6 +41,8 @@ use crate::followed::{self, News};
 use crate::identity::Identity;
 
 const MEMBERS_PREFIX: &str = "members/";
+/// What this member tells others that it is.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Records that are read: more than a map has, so that all see the same first ones, however many come too many at once.
 const RECORDS_MAX: usize = 4 * MEMBERS_MAX;
 /// Pause after the store failed.
@@ -96,12 +98,17 @@ pub struct Member {
     pub address: String,
     /// Higher with every registration under the name.
     pub incarnation: u64,
+    /// Of its program; empty where it does not say.
+    pub version: String,
 }
 
 /// The stored form of a member.
 #[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     address: String,
+    /// Members that were built before this was told have none.
+    #[serde(default)]
+    version: String,
 }
 
 /// Whether a registration was made.
@@ -302,8 +309,8 @@ impl Shards {
             return Ok(Joined::Full);
         }
         let key = format!("{MEMBERS_PREFIX}{}", self.name).into_bytes();
-        let stored = Stored { address: self.address.clone() };
-        let value = serde_json::to_vec(&stored).expect("a record of a string is always JSON");
+        let stored = Stored { address: self.address.clone(), version: VERSION.to_owned() };
+        let value = serde_json::to_vec(&stored).expect("a record of strings is always JSON");
         let transaction = Transaction {
             // Epochs of maps begin anew in another store: in it, those of this member would be taken for others.
             conditions: vec![self.identity.unchanged(), Condition::Absent { key: key.clone() }],
@@ -374,8 +381,8 @@ fn apply(members: &mut BTreeMap<MemberName, Member>, event: &Event) {
 fn read(entry: &KeyValue) -> Option<Member> {
     let stored = serde_json::from_slice::<Stored>(&entry.value).ok();
     match (name_of(&entry.key), stored) {
-        (Some(name), Some(Stored { address })) => {
-            Some(Member { name, address, incarnation: entry.created.0 })
+        (Some(name), Some(Stored { address, version })) => {
+            Some(Member { name, address, incarnation: entry.created.0, version })
         }
         _ => {
             let key = String::from_utf8_lossy(&entry.key);

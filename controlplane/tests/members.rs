@@ -69,6 +69,7 @@ async fn members_find_each_other_and_a_killed_one_is_gone_within_its_time_to_liv
     assert_eq!((of_a.answering.as_str(), of_b.answering.as_str()), ("a", "b"));
     assert_eq!(of_a.members, of_b.members);
     assert_eq!(of_a.members[2].address, c.grpc);
+    assert!(of_a.members.iter().all(|member| member.version == env!("CARGO_PKG_VERSION")), "{of_a:?}");
 
     c.signal("KILL");
     let killed = Instant::now();

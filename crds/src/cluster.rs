@@ -60,7 +60,8 @@ pub struct KVCacheClusterSpec {
     #[serde(default)]
     pub paused: bool,
     /// What pods are started from. Absent images are those that the operator was released with. A change rolls the pods, agents one
-    /// node at a time, control plane by members. Control plane and agents may differ by one minor version.
+    /// node at a time, control plane by members. Nothing may be more than one minor version from an agent or member that runs. Of an image
+    /// whose name has no version, as with a digest, that is known once its processes have said it: `Compatible`.
     #[serde(default)]
     pub images: Images,
     /// Where the control plane keeps its few facts. Everything in it can be rebuilt from agents and custom resources.
@@ -80,7 +81,8 @@ pub struct KVCacheClusterSpec {
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub pools: Vec<ObjectRef>,
-    /// Profiles of this namespace that are distributed to the agents, by their labels. Absent: none.
+    /// Profiles of this namespace that are distributed to the agents, by their labels; of more than 16 those that nodes have come first, then
+    /// the oldest. Absent: none. Nothing on the data path uses them in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profiles: Option<LabelSelector>,
     /// How engines' pods get the agent's socket and their environment.
@@ -131,7 +133,7 @@ choice! {
     InjectionMode {
         /// Nobody; pods mount the socket's directory themselves.
         None,
-        /// The operator's webhook.
+        /// The operator's webhook; not in this release.
         Webhook,
         /// A MutatingAdmissionPolicy, Kubernetes 1.36 and later.
         AdmissionPolicy,

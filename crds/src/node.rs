@@ -65,7 +65,7 @@ pub struct CacheNodeSpec {
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pool".into()]))]
     pub claims: Vec<PoolClaim>,
-    /// Profiles that the agent should work by.
+    /// Profiles that the agent should have ready. Nothing on the data path uses them in this release.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
@@ -114,7 +114,7 @@ pub struct PoolClaim {
     pub wipe: bool,
 }
 
-/// One profile that the agent should work by.
+/// One profile that the agent should have ready.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProfileClaim {

@@ -93,7 +93,8 @@ pub struct SSDPoolSpec {
     /// How full devices get.
     #[serde(default)]
     pub watermarks: Watermarks,
-    /// When a device is given up. A device that is given up is closed, its blocks are forgotten, the node says `Degraded`.
+    /// When a device is given up. A device that is given up is closed, its blocks are forgotten, the node says `Degraded`. Thresholds are not
+    /// in this release: a device that fails is given up without them.
     #[serde(default)]
     pub health: HealthThresholds,
     /// What the nodes of the pool are used for. `kubectl drain` of a node does the same for that node.
@@ -187,14 +188,14 @@ pub struct Watermarks {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HealthThresholds {
-    /// Media errors that the device reports, more than which are too many. Absent: not compared.
+    /// Media errors that the device reports, more than which are too many; not in this release. Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_media_errors: Option<u32>,
-    /// Spare capacity that the device reports, less than which is too little. Absent: not compared.
+    /// Spare capacity that the device reports, less than which is too little; not in this release. Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_spare_percent: Option<Percent>,
-    /// Longest time that a read may take, 99 of 100 within a minute. Absent: not compared.
+    /// Longest time that a read may take, 99 of 100 within a minute; not in this release. Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1ms') && duration(self) <= duration('60s')")
         .message("health.maxReadLatency is 1ms to 60s: choose a time between"))]

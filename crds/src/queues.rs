@@ -25,7 +25,8 @@ use crate::status::Condition;
     status = "GPUQueueAllocationStatus",
     derive = "PartialEq",
     selectable = ".spec.nodeName",
-    doc = "NVMe queue pairs of one node, lent to one GPU, so that its kernels read and write blocks themselves.",
+    doc = "NVMe queue pairs of one node, set aside for one GPU, so that its kernels read and write blocks themselves. They are counted and \
+           granted; no agent of this release makes them.",
     validation = Rule::new("size(self.metadata.name) <= 63")
         .message("the allocation's name is a label of what is made for it: use at most 63 characters"),
     printcolumn(name = "Node", type_ = "string", json_path = ".spec.nodeName"),
@@ -53,12 +54,12 @@ pub struct GPUQueueAllocationSpec {
     /// Queue pairs on each controller of the pool; with `ExclusiveController` on one that nobody else uses.
     #[schemars(range(min = 1, max = 128))]
     pub queue_pairs: u32,
-    /// Entries of each queue.
+    /// Entries of each queue. Recorded; nothing uses it in this release.
     #[serde(default = "depth")]
     #[x_kube(validation = Rule::new("self in [32, 64, 128, 256, 512, 1024, 2048, 4096]")
         .message("depth is a power of two from 32 to 4096: round it"))]
     pub depth: u32,
-    /// Where the queues are.
+    /// Where the queues are. Recorded; nothing uses it in this release.
     #[serde(default)]
     pub memory: QueueMemory,
     /// Who else may use the controller.
@@ -67,10 +68,11 @@ pub struct GPUQueueAllocationSpec {
     /// Who gives way when queues are short.
     #[serde(default)]
     pub qos: QueueQos,
-    /// Profile by which the GPU paces its I/O. Absent: none.
+    /// Profile by which the GPU paces its I/O. Absent: none. It must be there; nothing uses it in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profile_ref: Option<ObjectRef>,
-    /// Tenant that the queue pairs count for. Absent: `default`.
+    /// Tenant that the queue pairs count for. Absent: `default`. It must be there and known to the node's cluster; nothing is counted by it in
+    /// this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant_ref: Option<ObjectRef>,
     /// Time after which the grant ends and is released. Absent: when the object is deleted.
@@ -152,11 +154,11 @@ pub struct QueueGrant {
     pub pci_address: Option<PciAddress>,
     /// Queue pairs that were set aside.
     pub queue_pairs: u32,
-    /// Their numbers, which the agent writes before it makes the queues.
+    /// Their numbers, which the agent writes before it makes the queues. Not written in this release.
     #[serde(rename = "queueIDs", default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128), inner(range(min = 1, max = 65_535)))]
     pub queue_ids: Vec<u32>,
-    /// Lease in etcd that lives as long as their holder.
+    /// Lease in etcd that lives as long as their holder. Not written in this release.
     #[serde(rename = "leaseID", skip_serializing_if = "Option::is_none")]
     pub lease_id: Option<Text>,
 }

@@ -3,6 +3,9 @@
 //! The operator reads the windows, checks them (order, overlap), computes a digest over them and hands them to the agents of the
 //! clusters that select the profile, as files beside their configuration ([`content_file`]); agents say which digest they work by in their
 //! CacheNode. Profiles age with drivers and engines: `Drifted` compares them with what nodes measure.
+//!
+//! In this release contents reach the agents and end there: nothing on the data path uses them, and no agent measures. Fields say so in the
+//! words that all kinds have for it.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -25,7 +28,7 @@ use crate::status::Condition;
     status = "SlackProfileStatus",
     derive = "PartialEq",
     doc = "Measured slack of one model on one GPU: spans of its compute during which I/O costs nothing. Distributed to the nodes \
-           that have this GPU.",
+           that have this GPU, whose agents keep it ready; nothing on the data path uses it in this release.",
     validation = Rule::new("size(self.metadata.name) <= 40")
         .message("the profile's name is longer than 40 characters, too long for the names made of it: choose a shorter one"),
     printcolumn(name = "Model", type_ = "string", json_path = ".spec.subject.model"),
@@ -54,14 +57,16 @@ pub struct SlackProfileSpec {
     /// The windows, as an OCI artifact; not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oci_ref: Option<OciRef>,
-    /// Share of each window that is used; the rest is left for what was not measured.
+    /// Share of each window that is used; the rest is left for what was not measured. Brought to the agents; nothing on the data path uses
+    /// it in this release.
     #[serde(default = "usable")]
     #[schemars(range(min = 10, max = 100))]
     pub usable_percent: Percent,
-    /// What an agent does outside all windows.
+    /// What an agent does outside all windows. Brought to the agents; nothing on the data path uses it in this release.
     #[serde(default)]
     pub fallback: SlackFallback,
-    /// Measured error of the profile's predictions, at the 99th of 100, beyond which it counts as drifted.
+    /// Measured error of the profile's predictions, at the 99th of 100, beyond which it counts as drifted. Compared with what nodes measure; no
+    /// agent of this release measures it.
     #[serde(default = "max_error")]
     #[schemars(range(min = 1, max = 100))]
     pub max_error_percent: Percent,
@@ -74,17 +79,17 @@ pub struct SlackProfileSpec {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Subject {
-    /// Model, as the engine names it.
+    /// Model, as the engine names it. Brought to the agents; nothing on the data path uses it in this release.
     #[schemars(length(min = 1))]
     pub model: Text,
     /// GPU, as its driver names it. Nodes with other GPUs do not get the profile.
     #[schemars(length(min = 1))]
     pub gpu_product: Text,
-    /// GPUs that the model was spread over.
+    /// GPUs that the model was spread over. Brought to the agents; nothing on the data path uses it in this release.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 64))]
     pub tensor_parallel: u32,
-    /// Engine and its version.
+    /// Engine and its version. Brought to the agents; nothing on the data path uses it in this release.
     #[schemars(length(min = 1))]
     pub engine_version: Text,
 }
@@ -103,10 +108,10 @@ pub struct Window {
     /// Tokens of the batch; the window ends before so many.
     #[schemars(range(min = 1, max = 16_777_217))]
     pub max_tokens: u32,
-    /// Microseconds of a layer that I/O may take.
+    /// Microseconds of a layer that I/O may take. Brought to the agents; nothing on the data path uses it in this release.
     #[schemars(range(min = 1, max = 10_000_000))]
     pub slack_micros: u32,
-    /// Multiprocessors that I/O may use at once.
+    /// Multiprocessors that I/O may use at once. Brought to the agents; nothing on the data path uses it in this release.
     #[schemars(range(min = 0, max = 256))]
     pub max_io_sms: u32,
 }
@@ -133,9 +138,9 @@ pub struct OciRef {
 choice! {
     /// What an agent does outside all windows.
     SlackFallback {
-        /// Writes wait, reads go on.
+        /// Writes wait, reads go on; not in this release.
         ThrottleWrites,
-        /// All I/O that nobody waits for stops.
+        /// All I/O that nobody waits for stops; not in this release.
         PauseIo,
         /// As if there were no profile.
         Ignore,
@@ -162,7 +167,7 @@ pub struct Rollout {
 pub struct Canary {
     /// Which nodes.
     pub node_selector: LabelSelector,
-    /// Time for which they must work by it without drift before the others follow.
+    /// Time for which they must have it, without drift, before the others follow.
     #[serde(default = "soak")]
     #[x_kube(validation = Rule::new("duration(self) <= duration('168h')")
         .message("rollout.canary.soak is at most 168h: choose a shorter time"))]
@@ -187,10 +192,10 @@ pub struct SlackProfileStatus {
     /// Nodes that have the GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<ProfileNodes>,
-    /// Since when all canary nodes work by the revision, none of them with drift. Absent: they do not, or none are wanted.
+    /// Since when all canary nodes have the revision ready, none of them with drift. Absent: they do not, or none are wanted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub soaking_since: Option<Time>,
-    /// What nodes measure, of each number the largest that one has.
+    /// What nodes measure, of each number the largest that one has. No agent of this release measures it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
     /// What is so: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.
@@ -204,9 +209,9 @@ pub struct SlackProfileStatus {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProfileNodes {
-    /// Nodes that should have the revision.
+    /// Nodes that have the GPU, and should have the revision in the end.
     pub target: u32,
-    /// Nodes that have said that they work by it.
+    /// Nodes that have said that they have it ready.
     pub applied: u32,
     /// Nodes that have refused it.
     pub failed: u32,

@@ -45,10 +45,11 @@ pub struct CacheTenantSpec {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
     pub clusters: Vec<ClusterRef>,
-    /// Namespaces whose pods are this tenant. Absent: none. A namespace that two tenants select is refused to the younger one.
+    /// Namespaces whose pods are this tenant. Absent: none. A namespace that two tenants select is refused to the younger one. Not in this
+    /// release: engines name their tenant themselves.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace_selector: Option<LabelSelector>,
-    /// Service accounts whose pods are this tenant, whatever their namespace is.
+    /// Service accounts whose pods are this tenant, whatever their namespace is. Not in this release: engines name their tenant themselves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
@@ -58,7 +59,7 @@ pub struct CacheTenantSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("isolation cannot be changed, blocks are kept by it: make a new CacheTenant under another name"))]
     pub isolation: Isolation,
-    /// Key of its blocks, with `Encrypted`.
+    /// Key of its blocks, with `Encrypted`; not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_secret_ref: Option<NamespacedKeyRef>,
     /// What its blocks carry on devices. Absent: follows from the name. Set it when an agent says that two names have one number.
@@ -75,7 +76,7 @@ pub struct CacheTenantSpec {
     /// What it may have on each node, whoever else is there. A change restarts agents, as `agents.updateStrategy` says.
     #[serde(default)]
     pub per_node: Quotas,
-    /// NVMe queue pairs that its GPUs may have together. Absent: no limit.
+    /// NVMe queue pairs that its GPUs may have together; not in this release. Absent: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_gpu_queue_pairs: Option<u32>,
@@ -164,10 +165,10 @@ pub struct CacheTenantStatus {
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// What it holds in the whole cluster.
+    /// What it holds in the whole cluster. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
-    /// What it can really have at the moment, where that is less than its budget.
+    /// What it can really have at the moment, where that is less than its budget. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effective_quota: Option<Usage>,
     /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `OverQuota`, `DeletionBlocked`.

@@ -31,3 +31,5 @@ mod stores;
 mod tenants;
 #[path = "operator/uninstall.rs"]
 mod uninstall;
+#[path = "operator/versions.rs"]
+mod versions;

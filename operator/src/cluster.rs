@@ -17,6 +17,7 @@ pub mod dereference;
 pub mod status;
 pub mod store;
 pub mod validate;
+pub mod versions;
 
 /// Port of the members' gRPC services.
 pub const GRPC_PORT: u16 = 7400;

@@ -1,6 +1,7 @@
-//! The control planes of clusters, as the operator calls them: what they say of nodes' modes and tenants' budgets, and what they are told.
+//! The control planes of clusters, as the operator calls them: what they say of nodes' modes, tenants' budgets and their own versions, and what
+//! they are told.
 //!
-//! One look at a control plane lists all nodes and all budgets, and holds for [`STAYS_GOOD`], for whoever asks: 1,000 nodes cost one call.
+//! One look at a control plane lists all nodes, budgets and members, and holds for [`STAYS_GOOD`], for whoever asks: 1,000 nodes cost three calls.
 //! After a call that failed nobody calls for a time that grows. Every call is a connection of its own, so the next one goes
 //! to another member, and ends within [`PATIENCE`].
 //!
@@ -16,8 +17,8 @@ use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
-    self as wire, Bytes, ListNodesRequest, ListTenantsRequest, RemoveTenantRequest, SetNodeRequest,
-    SetTenantRequest,
+    self as wire, Bytes, ListMembersRequest, ListNodesRequest, ListTenantsRequest, MemberInfo,
+    RemoveTenantRequest, SetNodeRequest, SetTenantRequest,
 };
 use tokio::sync::Mutex;
 use tonic::transport::{Channel, Endpoint};
@@ -68,6 +69,8 @@ pub struct Known {
     pub budgets: BTreeMap<String, Budget>,
     /// By how much reservations of budgets exceed what living nodes have.
     pub overcommitted: Room,
+    /// Versions of the members that are registered, by name; none of one that does not say it.
+    pub members: BTreeMap<String, Option<String>>,
 }
 
 /// Why a control plane did not do what it was asked for.
@@ -336,7 +339,9 @@ fn innermost(error: &dyn Error) -> String {
 
 async fn list(address: &str) -> Result<Known, Unmet> {
     let channel = channel(address).await?;
-    let nodes = MembershipClient::new(channel.clone()).list_nodes(ListNodesRequest {}).await?.into_inner();
+    let mut membership = MembershipClient::new(channel.clone());
+    let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner();
+    let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
     let tenants = PlacementClient::new(channel).list_tenants(ListTenantsRequest {}).await?.into_inner();
     let room = |bytes: Option<Bytes>| bytes.map(Room::from).unwrap_or_default();
     let budgets = tenants.tenants.into_iter().filter_map(|state| state.tenant);
@@ -347,7 +352,14 @@ async fn list(address: &str) -> Result<Known, Unmet> {
         modes: nodes.nodes.into_iter().map(|node| (node.name, crds_mode(node.mode))).collect(),
         budgets: budgets.collect(),
         overcommitted: room(tenants.overcommitted),
+        members: members.members.into_iter().map(said_by).collect(),
     })
+}
+
+/// A member's name, and its version where it says one.
+fn said_by(member: MemberInfo) -> (String, Option<String>) {
+    let MemberInfo { name, version, .. } = member;
+    (name, Some(version).filter(|version| !version.is_empty()))
 }
 
 fn wire_mode(mode: NodeMode) -> wire::NodeMode {
@@ -409,6 +421,17 @@ mod tests {
         assert!(matches!(unmet(Status::not_found("no node")), Unmet::Unknown(_)));
         let refused = unmet(Status::failed_precondition("dram: too much"));
         assert_eq!(refused, Unmet::Refused("dram: too much".to_owned()));
+    }
+
+    #[test]
+    fn a_member_that_says_no_version_has_none() {
+        let member = |version: &str| MemberInfo {
+            name: "m".to_owned(),
+            version: version.to_owned(),
+            ..MemberInfo::default()
+        };
+        assert_eq!(said_by(member("0.1.0")), ("m".to_owned(), Some("0.1.0".to_owned())));
+        assert_eq!(said_by(member("")), ("m".to_owned(), None));
     }
 
     #[test]

@@ -6,12 +6,14 @@
 //!             what nodes say (CacheNode's status) ───┘     CacheNode's spec ◄─────┘    └──► files beside the agents' configuration
 //! ```
 //!
+//! A node has room for [`PROFILES_MAX`] profiles; which of more have a place is a matter of [`order`].
+//!
 //! Which node gets which revision is decided here and nowhere else, for one profile at a time, so that never more nodes are between two
 //! revisions than may be. [`crate::node`] writes what was decided, with everything else that is wanted of the node, and [`crate::cluster`]
 //! puts the contents beside the agents' configuration ([`files`]).
 //!
 //! Invariant: a process that has forgotten its decisions takes those that stand in the specs of `CacheNode`s. Nothing is taken back from a
-//! node but by a profile that goes or that its cluster selects no more.
+//! node but by a profile that goes, that its cluster selects no more, or that has no place there.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +34,7 @@ pub mod content;
 pub mod decisions;
 pub mod dereference;
 pub mod files;
+pub mod order;
 pub mod source;
 pub mod status;
 pub mod validate;

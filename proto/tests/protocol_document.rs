@@ -207,13 +207,14 @@ fn membership_rows() -> Vec<String> {
         ),
         row(
             "`MemberList`",
-            "epoch 3, member \"n\" at \"p:1\", incarnation 2; \"n\" answers, registered",
+            "epoch 3, member \"n\" at \"p:1\", incarnation 2, version \"v\"; \"n\" answers, registered",
             &cluster::MemberList {
                 epoch: 3,
                 members: vec![cluster::MemberInfo {
                     name: "n".to_owned(),
                     address: "p:1".to_owned(),
                     incarnation: 2,
+                    version: "v".to_owned(),
                 }],
                 answering: "n".to_owned(),
                 registered: true,

@@ -63,7 +63,8 @@ async fn members_agree_about_every_slot_at_an_epoch() {
     let (a, b) = (Running::start(&store, "a").await, Running::start(&store, "b").await);
     let (of_a, of_b) = (a.sees(&["a", "b"]).await, b.sees(&["a", "b"]).await);
     assert_eq!(of_a, of_b);
-    assert_eq!(of_a.find(&name("b")).expect("a member").address, "b:1");
+    let b_of_a = of_a.find(&name("b")).expect("a member");
+    assert_eq!((b_of_a.address.as_str(), b_of_a.version.as_str()), ("b:1", env!("CARGO_PKG_VERSION")));
     assert!(a.shards.is_registered() && b.shards.is_registered());
     let c = Running::start(&store, "c").await;
     let three = a.sees(&["a", "b", "c"]).await;
@@ -134,7 +135,8 @@ async fn a_member_that_dies_is_gone_within_its_time_to_live() {
         lease: Some(lease.id),
     };
     store.transact(Transaction { conditions: Vec::new(), writes: vec![put] }).await.expect("valid");
-    a.sees(&["a", "b"]).await;
+    let seen = a.sees(&["a", "b"]).await;
+    assert_eq!(seen.find(&name("b")).expect("a member").version, "", "one that does not say which it is");
     let died = Instant::now();
     a.sees(&["a"]).await;
     assert!(died.elapsed() <= LIFE, "{:?}", died.elapsed());

@@ -36,7 +36,8 @@ pub struct Agents {
     /// CPU and memory besides the arena, which the operator adds. Absent: 1 core and 1Gi.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resources: Option<Resources>,
-    /// Label of nodes whose value says which nodes fail together; blocks get their second replica elsewhere.
+    /// Label of nodes whose value says which nodes fail together; blocks get their second replica elsewhere. Recorded; nothing uses it in this
+    /// release.
     #[serde(default = "failure_domain_label")]
     pub failure_domain_label: LabelKey,
     /// Where engines connect.

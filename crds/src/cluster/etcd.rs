@@ -50,7 +50,7 @@ choice! {
 #[serde(rename_all = "camelCase")]
 pub struct ManagedEtcd {
     /// Members. One is enough where an outage of the store may last as long as a pod's restart; engines keep their local hits. Three
-    /// survive the loss of one, five of two.
+    /// survive the loss of one, five of two. A change of a store that is there is not in this release.
     #[serde(default = "etcd_replicas")]
     #[x_kube(validation = Rule::new("self in [1, 3, 5]")
         .message("etcd.managed.replicas is 1, 3 or 5: an even number survives no more losses than one fewer"))]
@@ -77,7 +77,7 @@ pub struct EtcdStorage {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("etcd.managed.storage.storageClassName cannot be changed, the volumes are made: make a new KVCacheCluster"))]
     pub storage_class_name: Option<Name>,
-    /// Bytes of each volume. May only grow.
+    /// Bytes of each volume. May only grow; growth of volumes that are there is not in this release.
     #[serde(default = "etcd_size")]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('64Mi')) >= 0")
         .message("etcd.managed.storage.size is at least 64Mi: etcd's log alone takes that much"))]

@@ -18,7 +18,7 @@ pub struct KVCacheClusterStatus {
     /// Id of the installation; another one means that the cluster was made anew.
     #[serde(rename = "clusterID", skip_serializing_if = "Option::is_none")]
     pub cluster_id: Option<Uid>,
-    /// Versions that really run.
+    /// Versions that really run, as the processes have said; what images are called is not asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub versions: Option<RunningVersions>,
     /// Members of the control plane.
@@ -33,20 +33,24 @@ pub struct KVCacheClusterStatus {
     /// What engines need to connect.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub connection: Option<Connection>,
-    /// What is so: `Ready`, `Accepted`, `Progressing`, `Degraded`, `EtcdReady`, `ControlPlaneReady`, `AgentsReady`, `PoolsBound`.
+    /// What is so: `Ready`, `Accepted`, `Progressing`, `Degraded`, `EtcdReady`, `ControlPlaneReady`, `AgentsReady`, `PoolsBound`,
+    /// `Compatible`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
-/// Versions that really run.
+/// Versions that really run. Absent: none has said it.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RunningVersions {
-    /// Oldest member of the control plane.
+    /// Oldest member of the control plane. While members are replaced, one that is away counts as what was said before.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub control_plane: Option<Version>,
+    /// Newest member of the control plane.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub control_plane_max: Option<Version>,
     /// Oldest agent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agent_min: Option<Version>,

@@ -154,10 +154,10 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 512))]
     pub message: String,
-    /// Its serial number.
+    /// Its serial number. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<Serial>,
-    /// Its model.
+    /// Its model. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Text>,
     /// Its bytes that are used for blocks.
@@ -172,13 +172,13 @@ pub struct Device {
     /// Whether the kernel's page cache is passed by.
     #[serde(default)]
     pub direct: bool,
-    /// Media errors that it reports.
+    /// Media errors that it reports. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub media_errors: Option<u32>,
-    /// Spare capacity that it reports.
+    /// Spare capacity that it reports. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spare_percent: Option<Percent>,
-    /// Time in microseconds below which 99 of 100 reads of the last minute were.
+    /// Time in microseconds below which 99 of 100 reads of the last minute were. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub read_latency_p99_micros: Option<u32>,
 }
@@ -226,7 +226,7 @@ pub struct Controller {
     pub pool: Option<ShortName>,
     /// Queue pairs that it has for I/O.
     pub queue_pairs: u32,
-    /// Queue pairs that are lent to GPUs.
+    /// Queue pairs that the agent has made for GPUs. 0 in this release; what is set aside is in the allocations.
     pub queue_pairs_lent: u32,
 }
 
@@ -242,12 +242,12 @@ pub struct Applied {
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pool".into()]))]
     pub pools: Vec<AppliedPool>,
-    /// Profiles that it works by.
+    /// Profiles that it has checked and keeps ready, or refuses. Nothing on the data path uses them in this release.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub profiles: Vec<AppliedProfile>,
-    /// Allocations whose queues it has made.
+    /// Allocations whose queues it has made. Not written in this release.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["uid".into()]))]
@@ -267,7 +267,7 @@ pub struct AppliedPool {
     pub generation: i64,
 }
 
-/// A profile that the agent works by.
+/// A profile that the agent has.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedProfile {
@@ -278,10 +278,10 @@ pub struct AppliedProfile {
     /// Why it was refused. Absent: it was not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<Text>,
-    /// Error of its predictions, hundredths, half of all are below it. Absent: nothing measured yet.
+    /// Error of its predictions, hundredths, half of all are below it. Absent: nothing measured yet. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p50_percent: Option<u32>,
-    /// Error of its predictions, hundredths, 99 of 100 are below it. Absent: nothing measured yet.
+    /// Error of its predictions, hundredths, 99 of 100 are below it. Absent: nothing measured yet. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p99_percent: Option<u32>,
 }

@@ -51,6 +51,8 @@ words! {
         AgentsReady,
         /// Every pool that the cluster names is there and accepted.
         PoolsBound,
+        /// Versions of all agents and members that run are known, and no two differ by more than one minor version.
+        Compatible,
         /// The nodes of a pool have said which devices they found.
         DevicesDiscovered,
         /// Nothing is placed on the pool or node for others.
@@ -63,7 +65,7 @@ words! {
         DeletionBlocked,
         /// The wanted queue pairs are set aside on the node.
         Allocated,
-        /// The agent has made the queue pairs.
+        /// The agent has made the queue pairs. No agent of this release does.
         Programmed,
         /// The agent has destroyed the queue pairs; nobody can use them any more.
         Released,
@@ -71,13 +73,14 @@ words! {
         Valid,
         /// All nodes that should have the profile have it.
         Distributed,
-        /// The nodes work by the profile.
+        /// All nodes that should have the profile have some revision of it checked and ready. Nothing on the data path uses it in this
+        /// release.
         Active,
-        /// What nodes measure differs from the profile by more than it allows.
+        /// What nodes measure differs from the profile by more than it allows. No agent of this release measures it.
         Drifted,
         /// The reservations of all tenants together fit what is there.
         QuotaFeasible,
-        /// The tenant holds more than it may, and gives way.
+        /// The tenant holds more than it may, and gives way. Not written in this release.
         OverQuota,
         /// The agent of the node serves engines.
         AgentReady,

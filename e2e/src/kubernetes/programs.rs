@@ -13,6 +13,11 @@ use std::process::{Command, Stdio};
 const KUBERNETES: [&str; 6] =
     ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"];
 
+/// Which profile of Cargo.toml images are built by.
+const IMAGES_PROFILE: &str = "REPRISE_IMAGES_PROFILE";
+/// The one that is quick to build.
+const TEST_PROFILE: &str = "images-test";
+
 /// Where distributions put network plugins.
 const PLUGINS: [&str; 2] = ["/usr/lib/cni", "/opt/cni/bin"];
 
@@ -30,13 +35,15 @@ pub fn prepare() -> Result<(), String> {
     Ok(())
 }
 
-/// The archives of Reprise's own images, as `make images` makes them: built when their sources have changed. To be called before
-/// [`super::cluster::enter`] by who installs the chart; afterwards it takes a moment.
+/// The archives of Reprise's own images, as `make images-test` makes them: built when what they are made of has changed. To be called before
+/// [`super::cluster::enter`] by who installs the chart; afterwards it takes a moment. `REPRISE_IMAGES_PROFILE=images` takes those that
+/// `make images` makes.
 ///
 /// # Errors
 /// They cannot be built.
 pub fn images() -> Result<Vec<PathBuf>, String> {
-    let said = run("images/build.sh", &[])?;
+    let profile = std::env::var(IMAGES_PROFILE).unwrap_or_else(|_| TEST_PROFILE.to_owned());
+    let said = run("images/build.sh", &["--profile", &profile])?;
     Ok(said.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from).collect())
 }
 

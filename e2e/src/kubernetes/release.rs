@@ -80,7 +80,7 @@ impl Part {
     }
 }
 
-/// Gives all nodes Reprise's images, as `make images` makes them.
+/// Gives all nodes Reprise's images ([`programs::images`]).
 ///
 /// # Panics
 /// When they cannot be built, or a node does not take them.

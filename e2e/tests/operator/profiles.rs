@@ -1,4 +1,6 @@
-//! Profiles: to which nodes they go and in what order, what is counted of what nodes say, and what is refused.
+//! Profiles: to which nodes they go and in what order, what is counted of what nodes say, what is refused, and what waits for a place.
+
+use std::time::Duration;
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::ResourceExt;
@@ -304,5 +306,69 @@ fn an_operator_that_starts_anew_goes_on_with_what_nodes_have() {
     reports(&lab, "n1", H200, works(&second));
     assert_eq!(wait_claim(&lab, "n2", &first), second);
     wait_until("it is the second revision", PATIENCE, || (status(&lab)["revision"] == 2).then_some(()));
+    again.kill();
+}
+
+#[test]
+fn a_profile_more_than_a_node_has_room_for_waits_however_old_it_is_and_says_so() {
+    let lab = Lab::new();
+    let files = lab.operator_files("operator");
+    let operator = files.start().expect("the operator starts");
+    let named = |name: &str, labels: Value| {
+        let subject = json!({ "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" });
+        lab.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": name, "labels": labels },
+            "spec": { "subject": subject, "windows": windows(60) },
+        }));
+    };
+    let chat = || json!({ "for": "chat" });
+    named("a-old-one", json!({}));
+    // Objects are as old as whole seconds.
+    std::thread::sleep(Duration::from_millis(1100));
+    let all: Vec<String> = (0..16).map(|number| format!("p{number:02}")).collect();
+    for name in &all {
+        named(name, chat());
+    }
+    lab.cluster(json!({ "slackProfiles": { "matchLabels": chat() } }));
+    reports(&lab, "n1", H200, json!([]));
+    let claimed = || {
+        let claims = lab.get("CacheNode", "n1").expect("it is there").data["spec"]["profiles"].clone();
+        let claims = claims.as_array().cloned().unwrap_or_default();
+        let mut names: Vec<String> =
+            claims.iter().map(|claim| claim["name"].as_str().expect("a name").to_owned()).collect();
+        names.sort();
+        names
+    };
+    wait_until("the node should have all of them", PATIENCE, || (claimed() == all).then_some(()));
+
+    // It is selected from now on, and older than all that are.
+    named("a-old-one", chat());
+    let waits = |reason: &str, words: &str| {
+        let said = lab.wait_condition("SlackProfile", "a-old-one", [reason, "False", "Conflict"]);
+        assert!(said.contains(words) && said.contains("Narrow slackProfiles"), "{said}");
+    };
+    waits("Accepted", "selects 16 profiles that come before this one");
+    waits("Distributed", "0 of 1 nodes keep the revision that they have; 1 do not have it");
+    std::thread::sleep(SETTLED);
+    assert_eq!(claimed(), all);
+    for name in &all {
+        lab.wait_condition("SlackProfile", name, ["Accepted", "True", "AsDesired"]);
+    }
+
+    // One that knows only what stands in the specs decides the same.
+    assert!(operator.terminate().success());
+    let again = files.start().expect("the operator starts again");
+    wait_until("it has looked at all profiles", PATIENCE, || {
+        let looked = again.metric("reprise_operator_reconciles_total", "kind=\"SlackProfile\"");
+        (looked >= 17.0).then_some(())
+    });
+    std::thread::sleep(SETTLED);
+    assert_eq!(claimed(), all);
+    lab.delete("SlackProfile", "p07");
+    wait_until("it has the place", PATIENCE, || {
+        (claimed().first().map(String::as_str) == Some("a-old-one")).then_some(())
+    });
+    lab.wait_condition("SlackProfile", "a-old-one", ["Accepted", "True", "AsDesired"]);
+    assert_eq!(claimed().len(), 16);
     again.kill();
 }

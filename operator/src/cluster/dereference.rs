@@ -11,8 +11,10 @@ use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
 
 use super::store::StoreLook;
+use super::versions::has_ready_pods;
 use crate::child::ChildKind;
 use crate::context::Context;
+use crate::control_plane::Look;
 use crate::names::ClusterNames;
 use crate::optional::Access;
 use crate::plan::{ClusterPlan, PoolPlan};
@@ -50,6 +52,8 @@ pub struct Found {
     pub agents: Option<Arc<DynamicObject>>,
     /// What runs: members.
     pub members: Option<Arc<DynamicObject>>,
+    /// What members say, where one of them serves.
+    pub said_by_members: Option<Look>,
     /// What runs: etcd.
     pub etcd: Option<Arc<DynamicObject>>,
     /// Which optional kinds can be made here.
@@ -87,7 +91,7 @@ pub fn referred(cluster: &KVCacheCluster, context: &Context) -> Referred {
     Referred { pools: pools.collect(), tenants: tenants(context, &names), names }
 }
 
-/// Reads all of it; a store of somebody else is asked.
+/// Reads all of it; a store of somebody else is asked, and members which versions they are.
 pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
     let (referred, world) = (referred(cluster, context), &context.world);
     let names = &referred.names;
@@ -99,13 +103,21 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
     let cache_nodes: Vec<Arc<CacheNode>> = cache_nodes.collect();
     let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
     let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
+    let members = set(&names.control_plane());
+    let said_by_members = match members.as_deref() {
+        Some(members) if has_ready_pods(members) => {
+            Some(context.control_planes.look(names, &context.metrics).await)
+        }
+        _ => None,
+    };
     Found {
         profiles: files::of(cluster, names, &cache_nodes, context),
         cache_nodes,
         images: images(&cluster.spec.images, &context.settings.images),
         store: context.store_looks.look(cluster, context).await,
         agents: world.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
-        members: set(&names.control_plane()),
+        members,
+        said_by_members,
         etcd: set(&names.etcd()),
         access: optional.map(|kind| (kind, world.access(kind))).collect(),
         plan: own,

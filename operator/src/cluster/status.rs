@@ -3,16 +3,15 @@
 use std::sync::Arc;
 
 use kube::api::DynamicObject;
-use reprise_crds::cluster::{
-    AgentCounts, ClusterCapacity, Connection, EtcdMode, MemberCounts, RunningVersions,
-};
-use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid, Version};
+use reprise_crds::cluster::{AgentCounts, ClusterCapacity, Connection, EtcdMode, MemberCounts};
+use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
 use super::build::configuration::agent_digest;
+use super::REPORTED_WITHIN;
 use super::dereference::Found;
-use super::{REPORTED_WITHIN, validate};
+use super::versions::{Versions, image_of};
 use crate::children::Applied;
 use crate::clock;
 use crate::plan::Refusal;
@@ -40,9 +39,12 @@ pub fn of(
         pools(found),
     ];
     let works = findings.clone();
+    let versions = Versions::of(cluster, found);
+    let compatible = versions.compatible(cluster, found);
     findings.push(progressing(cluster, found, refused, &members, &agents));
-    findings.push(degraded(&works, applied));
+    findings.push(degraded(&works, &compatible, applied));
     findings.push(ready(&works, applied));
+    findings.push(compatible);
     let connection = Connection {
         config_map: Name::new(found.referred.names.connection()),
         socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
@@ -50,7 +52,7 @@ pub fn of(
     };
     let status = KVCacheClusterStatus {
         cluster_id: cluster.metadata.uid.clone().map(Uid::new),
-        versions: versions(found, &members),
+        versions: versions.running(),
         members: Some(members),
         agents: Some(agents),
         capacity: capacity(cluster, found),
@@ -61,13 +63,12 @@ pub fn of(
 }
 
 /// Pods of a workload that run what is wanted of them, by a field of its status: none while its controller has not seen what that is.
-fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
+pub(super) fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
     let is_seen = |workload: &&DynamicObject| {
         let observed = workload.data["status"]["observedGeneration"].as_i64();
         observed.is_some() && observed == workload.metadata.generation
     };
-    let is_wanted =
-        |workload: &&DynamicObject| validate::image_of(workload).is_some_and(|runs| runs == image);
+    let is_wanted = |workload: &&DynamicObject| image_of(workload).is_some_and(|runs| runs == image);
     number(workload.filter(is_seen).filter(is_wanted), field)
 }
 
@@ -247,13 +248,14 @@ fn progressing(
 }
 
 /// The first thing that is not so, and that nobody waits for: it works, with less.
-fn degraded(works: &[Finding], applied: Option<&Applied>) -> Finding {
+fn degraded(works: &[Finding], compatible: &Finding, applied: Option<&Applied>) -> Finding {
     let refused = applied.and_then(|applied| applied.refused.first());
     if let Some(refused) = refused {
         return Finding::yes(Type::Degraded, refused.reason, &refused.message);
     }
     let wrong = works.iter().find(|found| !found.is_good() && found.reason != Reason::Progressing);
-    match wrong {
+    let far = Some(compatible).filter(|found| found.reason == Reason::VersionSkew);
+    match wrong.or(far) {
         Some(found) => {
             Finding::yes(Type::Degraded, found.reason, format!("{}: {}", found.kind, found.message))
         }
@@ -281,28 +283,6 @@ impl Good for Finding {
     fn is_good(&self) -> bool {
         self.status == reprise_crds::status::ConditionStatus::True
     }
-}
-
-fn versions(found: &Found, members: &MemberCounts) -> Option<RunningVersions> {
-    let versions = found.cache_nodes.iter().filter(|node| has_reported(node));
-    let versions = versions.filter_map(|node| Some(node.status.as_ref()?.agent.as_ref()?.version.clone()));
-    let mut versions: Vec<Version> = versions.collect();
-    versions.sort_by_key(|version| numbers(version.as_str()));
-    // All members run the image that their StatefulSet has once all are updated; before that, nobody has said what the others run.
-    let image = found.members.as_deref().and_then(validate::image_of).unwrap_or_default();
-    let all = members.desired > 0
-        && updated(found.members.as_deref(), &image, "updatedReplicas") >= members.desired
-        && members.ready >= members.desired;
-    let tag = image.rsplit_once(':').map(|(_, tag)| tag).filter(|_| validate::version(&image).is_some());
-    let control_plane = tag.filter(|_| all).map(Version::new);
-    let (agent_min, agent_max) = (versions.first().cloned(), versions.last().cloned());
-    let known = RunningVersions { control_plane, agent_min, agent_max };
-    (known != RunningVersions::default()).then_some(known)
-}
-
-/// The numbers of a version, to compare by.
-fn numbers(version: &str) -> Vec<u64> {
-    version.split(|letter: char| !letter.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
 }
 
 fn capacity(cluster: &KVCacheCluster, found: &Found) -> Option<ClusterCapacity> {

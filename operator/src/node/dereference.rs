@@ -14,7 +14,7 @@ use crate::cluster::build::configuration::agent_digest;
 use crate::cluster::dereference::referred;
 use crate::context::Context;
 use crate::profile::PROFILES_MAX;
-use crate::profile::dereference::selected;
+use crate::profile::order::selected;
 
 /// What is wanted of a node, as it is.
 #[derive(Clone, Debug)]
@@ -86,7 +86,7 @@ fn profiles(
     context: &Context,
 ) -> Vec<ProfileClaim> {
     let has = live.map(|live| live.spec.profiles.as_slice()).unwrap_or_default();
-    let claims = selected(cluster, &context.world).into_iter().take(PROFILES_MAX).filter_map(|profile| {
+    let claims = selected(cluster, context).into_iter().take(PROFILES_MAX).filter_map(|profile| {
         let name = profile.name_any();
         let digest = match context.decisions.of(&profile) {
             Some(decided) => decided.nodes.get(node).map(Digest::new),

@@ -10,7 +10,8 @@
 //! `maxUnavailablePercent` of all nodes, but one may always be: so the first nodes that take it badly are the last.
 //!
 //! A node that does not report is given nothing new; one that falls silent with a new revision counts as being between two, since it may be
-//! silent because of it. Nothing is taken back: whoever has the former revision keeps it.
+//! silent because of it. Nothing is taken back: whoever has the former revision keeps it, but for a node that has no place for the profile
+//! any more ([`super::order`]).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -135,8 +136,9 @@ pub fn build(
     digest: Option<&str>,
     soaked: Option<Duration>,
 ) -> Wave {
+    let has_place = |node: &&ProfileNode| !node.crowded;
     let kept = |node: &ProfileNode| Some((node.name.clone(), node.wanted.clone()?));
-    let mut wanted: BTreeMap<String, String> = nodes.iter().filter_map(kept).collect();
+    let mut wanted: BTreeMap<String, String> = nodes.iter().filter(has_place).filter_map(kept).collect();
     let Some(digest) = digest.filter(|_| !nodes.is_empty()) else {
         return Wave { nodes: wanted, pace: Pace::Still };
     };
@@ -152,7 +154,7 @@ pub fn build(
             Turn::Canaries => node.canary,
             Turn::Everybody => true,
         };
-        *stage == Stage::Before && has_turn && !node.silent && !node.left
+        *stage == Stage::Before && has_turn && !node.silent && !node.left && !node.crowded
     };
     for (node, _) in staged.iter().filter(is_next).take(room) {
         wanted.insert(node.name.clone(), digest.to_owned());

@@ -1,13 +1,14 @@
 //! Reads what a profile is about: its windows, the clusters that select it, and what their nodes say.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
-use reprise_crds::{CacheNode, KVCacheCluster, SlackProfile};
+use reprise_crds::{CacheNode, SlackProfile};
 
+use super::PROFILES_MAX;
 use super::decisions::Decided;
+use super::order::{is_selected, selected};
 use super::source::{self, Source};
 use crate::cluster::dereference::is_of;
 use crate::cluster::status::has_reported;
@@ -36,8 +37,8 @@ pub struct Found {
 pub struct Selecting {
     /// `namespace/name`.
     pub cluster: String,
-    /// Older profiles that it selects as well.
-    pub older: usize,
+    /// Profiles that it selects as well, and that have a place before this one ([`super::order`]).
+    pub ahead: usize,
 }
 
 /// A node that has the profile's GPU.
@@ -55,6 +56,8 @@ pub struct ProfileNode {
     pub silent: bool,
     /// Whether its spec is left as it is, its cluster being paused or not accepted.
     pub left: bool,
+    /// Whether it has no place for the profile, since its cluster has as many others as there is room for.
+    pub crowded: bool,
 }
 
 /// What an agent says of a profile.
@@ -70,21 +73,6 @@ pub struct Said {
     pub p99: Option<u32>,
 }
 
-/// Profiles that a cluster selects, the oldest first. One that goes is selected no more.
-pub fn selected(cluster: &KVCacheCluster, world: &World) -> Vec<Arc<SlackProfile>> {
-    let mut selected = world.profiles.state_filter(|profile| is_selected(cluster, profile));
-    selected.sort_by_cached_key(|profile| {
-        let made = profile.metadata.creation_timestamp.as_ref().map(|time| time.0);
-        (made, profile.name_any())
-    });
-    selected
-}
-
-fn is_selected(cluster: &KVCacheCluster, profile: &SlackProfile) -> bool {
-    let labels = || cluster.spec.slack_profiles.as_ref().is_some_and(|all| selects(all, profile.labels()));
-    profile.metadata.deletion_timestamp.is_none() && cluster.namespace() == profile.namespace() && labels()
-}
-
 /// Reads it: the windows from the API server where they are in a ConfigMap, all else from the stores.
 ///
 /// # Errors
@@ -98,10 +86,12 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Fo
     clusters.sort_by_key(|cluster| cluster.name_any());
     for cluster in clusters {
         let names = ClusterNames::of(&cluster);
-        let all = selected(&cluster, world);
-        let older = all.iter().take_while(|other| other.metadata.uid != profile.metadata.uid).count();
-        found.clusters.push(Selecting { cluster: names.key(), older });
+        let all = selected(&cluster, context);
+        let ahead = all.iter().take_while(|other| other.metadata.uid != profile.metadata.uid).count();
+        found.clusters.push(Selecting { cluster: names.key(), ahead });
         let left = state(&cluster) == ClusterState::Left;
+        // What is left as it is keeps what it has.
+        let crowded = ahead >= PROFILES_MAX && !left;
         for name in plan.cluster(&cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {
             let live = world.cache_nodes.get(&ObjectRef::new(name)).filter(|live| is_of(live, &names));
             let Some(live) = live else { continue };
@@ -109,8 +99,9 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Fo
             // Right after a start, or while a driver is loaded, a node has no GPUs: it is of the rollout all the same.
             let may_have = products.is_empty() && has(profile, &live, decided.as_deref());
             if may_have || products.contains(&profile.spec.subject.gpu_product.as_str()) {
-                let node = ProfileNode { left, ..node(profile, &live, decided.as_deref(), world) };
-                found.nodes.push(node);
+                let node = node(profile, &live, decided.as_deref(), world);
+                let wanted = node.wanted.clone().filter(|_| !crowded);
+                found.nodes.push(ProfileNode { wanted, left, crowded, ..node });
             }
             found.products.extend(products.into_iter().map(str::to_owned));
         }
@@ -155,6 +146,7 @@ fn node(profile: &SlackProfile, live: &CacheNode, decided: Option<&Decided>, wor
         canary: is_canary,
         silent: !has_reported(live),
         left: false,
+        crowded: false,
         name,
     }
 }

@@ -16,7 +16,7 @@ use reprise_crds::{CacheNode, KVCacheCluster};
 
 use super::PROFILES_MAX;
 use super::decisions::Decided;
-use super::dereference::selected;
+use super::order::selected;
 use crate::child::ChildKind;
 use crate::context::Context;
 use crate::digest;
@@ -33,7 +33,7 @@ pub fn of(
     context: &Context,
 ) -> BTreeMap<String, String> {
     let world = &context.world;
-    let profiles = selected(cluster, world);
+    let profiles = selected(cluster, context);
     let decided = profiles.iter().take(PROFILES_MAX).map(|profile| context.decisions.of(profile));
     let decided: Vec<Option<Arc<Decided>>> = decided.collect();
     let live = world.child(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());

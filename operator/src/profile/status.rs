@@ -6,6 +6,7 @@ use reprise_crds::slack::{Measured, ProfileNodes};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{SlackProfile, SlackProfileStatus};
 
+use super::PROFILES_MAX;
 use super::build::{Pace, Stage, Wave};
 use super::content::Revision;
 use super::dereference::{Found, ProfileNode};
@@ -14,6 +15,8 @@ use crate::plan::Refusal;
 
 /// So many names are in a message, at the most.
 const NAMES_MAX: usize = 5;
+/// What `Active` does not mean.
+const UNUSED: &str = "nothing on the data path uses it in this release, its fallback included";
 
 /// Everything that a status is made of.
 pub struct Seen<'a> {
@@ -127,7 +130,8 @@ fn distributed(seen: &Seen<'_>, counts: &Counts<'_>) -> Finding {
     if let Some(refusal) = seen.refused.or(seen.revision.err()) {
         let having = seen.found.nodes.iter().filter(|node| node.wanted.is_some()).count();
         let message = format!(
-            "nothing is distributed until the profile is accepted and valid; {having} of {all} nodes keep the revision that they have"
+            "nothing is distributed until the profile is accepted and valid; {having} of {all} nodes keep the revision that they have{}",
+            without_place(seen)
         );
         return Finding::no(kind, refusal.reason, message);
     }
@@ -179,6 +183,19 @@ fn distributed(seen: &Seen<'_>, counts: &Counts<'_>) -> Finding {
         ),
     };
     Finding::no(kind, reason, message)
+}
+
+/// Nodes that have none of it, since others have their places there; nothing where there are none.
+fn without_place(seen: &Seen<'_>) -> String {
+    let crowded = || seen.found.nodes.iter().filter(|node| node.crowded);
+    match crowded().count() {
+        0 => String::new(),
+        count => format!(
+            "; {count} do not have it, as long as {PROFILES_MAX} others come before it: {}. Narrow slackProfiles of their KVCacheCluster, or \
+             remove a profile",
+            few(crowded())
+        ),
+    }
 }
 
 fn reason_of(stage: Stage) -> Reason {
@@ -254,7 +271,7 @@ fn under_way(seen: &Seen<'_>, counts: &Counts<'_>) -> Finding {
     Finding::no(kind, Reason::Progressing, message)
 }
 
-/// Whether every node works by some revision.
+/// Whether every node has some revision of it ready. That nothing uses it is said with it, so that nobody looks for an effect.
 fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     let kind = Type::Active;
     let all = counts.nodes.len();
@@ -263,9 +280,9 @@ fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     };
     let work = counts.nodes.iter().filter(works).count();
     if all == 0 {
-        return Finding::no(kind, distributed.reason, "no node works by it");
+        return Finding::no(kind, distributed.reason, format!("no node has it ready; {UNUSED}"));
     }
-    let message = format!("{work} of {all} nodes work by a revision of it");
+    let message = format!("{work} of {all} nodes have a revision of it ready; {UNUSED}");
     if work == all {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
@@ -291,7 +308,8 @@ fn drifted(seen: &Seen<'_>, counts: &Counts<'_>) -> Finding {
     if measure.any(|node| node.said.as_ref().is_some_and(|said| said.p99.is_some())) {
         return Finding::no(kind, Reason::AsDesired, format!("no node measures a larger error than {most}"));
     }
-    Finding::unknown(kind, Reason::NotReported, "no node has measured how good its predictions are")
+    let message = "no node has measured how good its predictions are, and no agent of this release does";
+    Finding::unknown(kind, Reason::NotReported, message)
 }
 
 #[cfg(test)]

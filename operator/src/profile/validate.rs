@@ -27,9 +27,9 @@ pub fn accepted(profile: &SlackProfile, found: &Found) -> Option<Refusal> {
         );
         return Some(Refusal::new(Reason::ReferenceNotFound, message));
     }
-    let crowded = found.clusters.iter().find(|selecting| selecting.older >= PROFILES_MAX)?;
+    let crowded = found.clusters.iter().find(|selecting| selecting.ahead >= PROFILES_MAX)?;
     let message = format!(
-        "KVCacheCluster {} selects {PROFILES_MAX} older profiles, and a node has no more: narrow slackProfiles, or remove a profile",
+        "KVCacheCluster {} selects {PROFILES_MAX} profiles that come before this one, and a node has no more, so its nodes do not get it:          profiles that nodes have come first, then older ones. Narrow slackProfiles, or remove a profile",
         crowded.cluster
     );
     Some(Refusal::new(Reason::Conflict, message))
@@ -70,9 +70,9 @@ mod tests {
         SlackProfile::new("p", serde_json::from_value(spec).expect("a spec"))
     }
 
-    fn found(source: Source, older: &[usize]) -> Found {
-        let selecting = |older: &usize| Selecting { cluster: format!("n/c{older}"), older: *older };
-        let clusters = older.iter().map(selecting).collect();
+    fn found(source: Source, ahead: &[usize]) -> Found {
+        let selecting = |ahead: &usize| Selecting { cluster: format!("n/c{ahead}"), ahead: *ahead };
+        let clusters = ahead.iter().map(selecting).collect();
         Found { source, clusters, nodes: Vec::new(), products: BTreeSet::new() }
     }
 
@@ -97,7 +97,7 @@ mod tests {
             (
                 &plain,
                 found(text("[]"), &[0, 16]),
-                Some((Reason::Conflict, "KVCacheCluster n/c16 selects 16")),
+                Some((Reason::Conflict, "KVCacheCluster n/c16 selects 16 profiles that come before this one")),
             ),
         ] {
             let refused = accepted(profile, &found);

@@ -228,7 +228,7 @@ impl State {
 impl Shared {
     fn info(&self, state: &State) -> MemberInfo {
         let address = format!("127.0.0.1:{}", self.port);
-        MemberInfo { name: state.name.to_owned(), address, incarnation: 1 }
+        MemberInfo { name: state.name.to_owned(), address, incarnation: 1, ..MemberInfo::default() }
     }
 
     fn members(&self) -> MemberList {

@@ -41,6 +41,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         store: None,
         agents: None,
         members: None,
+        said_by_members: None,
         etcd: None,
         access: std::collections::BTreeMap::new(),
     }

@@ -56,6 +56,7 @@ fn node(words: &str) -> ProfileNode {
         canary: name.starts_with('c'),
         silent: more.contains(&"silent"),
         left: more.contains(&"left"),
+        crowded: more.contains(&"crowded"),
     }
 }
 
@@ -109,6 +110,7 @@ fn nodes_are_given_a_revision_so_that_few_are_between_two_and_canaries_come_firs
         // Who does not report, or must not be changed, is passed over; who fell silent with it is not forgotten.
         (plain(10), "n1 before silent; n2 before left; n3 before", None, "n3", Moving),
         (plain(10), "n1 between silent; n2 before", None, "", Moving),
+        (plain(10), "n1 fresh crowded; n2 before", None, "n2", Moving),
         // Canaries.
         (with_canary(), "a before; c before; d before", None, "c", Moving),
         (with_canary(), "a before; c between; d before", None, "", Moving),
@@ -194,5 +196,14 @@ fn the_soak_begins_when_all_canaries_work_and_again_with_another_revision() {
     assert_eq!(soaking("a before; c works", Some(OLD)), Some(now.clone()));
     for words in ["a works", "c1 works; c2 between", "c drifted", "c refused", "c1 works; c2 works silent"] {
         assert_eq!(soaking(words, Some(NEW)), None, "{words:?}");
+    }
+}
+
+#[test]
+fn a_node_that_has_no_place_for_the_profile_any_more_should_not_have_it() {
+    let nodes = nodes("n1 works; n2 works crowded");
+    for digest in [Some(NEW), None] {
+        let wave = build(&profile(&plain(10)), &nodes, digest, None);
+        assert_eq!(wave.nodes.keys().collect::<Vec<_>>(), ["n1"], "{digest:?}");
     }
 }

@@ -47,7 +47,7 @@ fn fresh(name: &str) -> ProfileNode {
 fn found(nodes: Vec<ProfileNode>, products: &[&str]) -> Found {
     Found {
         source: Source::Windows(Vec::new()),
-        clusters: vec![Selecting { cluster: "n/c".to_owned(), older: 0 }],
+        clusters: vec![Selecting { cluster: "n/c".to_owned(), ahead: 0 }],
         nodes,
         products: products.iter().map(|product| (*product).to_owned()).collect::<BTreeSet<String>>(),
     }
@@ -188,8 +188,9 @@ fn nodes_work_by_a_profile_when_all_of_them_do_by_any_revision() {
         (vec![works("n1"), refuses("n2")], (False, Reason::Refused)),
     ] {
         let (_, findings) = said(&found(nodes, &[GPU]), Pace::Moving);
-        let (status, reason, _) = condition(&findings, Type::Active);
+        let (status, reason, message) = condition(&findings, Type::Active);
         assert_eq!((status, reason), expected);
+        assert!(message.contains("nothing on the data path uses it"), "{message}");
     }
     let (_, findings) = said(&found(Vec::new(), &["NVIDIA L4"]), Pace::Still);
     assert_eq!(condition(&findings, Type::Active).1, Reason::WrongGpu);
@@ -208,4 +209,29 @@ fn a_profile_has_drifted_when_one_node_says_so_and_nobody_knows_before_one_has_m
         assert_eq!(is, status);
         assert!(message.contains(words), "{message}");
     }
+}
+
+#[test]
+fn nodes_that_have_no_place_for_a_profile_are_not_said_to_have_it() {
+    let crowded = |name| ProfileNode { crowded: true, wanted: None, ..works(name) };
+    let found = found(vec![works("n1"), crowded("n2"), crowded("n3")], &[GPU]);
+    let refusal = Refusal::new(Reason::Conflict, "16 others");
+    let revision = Revision { digest: NEW.to_owned(), text: "{}".to_owned() };
+    let wave = Wave { nodes: BTreeMap::new(), pace: Pace::Still };
+    let (status, findings) = of(&Seen {
+        profile: &profile(),
+        found: &found,
+        refused: Some(&refusal),
+        revision: Ok(&revision),
+        wave: &wave,
+        soaking_since: None,
+    });
+    assert_eq!(status.nodes, Some(ProfileNodes { target: 3, applied: 1, failed: 0 }));
+    let (is, reason, message) = condition(&findings, Type::Distributed);
+    assert_eq!((is, reason), (ConditionStatus::False, Reason::Conflict));
+    assert!(message.contains("1 of 3 nodes keep the revision that they have; 2 do not have it"), "{message}");
+    assert!(message.contains("n2, n3. Narrow slackProfiles"), "{message}");
+    let (is, reason, message) = condition(&findings, Type::Active);
+    assert_eq!((is, reason), (ConditionStatus::False, Reason::Conflict));
+    assert!(message.contains("1 of 3 nodes"), "{message}");
 }
