@@ -41,6 +41,7 @@ pub mod machine;
 pub mod node;
 pub mod programs;
 pub mod release;
+pub mod requests;
 mod users;
 mod volumes;
 
@@ -51,6 +52,7 @@ pub use engines::Engines;
 pub use image::Image;
 pub use node::Node;
 pub use release::Release;
+pub use requests::Workers;
 
 /// A start takes some 3 s on a machine that does nothing else.
 const READY_WITHIN: Duration = Duration::from_secs(120);

@@ -4,6 +4,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::PathBuf;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -11,6 +13,7 @@ use serde_json::Value;
 
 use super::cluster::Cluster;
 use super::programs;
+use crate::process::Running;
 use crate::tree;
 
 /// Where it is installed.
@@ -118,15 +121,20 @@ impl<'a> Release<'a> {
         self.helm("upgrade", more)
     }
 
+    /// The same, begun: whoever waits for its end sees what happens meanwhile.
+    ///
+    /// # Panics
+    /// When Helm cannot be run.
+    pub fn begin_upgrade(self, more: &[&str]) -> Running {
+        let mut command = self.cluster.helm_command();
+        // What it says of a failure is for the test's own output.
+        command.args(arguments("upgrade", more)).stdin(Stdio::null()).stdout(Stdio::null());
+        Running::spawn(command)
+    }
+
     fn helm(self, command: &str, more: &[&str]) -> String {
-        let chart = tree().join("charts/reprise");
-        let values = chart.join("examples/lab.yaml");
-        let text = |path: std::path::PathBuf| path.to_str().expect("trees are UTF-8").to_owned();
-        let (chart, values) = (text(chart), text(values));
-        let mut all = vec![command, RELEASE, &chart, "--namespace", NAMESPACE, "--values", &values];
-        all.extend(["--wait", TIMEOUT]);
-        all.extend(more);
-        self.run(&all)
+        let all = arguments(command, more);
+        self.run(&all.iter().map(String::as_str).collect::<Vec<&str>>())
     }
 
     /// `helm test`, and what its pods have said.
@@ -291,6 +299,16 @@ impl<'a> Release<'a> {
         }
         texts.join("\n")
     }
+}
+
+/// What Helm is told to install or change the release, by the values of the laboratory and others.
+fn arguments(command: &str, more: &[&str]) -> Vec<String> {
+    let chart = tree().join("charts/reprise");
+    let values = chart.join("examples/lab.yaml");
+    let text = |path: PathBuf| path.to_str().expect("trees are UTF-8").to_owned();
+    let (chart, values) = (text(chart), text(values));
+    let all = [command, RELEASE, &chart, "--namespace", NAMESPACE, "--values", &values, "--wait", TIMEOUT];
+    all.iter().chain(more).map(|argument| (*argument).to_owned()).collect()
 }
 
 /// Processes in the control groups of pods, which are named after them.
