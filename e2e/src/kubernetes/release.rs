@@ -253,6 +253,20 @@ impl<'a> Release<'a> {
         self.kubectl(&arguments);
     }
 
+    /// The most memory that a process of these pods has had, in bytes.
+    ///
+    /// # Panics
+    /// When none of them runs.
+    pub fn peak_bytes(self, pods: &[Pod]) -> u64 {
+        let peak = |process: Pid| {
+            let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_nonzero())).ok()?;
+            let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+            line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
+        };
+        let peaks = processes_of(pods).into_iter().filter_map(peak);
+        peaks.max().expect("pods that run have processes") * 1024
+    }
+
     /// Waits until so many pods of a part serve, and none of these is among them; who they are.
     ///
     /// # Panics
