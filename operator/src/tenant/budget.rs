@@ -286,6 +286,7 @@ mod tests {
         assert_eq!(next(&[at(Outcome::Foreign)]), Some(LOOK_AGAIN));
         assert_eq!(next(&[at(Outcome::Kept), untold]), Some(LOOK_SOON));
     }
+
     #[test]
     fn a_tenant_that_is_purged_keeps_its_budget_of_nothing_until_no_node_holds_anything() {
         let with = |finalizers: Value, deleted: Value| {
