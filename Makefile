@@ -13,7 +13,7 @@ REPRISE_IMAGES_PROFILE ?= images-test
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s e2e-scale k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-python its tests, against real processes"
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
 	@echo "make e2e-k8s     the tests with a whole Kubernetes: two nodes and real pods; needs root, and installs what it lacks"
+	@echo "make e2e-scale   the operator in its pod with 1,000 nodes that kwok plays: time, memory, writes"
 	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
 	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
 	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
@@ -72,6 +73,11 @@ test-vllm:
 e2e-k8s: etcd cluster images-test
 	cargo build --locked --workspace --bins
 	cargo test --locked -p reprise-e2e --test cluster
+
+e2e-scale: etcd cluster images
+	e2e/kwok/build.sh
+	cargo build --locked --workspace --bins
+	cargo test --locked -p reprise-e2e --test scale
 
 k8s-lab: etcd cluster
 	cargo build --locked -p reprise-e2e --bins

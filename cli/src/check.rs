@@ -7,7 +7,7 @@
 //! connect (until the agent listens) → save own → for each other: match until it is found → load → compare
 //! ```
 //!
-//! With `--again-for` it goes on afterwards, as an engine that only hits ([`again`]).
+//! With `--again-for` it goes on afterwards as an engine that only hits ([`again`]), with `--requests-for` as one that is at work ([`requests`]).
 //!
 //! Invariants: the check ends within `--within`, whatever agents do; a byte that differs, a block that comes from the own node and a
 //! block that never appears are failures that say which. Blocks of different runs never meet: keys are made of `--run`.
@@ -15,6 +15,7 @@
 //! Deliberately absent: load. What a cluster carries is measured by `reprise bench`.
 
 mod again;
+mod requests;
 
 use std::path::PathBuf;
 use std::thread;
@@ -23,7 +24,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::builder::RangedU64ValueParser;
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope, Source,
+    BlockStatus, Client, ClientError, CommitOutcome, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope,
+    Source,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
@@ -73,6 +75,10 @@ pub(crate) struct CheckArgs {
     /// earlier process of the run has saved, or has brought to this node, will do then.
     #[arg(long, value_name = "DURATION")]
     again_for: Option<Interval>,
+    /// Afterwards: serve requests for so long, 20 a second, as an engine does: load what is found, compute and save what is not; and say once
+    /// a second what came of them.
+    #[arg(long, value_name = "DURATION", conflicts_with = "again_for")]
+    requests_for: Option<Interval>,
 }
 
 /// What became of the own block.
@@ -109,6 +115,19 @@ struct Block {
     key: BlockKey,
 }
 
+/// What became of a look for a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// It came, and every byte is right.
+    Right(Source),
+    /// Nobody has it.
+    Nothing,
+    /// Somebody had it, and it did not come.
+    NotBrought,
+    /// It came with checksums that fit, and so many words of 8 bytes are not what was saved.
+    Wrong { words: u64 },
+}
+
 /// A session, and by when the check must be over.
 struct Check {
     client: Client,
@@ -139,9 +158,13 @@ pub(crate) fn command(args: &CheckArgs, audience: Audience) -> anyhow::Result<()
     };
     audience.emit(&checked);
     audience.say(text(&checked));
-    match args.again_for {
-        Some(lasts) => again::go_on(check, args, &others, lasts.0, audience),
-        None => Ok(()),
+    match (args.again_for, args.requests_for) {
+        (Some(lasts), _) => again::go_on(check, args, &others, lasts.0, audience),
+        (None, Some(lasts)) => {
+            requests::serve(check, args, lasts.0, audience);
+            Ok(())
+        }
+        (None, None) => Ok(()),
     }
 }
 
@@ -155,7 +178,8 @@ enum Before {
 impl Before {
     /// Who goes on for long may be started again.
     fn of(args: &CheckArgs) -> Before {
-        if args.again_for.is_some() { Before::Perhaps } else { Before::Never }
+        let goes_on = args.again_for.is_some() || args.requests_for.is_some();
+        if goes_on { Before::Perhaps } else { Before::Never }
     }
 }
 
@@ -205,18 +229,11 @@ impl Check {
 
     fn save(&self, index: u32, before: Before) -> anyhow::Result<Saved> {
         let block = block(&self.namespace, index);
-        let reserved = self.client.reserve(1, RESERVE_WAIT).context("saving a block")?;
-        let Some(mut reservation) = reserved.into_iter().next() else {
+        let Some(committed) = self.put(&block).context("saving a block")? else {
             bail!(
                 "the agent's arena had no room for a block of 64 KiB within {RESERVE_WAIT:?}: is its cache.dram too small?"
             )
         };
-        let mut bytes = self.object();
-        for object in 0..self.layout.objects() {
-            kv_function::fill(&block.prefix_hash, self.place(object), &mut bytes);
-            reservation.fill_object(object, &bytes)?;
-        }
-        let committed = self.client.commit(vec![(reservation, block.key)], Priority::Normal)?;
         let status = committed.statuses.first().copied().context("the agent told nothing of the block")?;
         let is_there = before == Before::Perhaps && status == CommitStatus::Duplicate;
         ensure!(
@@ -226,6 +243,18 @@ impl Check {
         let outcome =
             self.client.wait_durable(committed.ticket, DURABLE_WAIT).context("waiting for the device")?;
         Ok(Saved { saved_by: index, key: model::hex(&block.key.0), durable: outcome.durable == 1 })
+    }
+
+    /// Saves a block: what the agent says of it. `None` when its arena had no room in time.
+    fn put(&self, block: &Block) -> Result<Option<CommitOutcome>, ClientError> {
+        let reserved = self.client.reserve(1, RESERVE_WAIT)?;
+        let Some(mut reservation) = reserved.into_iter().next() else { return Ok(None) };
+        let mut bytes = self.object();
+        for object in 0..self.layout.objects() {
+            kv_function::fill(&block.prefix_hash, self.place(object), &mut bytes);
+            reservation.fill_object(object, &bytes)?;
+        }
+        self.client.commit(vec![(reservation, block.key)], Priority::Normal).map(Some)
     }
 
     /// Waits for another's block, and loads it where it is right.
@@ -267,27 +296,37 @@ impl Check {
     /// Loads a block if it is there, and compares every byte: where it came from. `None` when it cannot be had; calls that fail are
     /// [`ClientError`]s.
     fn look(&self, block: &Block, scope: Scope) -> anyhow::Result<Option<Source>> {
+        match self.fetch(block, scope)? {
+            Found::Right(source) => Ok(Some(source)),
+            Found::Nothing | Found::NotBrought => Ok(None),
+            Found::Wrong { words } => bail!("{words} words of 8 bytes are not what was saved"),
+        }
+    }
+
+    /// Loads a block if it is there, and compares every byte.
+    fn fetch(&self, block: &Block, scope: Scope) -> Result<Found, ClientError> {
         if self.client.match_keys(&[block.key], scope)?.is_empty() {
-            return Ok(None);
+            return Ok(Found::Nothing);
         }
         let request = LoadRequest { deadline: LOAD_DEADLINE, scope, ..LoadRequest::new(vec![block.key]) };
         let load = self.client.load(&request)?;
         for layer in 0..self.layout.layers() {
             load.wait_layer(layer, LOAD_DEADLINE)?;
         }
-        let loaded = load.blocks().first().context("the agent told nothing of the block")?;
-        let (BlockStatus::Ok, Some(source)) = (loaded.status(), loaded.source()) else { return Ok(None) };
+        let loaded = load.blocks().first().expect("the client takes answers with a block for each key only");
+        let (BlockStatus::Ok, Some(source)) = (loaded.status(), loaded.source()) else {
+            return Ok(Found::NotBrought);
+        };
         let mut bytes = self.object();
-        let mut wrong = 0;
+        let mut words = 0;
         for object in 0..self.layout.objects() {
             // A copy that does not match its checksum is a block that failed, which is a miss.
             if load.copy_object(0, object, &mut bytes).is_err() {
-                return Ok(None);
+                return Ok(Found::NotBrought);
             }
-            wrong += kv_function::mismatches(&block.prefix_hash, self.place(object), &bytes);
+            words += kv_function::mismatches(&block.prefix_hash, self.place(object), &bytes);
         }
-        ensure!(wrong == 0, "{wrong} words of 8 bytes are not what was saved");
-        Ok(Some(source))
+        Ok(if words == 0 { Found::Right(source) } else { Found::Wrong { words } })
     }
 
     fn object(&self) -> Vec<u8> {
@@ -322,7 +361,12 @@ fn namespace(layout: &Layout, tenant: &TenantName, run: &str) -> NamespaceDigest
 }
 
 fn block(namespace: &NamespaceDigest, saved_by: u32) -> Block {
-    let prefix_hash = prefix_hash::block_hash(&prefix_hash::none_hash("reprise-check"), &[saved_by], &[]);
+    block_of(namespace, &[saved_by])
+}
+
+/// The block of a prompt.
+fn block_of(namespace: &NamespaceDigest, tokens: &[u32]) -> Block {
+    let prefix_hash = prefix_hash::block_hash(&prefix_hash::none_hash("reprise-check"), tokens, &[]);
     Block { prefix_hash, key: BlockKey::derive(namespace, &prefix_hash, KeyPart::default()) }
 }
 

@@ -103,7 +103,7 @@ choice! {
     TenantDeletion {
         /// They stay until their room is needed.
         Orphan,
-        /// They are evicted everywhere before the object goes; not in this release.
+        /// They are evicted everywhere before the object goes.
         Purge,
     }
     default Orphan

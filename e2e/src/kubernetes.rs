@@ -34,6 +34,7 @@ pub mod certificates;
 mod cgroups;
 pub mod cluster;
 pub mod engines;
+pub mod fleet;
 pub mod image;
 pub mod lab;
 pub mod leftovers;
@@ -41,6 +42,7 @@ pub mod machine;
 pub mod node;
 pub mod programs;
 pub mod release;
+pub mod requests;
 mod users;
 mod volumes;
 
@@ -48,9 +50,11 @@ pub use accounts::PodAccount;
 pub use certificates::User;
 pub use cluster::Cluster;
 pub use engines::Engines;
+pub use fleet::Fleet;
 pub use image::Image;
 pub use node::Node;
 pub use release::Release;
+pub use requests::Workers;
 
 /// A start takes some 3 s on a machine that does nothing else.
 const READY_WITHIN: Duration = Duration::from_secs(120);

@@ -2,6 +2,7 @@
 //! is told why, within the bound.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -102,6 +103,30 @@ fn who_goes_on_says_what_was_hit_and_may_be_started_again() {
         assert!(last["hits"]["own DRAM"].as_u64().is_some_and(|hits| hits > 0), "{text}");
         assert_eq!((&last["own_missed"], &last["sessions"]), (&Value::from(0), &Value::from(0)), "{text}");
     }
+}
+
+#[test]
+fn who_serves_requests_fails_none_when_its_agent_is_replaced() {
+    let world = World::new();
+    let mut agent = world.agent(&AgentConfig::named("first"));
+    let mut child = start(&agent.files().socket, &["--run", "a", "--requests-for", "60s"]);
+    let lines = BufReader::new(child.stdout.take().expect("piped above")).lines();
+    let mut lines = lines
+        .map(|line| serde_json::from_str::<Value>(&line.expect("text")).expect("an object a line"))
+        .filter(|line| line["requests"].is_u64());
+    let from = |line: &Value, tier: &str| line["hits"][tier].as_u64().unwrap_or_default();
+    let before = lines.find(|line| from(line, "own DRAM") > 0).expect("it asks for what it has saved");
+    assert_eq!(before["sessions"], 0, "{before}");
+    agent.stop();
+    agent.start();
+    let is_back = |line: &Value| line["sessions"] == 1 && from(line, "own NVMe") > 0;
+    let after = lines.find(is_back).expect("the new agent has what the old one has kept");
+    child.kill().expect("one's own child can be ended");
+    child.wait().expect("one's own child can be waited for");
+    assert_eq!((&after["failed"], &after["wrong_words"]), (&Value::from(0), &Value::from(0)), "{after}");
+    let count = |line: &Value, name: &str| line[name].as_u64().unwrap_or_default();
+    let hits: u64 = ["own DRAM", "own NVMe"].map(|tier| from(&after, tier)).iter().sum();
+    assert_eq!(hits + count(&after, "computed"), count(&after, "requests"), "each had bytes: {after}");
 }
 
 #[test]

@@ -16,6 +16,8 @@ mod chart;
 mod chart_faults;
 #[path = "cluster/chart_life.rs"]
 mod chart_life;
+#[path = "cluster/chart_upgrade.rs"]
+mod chart_upgrade;
 #[path = "cluster/ends.rs"]
 mod ends;
 #[path = "cluster/faults.rs"]
@@ -64,9 +66,10 @@ fn main() -> ExitCode {
         ),
         ("a_release_is_changed_and_taken_back_with_its_blocks", chart_life::changed_and_taken_back),
         (
-            "another_version_comes_one_node_after_the_other_and_one_too_far_is_refused",
-            chart_life::another_version,
+            "another_version_comes_one_node_after_the_other_and_fails_no_request_of_busy_engines",
+            chart_upgrade::under_load,
         ),
+        ("a_version_too_far_is_refused_and_no_pod_is_touched", chart_life::too_far),
         ("an_uninstalled_release_leaves_its_definitions_and_nothing_else", chart_life::removed),
         ("what_is_not_cleaned_up_is_seen", ends::leftovers_are_seen),
     ];

@@ -28,6 +28,8 @@ use crate::backoff::Backoff;
 use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
 
+mod holders;
+
 /// How long a look holds at which all was well.
 const STAYS_GOOD: Duration = Duration::from_secs(25);
 /// How long one holds, at the most, at which the control plane did not answer.
@@ -49,6 +51,11 @@ pub struct Budget {
     pub reserved: Room,
     /// At the most; 2⁶⁴ − 1 is no limit.
     pub limit: Room,
+}
+
+impl Budget {
+    /// That of a tenant whose blocks are to go.
+    pub const NOTHING: Budget = Budget { reserved: Room { dram: 0, ssd: 0 }, limit: Room { dram: 0, ssd: 0 } };
 }
 
 /// Bytes of both kinds.

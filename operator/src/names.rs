@@ -25,6 +25,8 @@ pub const INJECTION: &str = "reprise.dev/injection";
 pub const WIPE_FINALIZER: &str = "reprise.dev/wipe";
 /// Finalizer of tenants that control planes were told budgets of.
 pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
+/// Finalizer of tenants whose blocks are evicted before they go.
+pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
 /// Finalizer of allocations that have a grant.
 pub const QUEUES_FINALIZER: &str = "reprise.dev/queues";
 /// Label of the objects that a release of the chart applied: its name.

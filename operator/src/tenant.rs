@@ -1,19 +1,19 @@
 //! `CacheTenant`: whether it is right, whether reservations fit what there is, and its budget at the control planes of its clusters. Its limits on
 //! each node reach the agents with their configuration ([`crate::cluster`]), so nothing is built here.
 //!
-//! Deliberately absent: purging, and telling pods which tenant they are, which are refused with words.
+//! Deliberately absent: telling pods which tenant they are, which is refused with words.
 
 use std::sync::Arc;
 
-use kube::Api;
 use kube::runtime::controller::Action;
+use kube::{Api, ResourceExt};
 use reprise_crds::CacheTenant;
 
 use crate::cluster::REPORTED_WITHIN;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::finalizers::{Finalizer, Left, set};
-use crate::names::BUDGET_FINALIZER;
+use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 
 pub mod budget;
 pub mod dereference;
@@ -29,15 +29,30 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let refused = validate::validate(&tenant);
     let ours = budget::is_ours(&tenant);
     let goes = tenant.metadata.deletion_timestamp.is_some();
-    if !goes && !ours && refused.is_none() && budget::wanted(&tenant).is_some() {
-        // Before anybody is told: what comes of it is a change, and the next reconcile tells.
-        set(&context, &*tenant, &api, BUDGET_FINALIZER, Finalizer::Wanted).await?;
-        return Ok(Action::await_change());
+    if !goes && refused.is_none() {
+        let purges = budget::wants_purge(&tenant);
+        // Before anybody is told, and one at a time: what comes of it is a change, and the next reconcile tells.
+        if !ours && (purges || budget::wanted(&tenant).is_some()) {
+            set(&context, &*tenant, &api, BUDGET_FINALIZER, Finalizer::Wanted).await?;
+            return Ok(Action::await_change());
+        }
+        if purges != budget::has_purge(&tenant) {
+            let finalizer = if purges { Finalizer::Wanted } else { Finalizer::Unwanted };
+            set(&context, &*tenant, &api, PURGE_FINALIZER, finalizer).await?;
+            return Ok(Action::await_change());
+        }
     }
     let settled = budget::settle(&tenant, refused.as_ref(), &context).await;
+    if budget::is_purged(&tenant, &settled) {
+        tracing::info!(tenant = tenant.name_any(), "no node has a block of the tenant any more");
+        // What is left to do is to take its budget of nothing back.
+        set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Unwanted).await?;
+        return Ok(Action::await_change());
+    }
     let undone = budget::is_undone(&tenant, refused.as_ref(), &settled);
     let finalizer = if ours && !undone { Finalizer::Wanted } else { Finalizer::Unwanted };
-    if set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await? == Left::Nothing {
+    let left = set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await?;
+    if left == Left::Nothing && !budget::is_purging(&tenant) {
         return Ok(Action::await_change());
     }
     let rooms = dereference::dereference(&tenant, &context);

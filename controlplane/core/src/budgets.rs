@@ -269,6 +269,12 @@ impl Budgets {
         self.tenants.get(tenant).map_or(Amounts::default(), Ledger::charged)
     }
 
+    /// Nodes that have said that they follow the newest order about a tenant; what they use is of then or later.
+    pub fn followers(&self, tenant: &TenantName) -> impl Iterator<Item = NodeId> {
+        let shares = self.tenants.get(tenant).into_iter().flat_map(|ledger| &ledger.shares);
+        shares.filter(|(_, share)| share.known && share.granted.is_some()).map(|(node, _)| *node)
+    }
+
     /// The newest orders to all nodes about a tenant.
     pub fn granted(&self, tenant: &TenantName) -> impl Iterator<Item = (NodeId, Amounts)> {
         let shares = self.tenants.get(tenant).into_iter().flat_map(|ledger| &ledger.shares);

@@ -61,8 +61,21 @@ pub struct LedgerState {
     pub used: Amounts,
     /// What nodes may hold at the most.
     pub charged: Amounts,
-    /// Node, what it was granted, what it uses.
-    pub shares: Vec<(NodeId, Amounts, Amounts)>,
+    /// By node.
+    pub shares: Vec<ShareState>,
+}
+
+/// How much of a budget is on one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShareState {
+    /// The node.
+    pub node: NodeId,
+    /// What it may hold by the newest order.
+    pub granted: Amounts,
+    /// What it holds, as it has said last.
+    pub used: Amounts,
+    /// Whether it has said so under the newest order.
+    pub follows: bool,
 }
 
 /// A member's place in a map, while it is certain.
@@ -180,13 +193,17 @@ impl Ledgers {
     pub fn state(&self, tenant: &TenantName) -> Option<LedgerState> {
         let budgets = &self.ledgers.get(tenant)?.budgets;
         let granted: BTreeMap<NodeId, Amounts> = budgets.granted(tenant).collect();
-        let shares: Vec<(NodeId, Amounts, Amounts)> = budgets
-            .used(tenant)
-            .map(|(node, used)| (node, granted.get(&node).copied().unwrap_or_default(), used))
-            .collect();
-        let used = shares.iter().fold(Amounts::default(), |sum, (_, _, used)| Amounts {
-            dram: sum.dram.saturating_add(used.dram),
-            nvme: sum.nvme.saturating_add(used.nvme),
+        let followers: BTreeSet<NodeId> = budgets.followers(tenant).collect();
+        let share = |(node, used): (NodeId, Amounts)| ShareState {
+            node,
+            granted: granted.get(&node).copied().unwrap_or_default(),
+            used,
+            follows: followers.contains(&node),
+        };
+        let shares: Vec<ShareState> = budgets.used(tenant).map(share).collect();
+        let used = shares.iter().fold(Amounts::default(), |sum, share| Amounts {
+            dram: sum.dram.saturating_add(share.used.dram),
+            nvme: sum.nvme.saturating_add(share.used.nvme),
         });
         Some(LedgerState { used, charged: budgets.charged(tenant), shares })
     }

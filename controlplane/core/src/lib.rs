@@ -32,7 +32,7 @@ pub use directory::{
     Operation, Replica, Standing, Update, Updated, Voided,
 };
 pub use follower::{Follower, Reason, Source, Step, Told};
-pub use ledgers::{KnownNode, LedgerState, Ledgers, OwnPlace, Presence, Said};
+pub use ledgers::{KnownNode, LedgerState, Ledgers, OwnPlace, Presence, Said, ShareState};
 pub use live::LiveNodes;
 pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};
 pub use members::{

@@ -1,6 +1,6 @@
 //! Calls about tenants' budgets.
 
-use reprise_controlplane_core::{Budget, LedgerState};
+use reprise_controlplane_core::{Budget, LedgerState, ShareState};
 use reprise_policy::TenantName;
 use reprise_policy::tenant::TenantError;
 use reprise_proto::controlplane::{
@@ -47,10 +47,11 @@ pub(super) fn list(service: &PlacementService) -> Result<ListTenantsReply, Statu
         let ledger = service.cluster.ledgers.state(name);
         let ledger_here = ledger.is_some();
         let LedgerState { used, charged, shares } = ledger.unwrap_or_default();
-        let shares = shares.into_iter().map(|(node, granted, used)| TenantShare {
+        let shares = shares.into_iter().map(|ShareState { node, granted, used, follows }| TenantShare {
             node: u32::from(node.0),
             granted: Some(bytes(granted)),
             used: Some(bytes(used)),
+            follows,
         });
         TenantState {
             tenant: Some(tenant),

@@ -104,6 +104,7 @@ async fn a_budget_is_split_among_nodes_with_its_reservation_and_ends_when_it_is_
     let state = list(&mut a).await;
     assert!(state.ledger_here);
     assert_eq!((state.charged, state.shares.len()), (both(GIB), 2));
+    assert!(state.shares.iter().all(|share| share.follows), "both have said so: {state:?}");
 
     a.placement.remove_tenant(RemoveTenantRequest { name: "team-a".to_owned() }).await.expect("it was there");
     let ended = a.told(|order| order.limit.is_none()).await;

@@ -52,11 +52,26 @@ const READY_WITHIN: Duration = Duration::from_secs(300);
 /// A node that is silent for this long is not ready. Its kubelet says every 2 s that it lives.
 const SILENT_SECONDS: u32 = 8;
 
+/// The same where most nodes are played by somebody who says once that they are ready.
+const SILENT_SECONDS_PLAYED: u32 = 86_400;
+
+/// Calls a second that each controller may make where there are many nodes; the default of 20 would make a pod of each of 1,000 nodes in 50 s.
+const CALLS_A_SECOND: &str = "300";
+
 /// Locked as long as its cluster lives.
 const OWNER: &str = "owner";
 
 /// What every cluster has.
 const OBJECTS: &str = include_str!("../../kubernetes/objects.yaml");
+
+/// Which nodes a cluster is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Population {
+    /// Its own, with kubelets that say every 2 s that they live.
+    Own,
+    /// Besides many that are played ([`super::fleet`]).
+    Played,
+}
 
 /// A cluster. In the order in which it ends.
 #[derive(Debug)]
@@ -106,6 +121,14 @@ impl Cluster {
     /// # Panics
     /// When it does not start, or [`enter`] has not been called.
     pub fn start(nodes: u8) -> Cluster {
+        Cluster::start_for(nodes, Population::Own)
+    }
+
+    /// Starts one with so many nodes of its own, and waits until these take pods.
+    ///
+    /// # Panics
+    /// As [`Cluster::start`].
+    pub fn start_for(nodes: u8, population: Population) -> Cluster {
         assert!((1..=NODES_MAX).contains(&nodes), "1 to {NODES_MAX} nodes");
         let started = Instant::now();
         remove_abandoned();
@@ -134,7 +157,7 @@ impl Cluster {
         cluster.server.write_kubeconfig(&User::ADMIN, &cluster.kubeconfig());
         // Rights come before who needs them.
         cluster.apply(OBJECTS);
-        cluster.start_programs();
+        cluster.start_programs(population);
         cluster.import_own_images();
         cluster.wait_until_ready();
         cluster.apply(&volumes::lay_down(&cluster.nodes));
@@ -316,7 +339,7 @@ impl Cluster {
         self.block_on(accounts.get_opt("default")).is_ok_and(|found| found.is_some())
     }
 
-    fn start_programs(&mut self) {
+    fn start_programs(&mut self, population: Population) {
         let keys = |name: &str| self.server.authority.file(name).display().to_string();
         let config = |user: &User<'_>, name: &str| {
             let file = self.folder().join(name);
@@ -332,7 +355,13 @@ impl Cluster {
             // Its default is a folder of the machine.
             .arg(format!("--flex-volume-plugin-dir={}", self.folder().join("volumes").display()))
             .arg("--node-monitor-period=1s")
-            .arg(format!("--node-monitor-grace-period={SILENT_SECONDS}s"));
+            .arg(match population {
+                Population::Own => format!("--node-monitor-grace-period={SILENT_SECONDS}s"),
+                Population::Played => format!("--node-monitor-grace-period={SILENT_SECONDS_PLAYED}s"),
+            });
+        if population == Population::Played {
+            manager.args(["--kube-api-qps", CALLS_A_SECOND, "--kube-api-burst", CALLS_A_SECOND]);
+        }
         let mut scheduler = Command::new(programs::kubernetes("kube-scheduler"));
         scheduler.arg(config(&users::SCHEDULER, "scheduler.kubeconfig")).arg("--leader-elect=false");
         let mut names = Command::new(programs::coredns());
@@ -357,7 +386,8 @@ impl Cluster {
         )
     }
 
-    fn spawn(&self, name: &str, mut command: Command) -> Running {
+    /// A program that belongs to the cluster; its log is shown when a test fails.
+    pub(super) fn spawn(&self, name: &str, mut command: Command) -> Running {
         let file = self.folder().join(format!("{name}.log"));
         self.world.watch_log(file.clone());
         let log = File::options().create(true).append(true).open(file).expect("a log can be written");

@@ -70,6 +70,19 @@ pub fn pod() -> PathBuf {
     one("e2e/kubernetes/pod.sh", &[])
 }
 
+/// Who plays nodes that nobody runs. Built by [`prepare_kwok`].
+pub(super) fn kwok() -> PathBuf {
+    one("e2e/kwok/build.sh", &[])
+}
+
+/// Builds it where that has not been done. To be called before [`super::cluster::enter`], as [`images`].
+///
+/// # Errors
+/// It cannot be built.
+pub fn prepare_kwok() -> Result<(), String> {
+    run("e2e/kwok/build.sh", &[]).map(drop)
+}
+
 /// The folder of network plugins.
 ///
 /// # Panics

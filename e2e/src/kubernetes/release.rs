@@ -4,6 +4,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::PathBuf;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -11,6 +13,7 @@ use serde_json::Value;
 
 use super::cluster::Cluster;
 use super::programs;
+use crate::process::Running;
 use crate::tree;
 
 /// Where it is installed.
@@ -118,15 +121,20 @@ impl<'a> Release<'a> {
         self.helm("upgrade", more)
     }
 
+    /// The same, begun: whoever waits for its end sees what happens meanwhile.
+    ///
+    /// # Panics
+    /// When Helm cannot be run.
+    pub fn begin_upgrade(self, more: &[&str]) -> Running {
+        let mut command = self.cluster.helm_command();
+        // What it says of a failure is for the test's own output.
+        command.args(arguments("upgrade", more)).stdin(Stdio::null()).stdout(Stdio::null());
+        Running::spawn(command)
+    }
+
     fn helm(self, command: &str, more: &[&str]) -> String {
-        let chart = tree().join("charts/reprise");
-        let values = chart.join("examples/lab.yaml");
-        let text = |path: std::path::PathBuf| path.to_str().expect("trees are UTF-8").to_owned();
-        let (chart, values) = (text(chart), text(values));
-        let mut all = vec![command, RELEASE, &chart, "--namespace", NAMESPACE, "--values", &values];
-        all.extend(["--wait", TIMEOUT]);
-        all.extend(more);
-        self.run(&all)
+        let all = arguments(command, more);
+        self.run(&all.iter().map(String::as_str).collect::<Vec<&str>>())
     }
 
     /// `helm test`, and what its pods have said.
@@ -245,6 +253,20 @@ impl<'a> Release<'a> {
         self.kubectl(&arguments);
     }
 
+    /// The most memory that a process of these pods has had, in bytes.
+    ///
+    /// # Panics
+    /// When none of them runs.
+    pub fn peak_bytes(self, pods: &[Pod]) -> u64 {
+        let peak = |process: Pid| {
+            let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_nonzero())).ok()?;
+            let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+            line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
+        };
+        let peaks = processes_of(pods).into_iter().filter_map(peak);
+        peaks.max().expect("pods that run have processes") * 1024
+    }
+
     /// Waits until so many pods of a part serve, and none of these is among them; who they are.
     ///
     /// # Panics
@@ -291,6 +313,16 @@ impl<'a> Release<'a> {
         }
         texts.join("\n")
     }
+}
+
+/// What Helm is told to install or change the release, by the values of the laboratory and others.
+fn arguments(command: &str, more: &[&str]) -> Vec<String> {
+    let chart = tree().join("charts/reprise");
+    let values = chart.join("examples/lab.yaml");
+    let text = |path: PathBuf| path.to_str().expect("trees are UTF-8").to_owned();
+    let (chart, values) = (text(chart), text(values));
+    let all = [command, RELEASE, &chart, "--namespace", NAMESPACE, "--values", &values, "--wait", TIMEOUT];
+    all.iter().chain(more).map(|argument| (*argument).to_owned()).collect()
 }
 
 /// Processes in the control groups of pods, which are named after them.

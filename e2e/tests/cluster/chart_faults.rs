@@ -59,7 +59,7 @@ fn no_local_hit_fails(cluster: &mut Cluster, what: &str, fault: impl FnOnce(&mut
 }
 
 /// A session with the agent of a node.
-fn agent_of(cluster: &Cluster, node: usize) -> Result<Engine, ClientError> {
+pub(crate) fn agent_of(cluster: &Cluster, node: usize) -> Result<Engine, ClientError> {
     Engine::connect(&cluster.nodes()[node].root().join("run/reprise/agent.sock"), layout_of(1, 1))
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use reprise_e2e::kubernetes::engines::Said;
-use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, Part, Pod, RELEASE};
+use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, Part, RELEASE};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::say;
 use reprise_e2e::wait_until;
@@ -11,15 +11,14 @@ use reprise_e2e::wait_until;
 use crate::chart::{ENGINES, SETTINGS, condition, running};
 
 /// For how long a node is without an agent while another takes its place, at the most: half of it is the goal.
-const OUTAGE_MAX: Duration = Duration::from_secs(10);
+pub(crate) const OUTAGE_MAX: Duration = Duration::from_secs(10);
 
 /// What is changed, and what agents are told.
 const CHANGE: &str = "--set=cluster.cache.limits.loadDeadline=7s";
 const CHANGED: &str = "load_deadline = \"7s\"";
 
-/// The version of everything, another that is as good, and one that is too far from it. The images are the same.
+/// The version of everything, and one that is too far from it and from the next.
 const THIS: &str = env!("CARGO_PKG_VERSION");
-const NEXT: &str = "0.2.0";
 const FAR: &str = "0.4.0";
 
 /// Definitions, which are all that stays.
@@ -70,52 +69,12 @@ pub(crate) fn changed_and_taken_back(cluster: &mut Cluster) {
     }
 }
 
-pub(crate) fn another_version(cluster: &mut Cluster) {
+pub(crate) fn too_far(cluster: &mut Cluster) {
     let release = running(cluster);
-    for node in cluster.nodes() {
-        for image in ["reprise-agent", "reprise-controlplane"] {
-            let (from, to) = (format!("localhost/{image}:{THIS}"), format!("localhost/{image}:{NEXT}"));
-            let mut tag = node.command("ctr");
-            tag.args(["--namespace", "k8s.io", "images", "tag", "--force", &from, &to]);
-            let said = tag.output().expect("ctr comes with containerd");
-            assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
-        }
-    }
+    let runs = version(release);
+    // Nothing is touched, and it says what to go through.
     let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
-    let moment = ENGINES.now(cluster);
-    let tags = |agent: &str, members: &str| {
-        [format!("--set=images.agent.tag={agent}"), format!("--set=images.controlPlane.tag={members}")]
-    };
-    let next = tags(NEXT, NEXT);
-    release.upgrade(&[SETTINGS, &next[0], &next[1]]);
-    let is_new = |pod: &Pod, before: &[Pod]| before.iter().all(|old| old.uid != pod.uid);
-    wait_until("all pods to run the other version", PODS_WITHIN, || {
-        let (now_agents, now_members) = (release.pods(Part::Agents), release.pods(Part::Members));
-        let serving = now_agents.iter().filter(|pod| pod.is_ready).count();
-        assert!(serving + 1 >= agents.len(), "one node at a time: {now_agents:?}");
-        let is_done = |now: &[Pod], before: &[Pod]| {
-            now.len() == before.len() && now.iter().all(|pod| pod.is_ready && is_new(pod, before))
-        };
-        (is_done(&now_agents, &agents) && is_done(&now_members, &members)).then_some(())
-    });
-    release.wait_until_ready();
-    wait_until("the cluster to say which version it runs", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
-        (release.object("kvcc", RELEASE)["status"]["versions"]["controlPlane"] == NEXT).then_some(())
-    });
-    wait_for_all_blocks(cluster);
-    for (index, said) in ENGINES.since(cluster, &moment).into_iter().enumerate() {
-        let said = said.expect("no engine has ended: not a byte was wrong");
-        say(&format!(
-            "another version: engine {index} hit {:?}, and was without its block for {} ms at the most",
-            said.hits, said.longest_outage_ms
-        ));
-        assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
-    }
-
-    // Two minor versions further: nothing is touched, and it says what to go through.
-    let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
-    let far = tags(FAR, FAR);
+    let far = tags(FAR);
     release.upgrade(&[SETTINGS, &far[0], &far[1]]);
     let refused = wait_until("the cluster to refuse it", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
@@ -128,21 +87,31 @@ pub(crate) fn another_version(cluster: &mut Cluster) {
         (agents.clone(), members.clone()),
         "no pod is touched"
     );
-    assert_eq!(
-        refused["status"]["versions"]["controlPlane"], NEXT,
-        "it says what runs, not what was asked for"
-    );
-    let this = tags(THIS, THIS);
+    assert_eq!(version(release), runs, "it says what runs, not what was asked for");
+    let this = tags(THIS);
     release.upgrade(&[SETTINGS, &this[0], &this[1]]);
     wait_until("the cluster to accept it again", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
         (condition(&cluster, "Accepted").0 == "True").then_some(())
     });
-    release.replaced(Part::Agents, &agents, agents.len());
-    release.replaced(Part::Members, &members, members.len());
+    if runs != THIS {
+        release.replaced(Part::Agents, &agents, agents.len());
+        release.replaced(Part::Members, &members, members.len());
+    }
     release.wait_until_ready();
     wait_for_all_blocks(cluster);
+}
+
+/// The version that members run, as the cluster says.
+pub(crate) fn version(release: Release<'_>) -> String {
+    let cluster = release.object("kvcc", RELEASE);
+    cluster["status"]["versions"]["controlPlane"].as_str().unwrap_or_default().to_owned()
+}
+
+/// What makes agents and members those of another version.
+pub(crate) fn tags(version: &str) -> [String; 2] {
+    [format!("--set=images.agent.tag={version}"), format!("--set=images.controlPlane.tag={version}")]
 }
 
 /// Waits until both engines find all blocks.

@@ -3,9 +3,11 @@
 use std::process::Command;
 use std::time::Duration;
 
+use reprise_client::Scope;
+use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
-use reprise_e2e::{Agent, AgentConfig, ControlPlane, PATIENCE, wait_until};
+use reprise_e2e::{Agent, AgentConfig, ControlPlane, Loading, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::lab::{Lab, SETTLED};
@@ -217,5 +219,58 @@ fn a_tenant_waits_for_a_control_plane_that_is_away_and_does_not_go_before_it_is_
         plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
     });
     plane.wait_limit("team-a", None);
+    operator.kill();
+}
+
+#[test]
+fn a_purged_tenant_goes_when_every_node_has_said_that_it_holds_nothing_of_it() {
+    let plane = Plane::new();
+    let operator = plane.operator();
+    plane.tenant("team-a", json!({ "deletionPolicy": "Purge" }));
+    wait_until("the tenant not to go before its blocks", PATIENCE, || {
+        std::thread::sleep(Duration::from_millis(50));
+        let finalizers = plane.lab.get("CacheTenant", "team-a")?.metadata.finalizers?;
+        let has = |one: &str| finalizers.iter().any(|has| has == one);
+        (has("reprise.dev/budget") && has("reprise.dev/purge")).then_some(())
+    });
+    let (of_a, of_b): (Vec<u64>, Vec<u64>) = ((0..16).collect(), (100..116).collect());
+    let [a, b] = ["team-a", "team-b"].map(|tenant| plane.agent.engine_of(small(), tenant));
+    a.save_durably(&of_a);
+    b.save_durably(&of_b);
+
+    // The cluster's second node has never come: nobody can say what is on it.
+    plane.lab.delete("CacheTenant", "team-a");
+    wait_until("the blocks to go", LOOKED_AT_WITHIN, || {
+        std::thread::sleep(Duration::from_millis(50));
+        a.matches(&of_a[..1], Scope::Local).is_empty().then_some(())
+    });
+    let said = || {
+        let wanted = ["DeletionBlocked", "True", "Releasing"];
+        plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheTenant", "team-a"), wanted)
+    };
+    wait_until("the node that is waited for to be named, and no other", LOOKED_AT_WITHIN, || {
+        std::thread::sleep(Duration::from_millis(50));
+        let said = said();
+        (said.contains("n2 has not registered") && !said.contains("n1 ")).then_some(())
+    });
+    for block in &of_a {
+        assert!(a.matches(std::slice::from_ref(block), Scope::Local).is_empty(), "block {block}");
+    }
+    let refused = a.client().reserve(1, Duration::from_millis(50)).expect("the agent answers");
+    assert!(refused.is_empty(), "and nothing new comes meanwhile");
+    b.load_all(&of_b, &Loading::LOCAL);
+
+    // It is no node of the cluster any more: the tenant goes, and its budget of nothing with it.
+    plane.lab.cluster(json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
+    wait_until("the tenant is gone", LOOKED_AT_WITHIN, || {
+        std::thread::sleep(Duration::from_millis(50));
+        plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
+    });
+    wait_until("it may save again, as one without a budget", LOOKED_AT_WITHIN, || {
+        let reserved = a.client().reserve(1, Duration::from_millis(50)).expect("the agent answers");
+        (!reserved.is_empty()).then_some(())
+    });
+    assert!(a.matches(&of_a[..1], Scope::Local).is_empty());
+    b.load_all(&of_b, &Loading::LOCAL);
     operator.kill();
 }

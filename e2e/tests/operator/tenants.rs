@@ -37,10 +37,10 @@ fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
     for name in ["a", "b"] {
         lab.wait_condition("CacheTenant", name, ["Ready", "True", "AsDesired"]);
     }
-    let purged = json!({ "deletionPolicy": "Purge", "perNode": { "ssd": { "limit": "17Mi" } } });
-    tenant(&lab, "c", &purged);
+    let counted = json!({ "maxGpuQueuePairs": 1, "perNode": { "ssd": { "limit": "17Mi" } } });
+    tenant(&lab, "c", &counted);
     let said = lab.wait_condition("CacheTenant", "c", ["Accepted", "False", "Unsupported"]);
-    assert!(said.contains("use Orphan"), "{said}");
+    assert!(said.contains("maxGpuQueuePairs"), "{said}");
     wait_until("b's new reservation is told", PATIENCE, || told("16MiB"));
     assert!(told("17MiB").is_none());
     operator.kill();

@@ -3,16 +3,20 @@
 //! Budgets are the resources', as modes are: a control plane that has another one for a tenant with a `budget` is told again. A budget that
 //! no object of this name ever had is somebody's own, and said rather than removed. Before the first control plane is told, the tenant gets a
 //! finalizer; it is given up when none has a budget of it any more.
+//!
+//! A tenant that is purged has a second one. Once it is deleted its budget is nothing, which nodes meet by eviction; the second finalizer is given
+//! up when every node of its clusters has said that it holds nothing, and the budget is taken back only then. A tenant with
+//! that policy owns its budget also where it has none: one that somebody else has set is removed.
 
 use futures_util::future::join_all;
 use kube::ResourceExt;
-use reprise_crds::tenant::{Quota, Quotas};
+use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
 use crate::cluster::dereference::knows;
 use crate::context::Context;
 use crate::control_plane::{Budget, LOOK_AGAIN, LOOK_SOON, Room, Unmet};
-use crate::names::{BUDGET_FINALIZER, ClusterNames};
+use crate::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 use crate::plan::Refusal;
 
 /// What the control plane of one cluster has of the tenant.
@@ -31,6 +35,8 @@ pub struct Settled {
 pub enum Outcome {
     /// It has what is wanted.
     Kept,
+    /// It has, which is nothing, and on these nodes something may be left.
+    Held(String),
     /// It could not be asked or told.
     Untold(String),
     /// It refuses, in words for people.
@@ -45,6 +51,8 @@ pub enum Outcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wanted {
     budget: Option<Budget>,
+    /// Whether the blocks are to go.
+    purged: bool,
     /// Whether control planes may have a budget of this object's.
     ours: bool,
     /// Whether the cluster is paused.
@@ -80,16 +88,39 @@ pub fn is_ours(tenant: &CacheTenant) -> bool {
     tenant.finalizers().iter().any(|finalizer| finalizer == BUDGET_FINALIZER)
 }
 
+/// Whether the tenant's blocks go before it does, as its spec says.
+pub fn wants_purge(tenant: &CacheTenant) -> bool {
+    tenant.spec.deletion_policy == TenantDeletion::Purge
+}
+
+/// Whether it does not go before they have gone.
+pub fn has_purge(tenant: &CacheTenant) -> bool {
+    tenant.finalizers().iter().any(|finalizer| finalizer == PURGE_FINALIZER)
+}
+
+/// Whether they go now.
+pub fn is_purging(tenant: &CacheTenant) -> bool {
+    tenant.metadata.deletion_timestamp.is_some() && has_purge(tenant)
+}
+
+/// Whether they have gone.
+pub fn is_purged(tenant: &CacheTenant, settled: &[Settled]) -> bool {
+    is_purging(tenant) && settled.iter().all(|settled| settled.outcome == Outcome::Kept)
+}
+
 /// Whether nothing of the tenant's is left at control planes that it must not leave there.
 pub fn is_undone(tenant: &CacheTenant, refused: Option<&Refusal>, settled: &[Settled]) -> bool {
-    let goes = tenant.metadata.deletion_timestamp.is_some();
-    let ends = goes || (refused.is_none() && wanted(tenant).is_none());
+    let ends = match tenant.metadata.deletion_timestamp {
+        Some(_) => !is_purging(tenant),
+        None => refused.is_none() && wanted(tenant).is_none() && !wants_purge(tenant),
+    };
     ends && settled.iter().all(|settled| settled.outcome == Outcome::Kept)
 }
 
 /// How soon control planes are looked at again.
 pub fn next(settled: &[Settled]) -> Option<std::time::Duration> {
-    let untold = settled.iter().any(|settled| matches!(settled.outcome, Outcome::Untold(_)));
+    let untold = |settled: &Settled| matches!(settled.outcome, Outcome::Untold(_) | Outcome::Held(_));
+    let untold = settled.iter().any(untold);
     if untold { Some(LOOK_SOON) } else { (!settled.is_empty()).then_some(LOOK_AGAIN) }
 }
 
@@ -99,23 +130,46 @@ pub async fn settle(tenant: &CacheTenant, refused: Option<&Refusal>, context: &C
     if refused.is_some() && !goes {
         return Vec::new();
     }
-    let ours = is_ours(tenant);
+    let (ours, purged) = (is_ours(tenant), is_purging(tenant));
     let mut clusters = context.world.clusters.state();
     clusters.sort_by_key(|cluster| ClusterNames::of(cluster).key());
     let of_cluster = |cluster: &KVCacheCluster| {
         let names = ClusterNames::of(cluster);
-        let known = !goes && knows(tenant, &names);
+        let known = (!goes || purged) && knows(tenant, &names);
         let is_there = cluster.metadata.deletion_timestamp.is_none();
-        let budget = wanted(tenant).filter(|_| known);
-        (is_there && (known || ours)).then_some((names, Wanted { budget, ours, paused: cluster.spec.paused }))
+        let budget = if purged { Some(Budget::NOTHING) } else { wanted(tenant) };
+        let budget = budget.filter(|_| known);
+        let wanted = Wanted { budget, purged: purged && known, ours, paused: cluster.spec.paused };
+        (is_there && (known || ours)).then_some((names, wanted))
     };
     let asked = clusters.iter().filter_map(|cluster| of_cluster(cluster.as_ref()));
     let name = tenant.name_any();
     let settled = join_all(asked.map(|(names, wanted)| {
         let name = &name;
-        async move { settle_at(&names, name, wanted, context).await }
+        async move {
+            let settled = settle_at(&names, name, wanted, context).await?;
+            let is_told = wanted.purged && settled.outcome == Outcome::Kept;
+            Some(if is_told { look_for_blocks(settled, &names, name, context).await } else { settled })
+        }
     }));
     settled.await.into_iter().flatten().collect()
+}
+
+/// Whether the nodes of a cluster hold something still of a tenant that may have nothing there.
+async fn look_for_blocks(
+    settled: Settled,
+    names: &ClusterNames,
+    tenant: &str,
+    context: &Context,
+) -> Settled {
+    let plan = context.world.plan();
+    let nodes = plan.clusters.get(&names.key()).map(|cluster| cluster.nodes.as_slice()).unwrap_or_default();
+    let outcome = match context.control_planes.holders(names, tenant, nodes, &context.metrics).await {
+        Ok(None) => Outcome::Kept,
+        Ok(Some(words)) => Outcome::Held(words),
+        Err(unmet) => Outcome::Untold(unmet.words().to_owned()),
+    };
+    Settled { outcome, ..settled }
 }
 
 /// Nothing to say of: a control plane that is away and is to be told nothing.
@@ -200,7 +254,7 @@ mod tests {
     fn a_control_plane_is_told_what_differs_and_keeps_what_is_somebodys_own() {
         let budget =
             |limit: u64| Budget { reserved: Room::default(), limit: Room { dram: limit, ssd: limit } };
-        let wanted = |budget, ours| Wanted { budget, ours, paused: false };
+        let wanted = |budget, ours| Wanted { budget, purged: false, ours, paused: false };
         for (wanted, has, then) in [
             (wanted(Some(budget(1)), true), None, Step::Set(budget(1))),
             (wanted(Some(budget(1)), true), Some(budget(2)), Step::Set(budget(1))),
@@ -231,5 +285,27 @@ mod tests {
         assert_eq!(next(&[]), None);
         assert_eq!(next(&[at(Outcome::Foreign)]), Some(LOOK_AGAIN));
         assert_eq!(next(&[at(Outcome::Kept), untold]), Some(LOOK_SOON));
+    }
+
+    #[test]
+    fn a_tenant_that_is_purged_keeps_its_budget_of_nothing_until_no_node_holds_anything() {
+        let with = |finalizers: Value, deleted: Value| {
+            let mut metadata = json!({ "finalizers": finalizers });
+            metadata.as_object_mut().expect("made above").extend(deleted.as_object().expect("fields").clone());
+            let mut tenant = tenant(json!({}), metadata);
+            tenant.spec.deletion_policy = TenantDeletion::Purge;
+            tenant
+        };
+        let deleted = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
+        let (kept, held) = (at(Outcome::Kept), at(Outcome::Held("n1 is away".to_owned())));
+        let stays = with(json!([BUDGET_FINALIZER, PURGE_FINALIZER]), json!({}));
+        assert!(!is_purging(&stays) && !is_purged(&stays, &[]));
+        assert!(!is_undone(&stays, None, std::slice::from_ref(&kept)), "it is told what is purged later");
+        let goes = with(json!([BUDGET_FINALIZER, PURGE_FINALIZER]), deleted.clone());
+        assert!(is_purging(&goes) && !is_undone(&goes, None, std::slice::from_ref(&kept)));
+        assert!(!is_purged(&goes, &[kept.clone(), held.clone()]) && is_purged(&goes, std::slice::from_ref(&kept)));
+        let purged = with(json!([BUDGET_FINALIZER]), deleted);
+        assert!(!is_purging(&purged) && is_undone(&purged, None, std::slice::from_ref(&kept)));
+        assert_eq!(next(&[kept, held]), Some(LOOK_SOON));
     }
 }

@@ -7,7 +7,7 @@ use reprise_crds::{CacheTenant, CacheTenantStatus};
 use super::budget::{self, Outcome, Settled};
 use super::dereference::Room;
 use crate::control_plane;
-use crate::names::BUDGET_FINALIZER;
+use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 use crate::plan::Refusal;
 
 /// What to say of a tenant.
@@ -48,7 +48,7 @@ fn applied(tenant: &CacheTenant, settled: &[Settled], refused: Option<&Refusal>)
     let wrong = settled.iter().find_map(|settled| {
         let cluster = &settled.cluster;
         let (reason, message) = match &settled.outcome {
-            Outcome::Kept => return None,
+            Outcome::Kept | Outcome::Held(_) => return None,
             Outcome::Untold(words) => (
                 Reason::ControlPlaneUnreachable,
                 format!("the control plane of {cluster} could not be told the budget, and is tried again: {words}"),
@@ -87,16 +87,23 @@ fn applied(tenant: &CacheTenant, settled: &[Settled], refused: Option<&Refusal>)
 fn blocked(tenant: &CacheTenant, settled: &[Settled]) -> Option<Finding> {
     tenant.metadata.deletion_timestamp.as_ref()?;
     let left = settled.iter().find(|settled| settled.outcome != Outcome::Kept)?;
+    let cluster = &left.cluster;
     let why = match &left.outcome {
-        Outcome::Untold(words) | Outcome::Refused(words) => words.as_str(),
+        Outcome::Untold(words) | Outcome::Refused(words) | Outcome::Held(words) => words.as_str(),
         Outcome::Paused => "the cluster is paused",
         Outcome::Foreign | Outcome::Kept => "it is somebody else's",
     };
-    let message = format!(
-        "the control plane of {} may have the tenant's budget still, which is tried again: {why}. To leave it there, remove the finalizer \
-         {BUDGET_FINALIZER}",
-        left.cluster
-    );
+    let message = if budget::is_purging(tenant) {
+        format!(
+            "nodes of {cluster} may hold blocks of the tenant still, which is looked at again: {why}. To leave them there, remove the finalizer \
+             {PURGE_FINALIZER}"
+        )
+    } else {
+        format!(
+            "the control plane of {cluster} may have the tenant's budget still, which is tried again: {why}. To leave it there, remove the \
+             finalizer {BUDGET_FINALIZER}"
+        )
+    };
     Some(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message))
 }
 
@@ -185,6 +192,22 @@ mod tests {
         let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("said");
         assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
         assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);
+    }
+
+    #[test]
+    fn a_tenant_that_is_purged_names_who_may_hold_its_blocks_and_what_to_do() {
+        let goes = |finalizers: serde_json::Value| -> CacheTenant {
+            serde_json::from_value(serde_json::json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "spec": {},
+                "metadata": { "name": "t", "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": finalizers },
+            }))
+            .expect("a tenant")
+        };
+        let held = at(Outcome::Held("n1 is away".to_owned()));
+        let said = |tenant: &CacheTenant| blocked(tenant, std::slice::from_ref(&held)).expect("said").message;
+        let purged = said(&goes(serde_json::json!([BUDGET_FINALIZER, PURGE_FINALIZER])));
+        assert!(purged.contains("n/c") && purged.contains("n1 is away") && purged.contains(PURGE_FINALIZER));
+        assert!(blocked(&goes(serde_json::json!([BUDGET_FINALIZER])), &[at(Outcome::Kept)]).is_none());
     }
 
     #[test]

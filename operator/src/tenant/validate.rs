@@ -2,7 +2,7 @@
 
 use reprise_crds::CacheTenant;
 use reprise_crds::status::Reason;
-use reprise_crds::tenant::{Isolation, Quotas, TenantDeletion};
+use reprise_crds::tenant::{Isolation, Quotas};
 
 use crate::plan::Refusal;
 
@@ -14,12 +14,6 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
         return refuse(format!(
             "isolation {} is not in this release: use Salted, in a new CacheTenant",
             spec.isolation
-        ));
-    }
-    if spec.deletion_policy != TenantDeletion::Orphan {
-        return refuse(format!(
-            "deletionPolicy {} is not in this release: use Orphan; blocks of a tenant that is deleted go when their room is needed",
-            spec.deletion_policy
         ));
     }
     if let Some(message) = unreadable(&spec.budget) {
@@ -61,13 +55,12 @@ mod tests {
             validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
         };
         assert_eq!(refused(json!({ "perNode": { "ssd": { "limit": "1Gi" } }, "number": 7 })), "");
-        assert_eq!(
-            refused(json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": "Orphan" })),
-            ""
-        );
+        for policy in ["Orphan", "Purge"] {
+            let spec = json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": policy });
+            assert_eq!(refused(spec), "");
+        }
         for (spec, words) in [
             (json!({ "isolation": "Shared" }), "isolation Shared"),
-            (json!({ "deletionPolicy": "Purge" }), "deletionPolicy Purge"),
             (json!({ "budget": { "ssd": { "limit": "99999999999Ei" } } }), "budget.ssd.limit"),
             (json!({ "maxGpuQueuePairs": 1 }), "maxGpuQueuePairs"),
             (json!({ "namespaceSelector": {} }), "pods are not told"),

@@ -118,7 +118,7 @@ fn setting_rows() -> Vec<String> {
         ledger_here: true,
         used: both(5, 6),
         charged: both(7, 8),
-        shares: vec![cluster::TenantShare { node: 7, granted: both(9, 10), used: both(11, 12) }],
+        shares: vec![cluster::TenantShare { node: 7, granted: both(9, 10), used: both(11, 12), follows: true }],
     };
     let listed = cluster::ListTenantsReply {
         tenants: vec![state],
@@ -144,8 +144,8 @@ fn setting_rows() -> Vec<String> {
         row("`RemoveTenantRequest`", "\"t\"", &cluster::RemoveTenantRequest { name: "t".to_owned() }),
         row(
             "`ListTenantsReply`",
-            "that tenant, ledger here, used 5, 6, charged 7, 8, node 7 granted 9, 10, uses 11, 12; of 1 KiB and 2 KiB, 13 and \
-             14 too much",
+            "that tenant, ledger here, used 5, 6, charged 7, 8, node 7 granted 9, 10, which it follows, uses 11, 12; of 1 KiB and \
+             2 KiB, 13 and 14 too much",
             &listed,
         ),
     ]

@@ -164,6 +164,26 @@ fn nodes_are_sure_of_their_part_of_the_reservation_and_hear_when_it_changes() {
     assert!(order.version > orders[0].version);
 }
 
+#[test]
+fn a_budget_of_nothing_is_followed_when_a_node_has_said_so_and_again_by_each_registration() {
+    let (mut budgets, orders) = two_nodes(1000);
+    let followers = |budgets: &Budgets| budgets.followers(&name()).collect::<Vec<NodeId>>();
+    assert_eq!(followers(&budgets), [NodeId(1), NodeId(2)]);
+    budgets.set_budget(&name(), limit(0));
+    budgets.rebalance();
+    assert!(followers(&budgets).is_empty(), "nobody has heard of it yet");
+    let last = |node: u16| orders[usize::from(node) - 1].version;
+    let order = budgets.report(&report(1, last(1), 500, 300)).remove(0);
+    assert_eq!(order.limit, Amounts::default());
+    assert!(budgets.report(&report(1, order.version, 0, 300)).is_empty(), "it is known");
+    assert_eq!(followers(&budgets), [NodeId(1)]);
+    assert_eq!(budgets.used(&name()).next(), Some((NodeId(1), Amounts::both(300))), "it has not gone yet");
+    budgets.report(&report(1, order.version, 0, 0));
+    assert_eq!(budgets.used(&name()).next(), Some((NodeId(1), Amounts::default())));
+    budgets.register(NodeId(1), Epoch(2));
+    assert!(followers(&budgets).is_empty(), "what it has now it has not said");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 

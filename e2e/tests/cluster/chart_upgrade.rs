@@ -1,0 +1,168 @@
+//! An upgrade under load: every agent and every member of the control plane is replaced by one of another version while engines work on both
+//! nodes. It costs them time, and neither a request nor a byte; what was on devices before is found afterwards.
+
+use std::time::{Duration, Instant};
+
+use reprise_client::Scope;
+use reprise_e2e::content::keys;
+use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod};
+use reprise_e2e::kubernetes::{Cluster, Release, Workers};
+use reprise_e2e::seed::say;
+use reprise_e2e::{Engine, Loading, wait_until};
+
+use crate::chart::{ENGINES, SETTINGS, running};
+use crate::chart_faults::agent_of;
+use crate::chart_life::{OUTAGE_MAX, tags, version, wait_for_all_blocks};
+
+/// The version of everything, and another that is as good: the images are the same.
+const THIS: &str = env!("CARGO_PKG_VERSION");
+const NEXT: &str = "0.2.0";
+
+/// Blocks that are saved on each node before, and by nobody else: of node `n` those from `KEPT_FROM + n × KEPT` on.
+const KEPT: u64 = 1_000;
+const KEPT_FROM: u64 = 200_000;
+
+/// Between two looks that start a process.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// A whole line of afterwards.
+const AFTERWARDS: Duration = Duration::from_millis(2_500);
+
+/// What serves on a node, seen by a session with it.
+struct Watched {
+    node: usize,
+    session: Option<Engine>,
+    /// Sessions that have ended.
+    lost: u32,
+}
+
+impl Watched {
+    /// Whether there is an agent that has the node's first kept block.
+    fn serves(&mut self, cluster: &Cluster) -> bool {
+        if self.session.is_none() {
+            self.session = agent_of(cluster, self.node).ok();
+        }
+        let Some(engine) = &self.session else { return false };
+        let found = engine.client().match_keys(&keys(&kept(self.node)[..1]), Scope::Local);
+        match found {
+            Ok(found) => found.len() == 1,
+            Err(_) => {
+                self.session = None;
+                self.lost += 1;
+                false
+            }
+        }
+    }
+}
+
+/// Blocks that are on a node's device before.
+fn kept(node: usize) -> Vec<u64> {
+    let first = KEPT_FROM + node as u64 * KEPT;
+    (first..first + KEPT).collect()
+}
+
+pub(crate) fn under_load(cluster: &mut Cluster) {
+    let release = running(cluster);
+    tag_images(cluster);
+    for node in 0..cluster.nodes().len() {
+        agent_of(cluster, node).expect("it serves").save_durably(&kept(node));
+    }
+    Workers.start(cluster);
+    let (working, engines) = (Workers.now(cluster), ENGINES.now(cluster));
+    let began = Instant::now();
+    replace_all(cluster, release);
+    release.wait_until_ready();
+    wait_until("the cluster to say which version it runs", PODS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        (version(release) == NEXT).then_some(())
+    });
+    wait_for_all_blocks(cluster);
+
+    let lasted = began.elapsed();
+    for (index, served) in Workers.since(cluster, &working).into_iter().enumerate() {
+        let served = served.expect("no worker has ended");
+        say(&format!("an upgrade of {lasted:.1?} under load: worker {index} {served:?}"));
+        assert_eq!((served.wrong_words, served.failed), (0, 0), "{served:?}");
+        assert!(served.sessions >= 1, "its agent was replaced: {served:?}");
+        assert!(served.saved > 0 && served.hits_from("own ") > 0, "{served:?}");
+        assert!(served.requests > lasted.as_secs(), "it has gone on all the time: {served:?}");
+    }
+    for (index, said) in ENGINES.since(cluster, &engines).into_iter().enumerate() {
+        let said = said.expect("no engine has ended: not a byte was wrong");
+        say(&format!(
+            "another version: engine {index} hit {:?}, and was without its block for {} ms at the most",
+            said.hits, said.longest_outage_ms
+        ));
+        assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
+    }
+    nothing_is_lost(cluster);
+    Workers.stop(cluster);
+}
+
+/// Gives the images of agents and members the other version's name, on all nodes.
+fn tag_images(cluster: &Cluster) {
+    for node in cluster.nodes() {
+        for image in ["reprise-agent", "reprise-controlplane"] {
+            let (from, to) = (format!("localhost/{image}:{THIS}"), format!("localhost/{image}:{NEXT}"));
+            let mut tag = node.command("ctr");
+            tag.args(["--namespace", "k8s.io", "images", "tag", "--force", &from, &to]);
+            let said = tag.output().expect("ctr comes with containerd");
+            assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+        }
+    }
+}
+
+/// Upgrades, and looks all the time at the nodes, as an engine does, and at pods: never is more than one agent away, nor more than one member.
+fn replace_all(cluster: &Cluster, release: Release<'_>) {
+    let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
+    let mut nodes: Vec<Watched> =
+        (0..cluster.nodes().len()).map(|node| Watched { node, session: None, lost: 0 }).collect();
+    assert!(nodes.iter_mut().all(|node| node.serves(cluster)), "all is well before");
+    let next = tags(NEXT);
+    let mut helm = release.begin_upgrade(&[SETTINGS, &next[0], &next[1]]);
+    let started = Instant::now();
+    let mut looks = 0_u32;
+    loop {
+        let away: Vec<usize> =
+            nodes.iter_mut().filter_map(|node| (!node.serves(cluster)).then_some(node.node)).collect();
+        assert!(away.len() <= 1, "one node at a time, and none of {away:?} serves");
+        let (now_agents, now_members) = (release.pods(Part::Agents), release.pods(Part::Members));
+        for (before, now) in [(&agents, &now_agents), (&members, &now_members)] {
+            let ready = now.iter().filter(|pod| pod.is_ready).count();
+            assert!(ready + 1 >= before.len(), "one pod at a time: {now:?}");
+        }
+        looks += 1;
+        let is_done = are_new(&now_agents, &agents) && are_new(&now_members, &members);
+        if is_done && away.is_empty() {
+            break;
+        }
+        assert!(started.elapsed() < PODS_WITHIN, "not all is replaced\n{}", release.state());
+    }
+    let ended = helm.wait(PODS_WITHIN);
+    assert!(ended.is_some_and(|status| status.success()), "helm upgrade: {ended:?}\n{}", release.state());
+    assert!(nodes.iter().all(|node| node.lost > 0), "all agents have ended their sessions");
+    say(&format!("agents and members were replaced within {:.1?}, seen by {looks} looks", started.elapsed()));
+}
+
+/// Whether pods serve, as many as before and none of those.
+fn are_new(now: &[Pod], before: &[Pod]) -> bool {
+    let is_new = |pod: &Pod| pod.is_ready && before.iter().all(|old| old.uid != pod.uid);
+    now.len() == before.len() && now.iter().all(is_new)
+}
+
+/// All blocks that were on devices before are found where they were, every byte right, and workers miss nothing of their own.
+fn nothing_is_lost(cluster: &Cluster) {
+    let settled = Workers.now(cluster);
+    for node in 0..cluster.nodes().len() {
+        let engine = agent_of(cluster, node).expect("it serves");
+        let kept = kept(node);
+        assert_eq!(engine.matches(&kept, Scope::Local).len(), kept.len(), "no durable block is lost");
+        engine.load_all(&kept, &Loading::LOCAL);
+    }
+    std::thread::sleep(AFTERWARDS);
+    for served in Workers.since(cluster, &settled) {
+        let served = served.expect("no worker has ended");
+        assert_eq!((served.kept_missed, served.failed, served.wrong_words), (0, 0, 0), "{served:?}");
+        assert!(served.hits_from("own ") > 0 && served.saved > 0, "{served:?}");
+    }
+}

@@ -1,0 +1,219 @@
+//! The operator in its pod with 1,000 nodes and 20 pools: it settles with all of them, within the time, the memory and the writes that it may
+//! take. Pods of agents are scheduled and run as far as Kubernetes can tell (kwok); what agents tell is played.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Trial};
+use reprise_e2e::kubernetes::cluster::Population;
+use reprise_e2e::kubernetes::fleet::{CLUSTER, Scale, pool_name};
+use reprise_e2e::kubernetes::release::{NAMESPACE, Part, RELEASE, import_images};
+use reprise_e2e::kubernetes::{Cluster, Fleet, Release, cluster, programs};
+use reprise_e2e::seed::say;
+use reprise_e2e::{Admin, tree, wait_until};
+use serde_json::Value;
+
+/// Nodes of the cluster's own: for the operator, members and etcd.
+const OWN_NODES: u8 = 2;
+
+/// What is played.
+const SCALE: Scale = Scale { nodes: 1_000, pools: 20 };
+
+/// From objects to what comes of them, on two cores that everything shares.
+const SETTLES_WITHIN: Duration = Duration::from_secs(600);
+
+/// Reports of agents without any other change.
+const STEADY: Duration = Duration::from_secs(30);
+
+/// A reconcile, 99 of 100: the upper bound of its bucket.
+const RECONCILE_SECONDS_MAX: f64 = 1.0;
+
+/// Memory of an operator.
+const MEMORY_MIB_MAX: u64 = 200;
+
+/// The largest object: every watcher gets all of it.
+const OBJECT_KIB_MAX: usize = 256;
+
+/// The operator's admin port.
+const ADMIN_PORT: u16 = 7421;
+
+/// Between two looks that start a process.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// A namespace for the operator.
+const SPACE: &str = "
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: reprise
+  labels: { pod-security.kubernetes.io/enforce: restricted }
+";
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = Some(1);
+    let ready = || programs::images().and_then(|_| programs::prepare_kwok()).and_then(|()| cluster::enter());
+    if !arguments.list
+        && let Err(words) = ready()
+    {
+        panic!("no cluster can run here: {words}");
+    }
+    let test = Trial::test("an_operator_settles_with_a_thousand_nodes_within_its_bounds", || {
+        settles();
+        Ok(())
+    });
+    libtest_mimic::run(&arguments, vec![test]).exit_code()
+}
+
+fn settles() {
+    let cluster = Cluster::start_for(OWN_NODES, Population::Played);
+    import_images(&cluster);
+    let release = Release::of(&cluster);
+    cluster.apply(SPACE);
+    let chart = tree().join("charts/reprise").display().to_string();
+    release.run(&["install", RELEASE, &chart, "--namespace", NAMESPACE, "--wait", "--timeout=180s"]);
+    let began = Instant::now();
+    let fleet = Fleet::start(&cluster, SCALE);
+    say(&format!("{} nodes were ready after {:.1?}", SCALE.nodes, began.elapsed()));
+
+    let began = Instant::now();
+    cluster.apply(&fleet.objects());
+    wait_until("every node to have its claim", SETTLES_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        let has_claim = |claims: &Value| claims.as_array().is_some_and(|claims| claims.len() == 1);
+        fleet.all(&cluster, |node| has_claim(&node.data["spec"]["claims"])).then_some(())
+    });
+    let wanted = began.elapsed();
+    wait_until("an agent's pod to run on every node", SETTLES_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        (ready_agents(&cluster)? == SCALE.nodes).then_some(())
+    });
+    let run = began.elapsed();
+    fleet.report_all(&cluster);
+    wait_until("the cluster and all pools to be ready", SETTLES_WITHIN, || {
+        // Agents do not fall silent meanwhile.
+        fleet.report_for(&cluster, Duration::from_secs(5));
+        are_ready(&cluster).then_some(())
+    });
+    say(&format!(
+        "all nodes had their claims after {wanted:.1?}, pods of agents ran after {run:.1?}, all was ready after {:.1?}",
+        began.elapsed()
+    ));
+
+    // What was under way comes to its end first.
+    fleet.report_for(&cluster, STEADY / 3);
+    let before = total(&pages(&cluster), "reprise_operator_writes_total");
+    fleet.report_for(&cluster, STEADY);
+    let writes = (total(&pages(&cluster), "reprise_operator_writes_total") - before) / STEADY.as_secs_f64();
+
+    let began = Instant::now();
+    for pool in 0..SCALE.pools {
+        let (name, patch) = (pool_name(pool), r#"--patch={"spec":{"mode":"Cordoned"}}"#);
+        cluster.kubectl(&["patch", "ssdpool", &name, "--type=merge", patch]);
+    }
+    wait_until("every node to be cordoned", SETTLES_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        fleet.all(&cluster, |node| node.data["spec"]["mode"] == "Cordoned").then_some(())
+    });
+    say(&format!("all nodes were cordoned after {:.1?}", began.elapsed()));
+
+    let p99 = quantile(&pages(&cluster), 0.99);
+    let mib = release.peak_bytes(&release.pods(Part::Operator)) >> 20;
+    let largest = largest_object(&cluster) >> 10;
+    say(&format!(
+        "reconcile p99 at most {p99} s, memory {mib} MiB, largest object {largest} KiB, {writes:.2} writes a second while nothing changed"
+    ));
+    assert!(p99 <= RECONCILE_SECONDS_MAX, "{p99} s");
+    assert!(mib <= MEMORY_MIB_MAX, "{mib} MiB");
+    assert!(largest <= OBJECT_KIB_MAX, "{largest} KiB");
+    // Each pool and the cluster tell new numbers every 10 s at the most.
+    assert!(writes <= (SCALE.pools + 1) as f64 / 10.0 + 1.0, "{writes} a second");
+}
+
+/// Pods of agents that are ready, once there is the set of them.
+fn ready_agents(cluster: &Cluster) -> Option<usize> {
+    let name = format!("{CLUSTER}-agent");
+    let path = "--output=jsonpath={.status.numberReady}";
+    let said = cluster.try_kubectl(&["--namespace", CLUSTER, "get", "daemonset", &name, path]).ok()?;
+    said.trim().parse().ok()
+}
+
+/// Whether the cluster and all its pools say that they are ready.
+fn are_ready(cluster: &Cluster) -> bool {
+    let is_ready = |object: &Value| {
+        let conditions = object["status"]["conditions"].as_array().into_iter().flatten();
+        conditions.into_iter().any(|one| one["type"] == "Ready" && one["status"] == "True")
+    };
+    let (pools, clusters) = (objects(cluster, "ssdpools"), objects(cluster, "kvcacheclusters"));
+    pools.len() == SCALE.pools && pools.iter().chain(&clusters).all(is_ready)
+}
+
+/// All objects of a kind of ours.
+fn objects(cluster: &Cluster, plural: &str) -> Vec<Value> {
+    let kind = format!("{plural}.reprise.dev");
+    let said = cluster.kubectl(&["get", &kind, "--all-namespaces", "--output=json"]);
+    let mut list: Value = serde_json::from_str(&said).expect("kubectl says JSON");
+    match list["items"].take() {
+        Value::Array(items) => items,
+        other => panic!("a list has items: {other}"),
+    }
+}
+
+/// The largest object of ours, in bytes as JSON.
+fn largest_object(cluster: &Cluster) -> usize {
+    let all = ["kvcacheclusters", "ssdpools", "cachenodes"].map(|plural| objects(cluster, plural));
+    let bytes = |object: &Value| object.to_string().len();
+    all.iter().flatten().map(bytes).max().expect("there are some")
+}
+
+/// What all replicas of the operator measure: the one that works, and those that wait.
+fn pages(cluster: &Cluster) -> String {
+    let addresses = cluster.kubectl(&[
+        "--namespace",
+        NAMESPACE,
+        "get",
+        "pods",
+        "--selector=app.kubernetes.io/name=reprise-operator",
+        "--output=jsonpath={range .items[*]}{.status.podIP}{\"\\n\"}{end}",
+    ]);
+    let page = |address: &str| {
+        let (code, page) = Admin::at(&format!("{address}:{ADMIN_PORT}")).get("/metrics").expect("it serves");
+        assert_eq!(code, 200, "{page}");
+        page
+    };
+    addresses.lines().filter(|address| !address.is_empty()).map(page).collect()
+}
+
+/// Samples of a metric, each with its labels.
+fn samples<'a>(page: &'a str, metric: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
+    page.lines().filter_map(move |line| {
+        let (labels, value) = line.strip_prefix(metric)?.rsplit_once(' ')?;
+        (labels.is_empty() || labels.starts_with('{')).then_some(())?;
+        Some((labels, value.parse().ok()?))
+    })
+}
+
+fn total(page: &str, metric: &str) -> f64 {
+    samples(page, metric).map(|(_, value)| value).sum()
+}
+
+/// The upper bound of the bucket that holds this share of all reconciles, of all kinds.
+fn quantile(page: &str, share: f64) -> f64 {
+    let mut buckets: Vec<(f64, f64)> = Vec::new();
+    for (labels, count) in samples(page, "reprise_operator_reconcile_seconds_bucket") {
+        let bound = labels.split("le=\"").nth(1).and_then(|rest| rest.split('"').next());
+        let bound = match bound.expect("a bucket has a bound") {
+            "+Inf" => f64::INFINITY,
+            number => number.parse().expect("a bound is a number"),
+        };
+        match buckets.iter_mut().find(|(known, _)| *known == bound) {
+            Some((_, sum)) => *sum += count,
+            None => buckets.push((bound, count)),
+        }
+    }
+    buckets.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let all = buckets.last().expect("the operator has a histogram").1;
+    assert!(all > 0.0, "the operator has reconciled something");
+    let holds = buckets.iter().find(|(_, below)| *below >= share * all);
+    holds.expect("the last bucket holds all").0
+}
