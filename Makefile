@@ -74,7 +74,7 @@ e2e-k8s: etcd cluster images-test
 	cargo build --locked --workspace --bins
 	cargo test --locked -p reprise-e2e --test cluster
 
-e2e-scale: etcd cluster images
+e2e-scale: etcd cluster images-test
 	e2e/kwok/build.sh
 	cargo build --locked --workspace --bins
 	cargo test --locked -p reprise-e2e --test scale

@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::builder::RangedU64ValueParser;
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitOutcome, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope,
-    Source,
+    BlockStatus, Client, ClientError, CommitOutcome, CommitStatus, ConnectOptions, LoadRequest, Priority,
+    Scope, Source,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};

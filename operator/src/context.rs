@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kube::{Api, Client};
 use kube::runtime::events::{Recorder, Reporter};
+use kube::{Api, Client};
 
 use crate::allocation::apply::Turns;
 use crate::backoff::Backoff;

@@ -55,7 +55,8 @@ pub struct Budget {
 
 impl Budget {
     /// That of a tenant whose blocks are to go.
-    pub const NOTHING: Budget = Budget { reserved: Room { dram: 0, ssd: 0 }, limit: Room { dram: 0, ssd: 0 } };
+    pub const NOTHING: Budget =
+        Budget { reserved: Room { dram: 0, ssd: 0 }, limit: Room { dram: 0, ssd: 0 } };
 }
 
 /// Bytes of both kinds.

@@ -192,7 +192,9 @@ impl Run<'_> {
         let (ending, _) = self.grants().await?;
         let say = |one: &DynamicObject| {
             let (node, name) = (node_of(one), full_name(one));
-            format!("GPUQueueAllocation {name}: no cluster has node {node} any more, and the operator ends its grant: does it run?")
+            format!(
+                "GPUQueueAllocation {name}: no cluster has node {node} any more, and the operator ends its grant: does it run?"
+            )
         };
         Ok(ending.iter().map(say).collect())
     }
@@ -412,7 +414,10 @@ mod tests {
         ];
         let (ending, staying) = by_agent(all, &[node]);
         let names = |of: &[DynamicObject]| of.iter().map(full_name).collect::<Vec<_>>();
-        assert_eq!((names(&ending), names(&staying)), (vec!["n/ends".to_owned()], vec!["n/stays".to_owned()]));
+        assert_eq!(
+            (names(&ending), names(&staying)),
+            (vec!["n/ends".to_owned()], vec!["n/stays".to_owned()])
+        );
     }
 
     #[test]

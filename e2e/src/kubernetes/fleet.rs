@@ -182,7 +182,8 @@ spec:
     pub fn all(&self, cluster: &Cluster, holds: impl Fn(&DynamicObject) -> bool) -> bool {
         let api = cache_nodes(cluster.client());
         let listed = cluster.block_on(api.list(&ListParams::default())).expect("the API server answers");
-        let ours: Vec<&DynamicObject> = listed.items.iter().filter(|node| is_played(&node.name_any())).collect();
+        let ours: Vec<&DynamicObject> =
+            listed.items.iter().filter(|node| is_played(&node.name_any())).collect();
         ours.len() == self.scale.nodes && ours.into_iter().all(holds)
     }
 

@@ -62,6 +62,8 @@ pub struct Pod {
     pub uid: String,
     /// The node that it is on.
     pub node: String,
+    /// The image of its first container, as it was asked for.
+    pub image: String,
     /// Whether it serves.
     pub is_ready: bool,
 }
@@ -230,6 +232,7 @@ impl<'a> Release<'a> {
             name: text(&pod["metadata"]["name"]),
             uid: text(&pod["metadata"]["uid"]),
             node: text(&pod["spec"]["nodeName"]),
+            image: text(&pod["spec"]["containers"][0]["image"]),
             is_ready: is_ready(pod),
         };
         let mut pods: Vec<Pod> = pods.map(pod).collect();

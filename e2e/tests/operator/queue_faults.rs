@@ -92,7 +92,11 @@ fn one_that_cannot_be_written_stops_nobody_but_who_needs_its_room() {
     wait_until("it is gone", PATIENCE, || {
         // The delay has grown meanwhile: another of the node is looked at.
         look += 1;
-        lab.merge(KIND, "waits", &json!({ "metadata": { "annotations": { "test/look": look.to_string() } } }));
+        lab.merge(
+            KIND,
+            "waits",
+            &json!({ "metadata": { "annotations": { "test/look": look.to_string() } } }),
+        );
         std::thread::sleep(Duration::from_millis(200));
         lab.get(KIND, "broken").is_none().then_some(())
     });
@@ -113,7 +117,10 @@ fn a_grant_whose_controller_is_gone_or_lends_less_says_so() {
     let percent = |percent: u32| json!({ "spec": { "devices": { "maxGpuQueuePercent": percent } } });
     lab.merge("SSDPool", "p", &percent(10));
     let said = lab.wait_condition(KIND, "a", ["Allocated", "False", "OverBudget"]);
-    assert!(said.contains("S1 (lends 3; held by cache/a 8)") && said.contains("maxGpuQueuePercent"), "{said}");
+    assert!(
+        said.contains("S1 (lends 3; held by cache/a 8)") && said.contains("maxGpuQueuePercent"),
+        "{said}"
+    );
     assert_eq!(grants(&lab.get(KIND, "a").expect("it is there")).len(), 2, "the grant stands");
     lab.merge("SSDPool", "p", &percent(25));
     lab.wait_condition(KIND, "a", GRANTED);
@@ -131,7 +138,8 @@ fn what_an_agent_writes_into_a_grant_stays_and_counts_by_its_version() {
         { "serial": "S1", "pciAddress": "0000:01:00.0", "queuePairs": 2, "queueIDs": [17, 18] },
     ]);
     let claim = |version: Option<String>| {
-        let body = json!({ "metadata": { "resourceVersion": version }, "status": { "allocations": numbered } });
+        let body =
+            json!({ "metadata": { "resourceVersion": version }, "status": { "allocations": numbered } });
         lab.server.block_on(lab.api(KIND).patch_status("a", &PatchParams::default(), &Patch::Merge(&body)))
     };
     let seen = lab.get(KIND, "a").expect("it is there").resource_version();

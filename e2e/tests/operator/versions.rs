@@ -18,7 +18,8 @@ fn cluster(lab: &Lab, agents: &str, members: &str) {
         DIGEST => json!({ "repository": name, "digest": version }),
         _ => json!({ "repository": name, "tag": version }),
     };
-    let images = json!({ "agent": image("made/agent", agents), "controlPlane": image("made/members", members) });
+    let images =
+        json!({ "agent": image("made/agent", agents), "controlPlane": image("made/members", members) });
     lab.cluster(json!({ "controlPlane": { "replicas": 1 }, "images": images }));
 }
 

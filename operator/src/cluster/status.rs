@@ -8,8 +8,8 @@ use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
-use super::build::configuration::agent_digest;
 use super::REPORTED_WITHIN;
+use super::build::configuration::agent_digest;
 use super::dereference::Found;
 use super::versions::{Versions, image_of};
 use crate::children::Applied;

@@ -211,9 +211,9 @@ fn of_members(cluster: &KVCacheCluster, found: &Found) -> Said {
 fn all_replaced(workload: Option<&DynamicObject>) -> bool {
     let replicas = workload.and_then(|workload| workload.data["spec"]["replicas"].as_u64());
     let image = workload.and_then(image_of);
-    replicas.zip(image).is_some_and(|(replicas, image)| {
-        u64::from(updated(workload, &image, "updatedReplicas")) >= replicas
-    })
+    replicas
+        .zip(image)
+        .is_some_and(|(replicas, image)| u64::from(updated(workload, &image, "updatedReplicas")) >= replicas)
 }
 
 fn count(number: u32) -> usize {
@@ -260,7 +260,9 @@ impl Told<'_> {
             0 => format!("not all {who} run it yet"),
             _ => format!("{silent} of the {who} have not said theirs"),
         };
-        format!("image {image} names no version, and {late}: whether it may run beside the others is not known before")
+        format!(
+            "image {image} names no version, and {late}: whether it may run beside the others is not known before"
+        )
     }
 }
 

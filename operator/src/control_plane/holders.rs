@@ -83,9 +83,7 @@ fn holders(expected: &[String], nodes: &[NodeInfo], shares: &[TenantShare]) -> V
         let follows = |share: &&&TenantShare| share.follows && is_nothing(share.granted.as_ref());
         match shares.get(&node.node).filter(follows) {
             Some(share) if is_nothing(share.used.as_ref()) => None,
-            _ if !node.alive => {
-                Some(format!("is away (reprise forget {name}, if it does not come back)"))
-            }
+            _ if !node.alive => Some(format!("is away (reprise forget {name}, if it does not come back)")),
             Some(share) => {
                 let (dram, ssd) = share.used.as_ref().map_or((0, 0), |used| (used.dram, used.nvme));
                 let (dram, ssd) = (Quantity::of_bytes(dram), Quantity::of_bytes(ssd));

@@ -97,7 +97,10 @@ mod tests {
             (
                 &plain,
                 found(text("[]"), &[0, 16]),
-                Some((Reason::Conflict, "KVCacheCluster n/c16 selects 16 profiles that come before this one")),
+                Some((
+                    Reason::Conflict,
+                    "KVCacheCluster n/c16 selects 16 profiles that come before this one",
+                )),
             ),
         ] {
             let refused = accepted(profile, &found);

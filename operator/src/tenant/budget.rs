@@ -156,12 +156,7 @@ pub async fn settle(tenant: &CacheTenant, refused: Option<&Refusal>, context: &C
 }
 
 /// Whether the nodes of a cluster hold something still of a tenant that may have nothing there.
-async fn look_for_blocks(
-    settled: Settled,
-    names: &ClusterNames,
-    tenant: &str,
-    context: &Context,
-) -> Settled {
+async fn look_for_blocks(settled: Settled, names: &ClusterNames, tenant: &str, context: &Context) -> Settled {
     let plan = context.world.plan();
     let nodes = plan.clusters.get(&names.key()).map(|cluster| cluster.nodes.as_slice()).unwrap_or_default();
     let outcome = match context.control_planes.holders(names, tenant, nodes, &context.metrics).await {
@@ -291,7 +286,10 @@ mod tests {
     fn a_tenant_that_is_purged_keeps_its_budget_of_nothing_until_no_node_holds_anything() {
         let with = |finalizers: Value, deleted: Value| {
             let mut metadata = json!({ "finalizers": finalizers });
-            metadata.as_object_mut().expect("made above").extend(deleted.as_object().expect("fields").clone());
+            metadata
+                .as_object_mut()
+                .expect("made above")
+                .extend(deleted.as_object().expect("fields").clone());
             let mut tenant = tenant(json!({}), metadata);
             tenant.spec.deletion_policy = TenantDeletion::Purge;
             tenant
@@ -303,7 +301,9 @@ mod tests {
         assert!(!is_undone(&stays, None, std::slice::from_ref(&kept)), "it is told what is purged later");
         let goes = with(json!([BUDGET_FINALIZER, PURGE_FINALIZER]), deleted.clone());
         assert!(is_purging(&goes) && !is_undone(&goes, None, std::slice::from_ref(&kept)));
-        assert!(!is_purged(&goes, &[kept.clone(), held.clone()]) && is_purged(&goes, std::slice::from_ref(&kept)));
+        assert!(
+            !is_purged(&goes, &[kept.clone(), held.clone()]) && is_purged(&goes, std::slice::from_ref(&kept))
+        );
         let purged = with(json!([BUDGET_FINALIZER]), deleted);
         assert!(!is_purging(&purged) && is_undone(&purged, None, std::slice::from_ref(&kept)));
         assert_eq!(next(&[kept, held]), Some(LOOK_SOON));

@@ -118,7 +118,12 @@ fn setting_rows() -> Vec<String> {
         ledger_here: true,
         used: both(5, 6),
         charged: both(7, 8),
-        shares: vec![cluster::TenantShare { node: 7, granted: both(9, 10), used: both(11, 12), follows: true }],
+        shares: vec![cluster::TenantShare {
+            node: 7,
+            granted: both(9, 10),
+            used: both(11, 12),
+            follows: true,
+        }],
     };
     let listed = cluster::ListTenantsReply {
         tenants: vec![state],

@@ -219,7 +219,10 @@ fn with_the_agent_of_a_node_that_no_cluster_has_any_more_grants_end() {
     stored.settle();
     assert!(!stored.objects.contains_key("goes"));
     let words = stored.expect("stays", Released, TRUE, "AgentGone");
-    assert!(words.contains("no KVCacheCluster has node n1") && words.contains("agents.nodeSelector"), "{words}");
+    assert!(
+        words.contains("no KVCacheCluster has node n1") && words.contains("agents.nodeSelector"),
+        "{words}"
+    );
     stored.expect("stays", Accepted, FALSE, "ReferenceNotFound");
     assert!(stored.objects["stays"].finalizers().is_empty());
 }
