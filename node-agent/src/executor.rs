@@ -140,9 +140,13 @@ struct Fetching {
 }
 
 impl Executor {
-    /// Tells the control plane how this node is. One that does not know its blocks yet is not drained.
+    /// Tells the control plane how this node is. One that does not know its blocks yet is not drained, and what it says of tenants is not
+    /// what is left of them under their orders.
     pub(crate) fn tell_state(&self, mut state: OwnState) {
-        state.drain.drained &= self.parts.complete.load(Ordering::Acquire);
+        if !self.parts.complete.load(Ordering::Acquire) {
+            state.drain.drained = false;
+            state.tenants.iter_mut().for_each(|tenant| tenant.grant = None);
+        }
         if self.parts.clustered == Clustered::Yes {
             self.parts.directory.set_own_state(state);
         }

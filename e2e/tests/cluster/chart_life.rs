@@ -72,6 +72,7 @@ pub(crate) fn changed_and_taken_back(cluster: &mut Cluster) {
 pub(crate) fn too_far(cluster: &mut Cluster) {
     let release = running(cluster);
     let runs = version(release);
+    assert_eq!(runs, THIS, "members have said what they are");
     // Nothing is touched, and it says what to go through.
     let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
     let is_called_this = agents.iter().all(|pod| pod.image.ends_with(&format!(":{THIS}")));

@@ -42,10 +42,10 @@ use crate::metrics::Write;
 use crate::names::QUEUES_FINALIZER;
 use crate::status::tell;
 
-/// HTTP's codes for what is not there, for what somebody else has changed, and for what may be done later than it was given up.
+/// HTTP's codes for what is not there and for what somebody else has changed; from the last on, what was asked for may be done all the same.
 const NOT_FOUND: u16 = 404;
 const CONFLICT: u16 = 409;
-const LATE: u16 = 504;
+const UNCERTAIN: u16 = 500;
 
 /// So many nodes are decided about at once, at the most.
 const AT_ONCE: usize = 16;
@@ -94,7 +94,7 @@ pub async fn settle(node: &str, context: &Context) -> Result<Vec<Unwritten>, Ope
         }
         let Err(error) = act(&step, held, context).await else { continue };
         let Some(code) = error.code() else { return Err(error) };
-        let is_outdated = [CONFLICT, LATE].contains(&code);
+        let is_outdated = code == CONFLICT || code >= UNCERTAIN;
         room.failed(&step, if is_outdated { Failure::Outdated } else { Failure::Refused });
         unwritten.push(Unwritten { object: step.object, error });
     }

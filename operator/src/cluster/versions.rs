@@ -81,15 +81,19 @@ struct Told<'a> {
 /// Why what is wanted cannot come beside what runs, if it cannot.
 pub fn refused(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
     let wanted = wanted(&found.images);
-    let mut meets: BTreeSet<Part> = Versions::of(cluster, found).parts();
+    let runs = Versions::of(cluster, found).parts();
+    let mut meets = runs.clone();
     meets.extend(of_template(Who::Agents, found.agents.as_deref()));
     meets.extend(of_template(Who::Members, found.members.as_deref()));
-    meets.extend(&wanted);
-    wanted.iter().find_map(|one| meets.iter().find_map(|other| apart(*one, *other)))
+    // Of what is torn there is no way back but past what is too far.
+    let is_torn = first_apart(&runs, &runs).is_some();
+    let leads_back = |one: &Part| is_torn && runs.iter().any(|other| apart(*one, *other).is_none());
+    let bound: BTreeSet<Part> = wanted.iter().copied().filter(|one| !leads_back(one)).collect();
+    first_apart(&bound, &meets).or_else(|| first_apart(&wanted, &wanted))
 }
 
 /// What is wanted, as far as the images tell.
-fn wanted(images: &DefaultImages) -> Vec<Part> {
+fn wanted(images: &DefaultImages) -> BTreeSet<Part> {
     let part = |(who, image): (Who, &String)| Some(Part { who, version: Minor::of_image(image)? });
     [(Who::Agents, &images.agent), (Who::Members, &images.control_plane)]
         .into_iter()
@@ -101,6 +105,11 @@ fn wanted(images: &DefaultImages) -> Vec<Part> {
 fn of_template(who: Who, workload: Option<&DynamicObject>) -> Option<Part> {
     let image = image_of(workload.filter(|workload| has_ready_pods(workload))?)?;
     Some(Part { who, version: Minor::of_image(&image)? })
+}
+
+/// Why one of these does not run together with one of those, if so.
+fn first_apart(these: &BTreeSet<Part>, those: &BTreeSet<Part>) -> Option<Refusal> {
+    these.iter().find_map(|one| those.iter().find_map(|other| apart(*one, *other)))
 }
 
 /// Why these do not run together, if they do not.
@@ -143,8 +152,7 @@ impl Versions {
     /// Whether all that runs may run together, as far as it is known.
     pub fn compatible(&self, cluster: &KVCacheCluster, found: &Found) -> Finding {
         let (kind, parts) = (Type::Compatible, self.parts());
-        let wrong = parts.iter().find_map(|one| parts.iter().find_map(|other| apart(*one, *other)));
-        if let Some(refusal) = wrong {
+        if let Some(refusal) = first_apart(&parts, &parts) {
             return Finding::no(kind, refusal.reason, refusal.message);
         }
         let unknown: Vec<Told<'_>> =
@@ -196,9 +204,10 @@ fn of_agents(found: &Found) -> Said {
 
 fn of_members(cluster: &KVCacheCluster, found: &Found) -> Said {
     let known = found.said_by_members.as_ref().and_then(|look| look.as_ref().ok());
-    let said = known.into_iter().flat_map(|known| known.members.values()).flatten().map(String::as_str);
+    let said = known.iter().flat_map(|known| known.members.values()).flatten().map(String::as_str);
     let mut members = Said::new(said, count(cluster.spec.control_plane.replicas));
-    if members.silent > 0 && !all_replaced(found.members.as_deref()) {
+    let is_known = known.is_some() && all_replaced(found.members.as_deref());
+    if members.silent > 0 && !is_known {
         // It may come back as what it was.
         let before = cluster.status.as_ref().and_then(|status| status.versions.as_ref());
         let before = before.into_iter().flat_map(|before| [&before.control_plane, &before.control_plane_max]);

@@ -29,7 +29,8 @@ pub fn accepted(profile: &SlackProfile, found: &Found) -> Option<Refusal> {
     }
     let crowded = found.clusters.iter().find(|selecting| selecting.ahead >= PROFILES_MAX)?;
     let message = format!(
-        "KVCacheCluster {} selects {PROFILES_MAX} profiles that come before this one, and a node has no more, so its nodes do not get it:          profiles that nodes have come first, then older ones. Narrow slackProfiles, or remove a profile",
+        "KVCacheCluster {} selects {PROFILES_MAX} profiles that come before this one, and a node has no more, so its nodes do not get it: \
+         profiles that nodes have come first, then older ones. Narrow slackProfiles, or remove a profile",
         crowded.cluster
     );
     Some(Refusal::new(Reason::Conflict, message))

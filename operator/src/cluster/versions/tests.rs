@@ -148,6 +148,30 @@ fn a_member_that_is_away_while_others_are_replaced_is_what_was_said_before() {
 }
 
 #[test]
+fn members_that_cannot_be_asked_are_what_they_said_before() {
+    let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.1.0" } }));
+    let mut wanted = with_members(found(["0.2.0", "0.3.0"]), "c@sha256:00", 2, &["0.1.0", "0.1.0"]);
+    assert!(refused(&before, &wanted).is_some());
+    wanted.said_by_members = None;
+    assert!(refused(&before, &wanted).is_some());
+    let running = Versions::of(&before, &wanted).running().expect("some are known");
+    assert_eq!(running.control_plane, Some(Version::new("0.1.0")));
+}
+
+#[test]
+fn what_turned_out_to_be_too_far_apart_may_go_back_or_half_way() {
+    let torn = |tags: [&str; 2]| {
+        let agents = with_agents(found(tags), "a:0.1.0", &["0.1.0", "0.1.0"]);
+        words(&with_members(agents, "c@sha256:00", 2, &["0.4.0", "0.4.0"]))
+    };
+    for leads_back in [["0.1.0", "0.1.0"], ["0.2.0", "0.2.0"], ["0.4.0", "0.3.0"]] {
+        assert_eq!(torn(leads_back), "", "{leads_back:?}");
+    }
+    assert!(torn(["0.1.0", "0.4.0"]).contains("go through 0.2 first"), "it would stay as it is");
+    assert!(torn(["0.6.0", "0.6.0"]).contains("version 0.6"), "it is too far from all that runs");
+}
+
+#[test]
 fn what_was_wanted_last_counts_once_it_runs_and_agents_are_what_they_say() {
     let mut wanted = found(["0.3.0", "0.3.0"]);
     assert_eq!(words(&wanted), "", "nothing runs yet");
