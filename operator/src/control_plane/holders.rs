@@ -1,16 +1,19 @@
 //! Nodes on which there may be something of a tenant that may have nothing any more.
 //!
-//! The member that has the tenant's ledger knows it; all are asked until it is found. A node holds nothing when it has said so under its order of
+//! The member that has the tenant's ledger knows it; all are asked at once. A node holds nothing when it has said so under its order of
 //! nothing. Who is silent, has not registered or does not know the order yet may hold something: its blocks come back with it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
+use futures_util::future::join_all;
 use reprise_crds::fields::Quantity;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
-    Bytes, ListMembersRequest, ListNodesRequest, ListTenantsRequest, NodeInfo, TenantShare,
+    Bytes, ListMembersRequest, ListNodesRequest, ListTenantsRequest, MemberInfo, NodeInfo, TenantShare,
 };
+use tonic::transport::Channel;
 
 use super::{ControlPlanes, Unmet, channel, result, within};
 use crate::metrics::{Call, Metrics};
@@ -19,11 +22,14 @@ use crate::names::ClusterNames;
 /// Nodes that are named at the most: a condition is for people.
 const NAMED_MAX: usize = 8;
 
+/// For each member, of the time that all of it may take.
+const MEMBER_PATIENCE: Duration = Duration::from_secs(1);
+
 /// What members say.
 struct Said {
     nodes: Vec<NodeInfo>,
-    /// `None` when no member has the ledger at the moment.
-    shares: Option<Vec<TenantShare>>,
+    /// What the member that counts it has counted; if none has said it, the members that said nothing at all.
+    ledger: Result<Vec<TenantShare>, Vec<String>>,
 }
 
 impl ControlPlanes {
@@ -41,11 +47,11 @@ impl ControlPlanes {
     ) -> Result<Option<String>, Unmet> {
         let asked = within(ask(&self.address(cluster), tenant)).await;
         metrics.called(Call::List, result(&asked));
-        let Said { nodes, shares } = asked?;
-        let Some(shares) = shares else {
-            return Ok(Some("no member has counted yet what nodes hold".to_owned()));
-        };
-        Ok(in_words(&holders(expected, &nodes, &shares)))
+        let Said { nodes, ledger } = asked?;
+        Ok(match ledger {
+            Ok(shares) => in_words(&holders(expected, &nodes, &shares)),
+            Err(silent) => Some(uncounted(&silent)),
+        })
     }
 }
 
@@ -54,23 +60,51 @@ async fn ask(address: &str, tenant: &str) -> Result<Said, Unmet> {
     let mut membership = MembershipClient::new(first.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
-    for member in members.members {
+    let answering = &members.answering;
+    let asked = join_all(members.members.iter().map(|member| {
         // The one that answers is reached where it has answered.
-        let reached =
-            if member.name == members.answering { Ok(first.clone()) } else { channel(&member.address).await };
-        // Who is away has no ledger, or loses it soon.
-        let Ok(reached) = reached else { continue };
-        let Ok(listed) = PlacementClient::new(reached).list_tenants(ListTenantsRequest {}).await else {
-            continue;
-        };
-        let found = listed.into_inner().tenants.into_iter().find(|state| {
-            state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
-        });
-        if let Some(state) = found {
-            return Ok(Said { nodes, shares: Some(state.shares) });
+        let known = (member.name == *answering).then(|| first.clone());
+        ask_for_ledger(member, known, tenant)
+    }));
+    let (mut ledger, mut silent) = (None, Vec::new());
+    for (member, said) in members.members.iter().zip(asked.await) {
+        match said {
+            Ok(shares) => ledger = ledger.or(shares),
+            Err(_) => silent.push(member.name.clone()),
         }
     }
-    Ok(Said { nodes, shares: None })
+    Ok(Said { nodes, ledger: ledger.ok_or(silent) })
+}
+
+/// What nodes hold, of the member that counts it; `None` when that is another one. Who hangs keeps nobody else from being heard.
+async fn ask_for_ledger(
+    member: &MemberInfo,
+    known: Option<Channel>,
+    tenant: &str,
+) -> Result<Option<Vec<TenantShare>>, Unmet> {
+    let listed = tokio::time::timeout(MEMBER_PATIENCE, async {
+        let reached = match known {
+            Some(reached) => reached,
+            None => channel(&member.address).await?,
+        };
+        let listed = PlacementClient::new(reached).list_tenants(ListTenantsRequest {}).await?;
+        Ok::<_, Unmet>(listed.into_inner())
+    });
+    let late = |_| Unmet::Absent(format!("no answer within {MEMBER_PATIENCE:?}"));
+    let of_tenant =
+        listed.await.map_err(late)??.tenants.into_iter().find(|state| {
+            state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
+        });
+    Ok(of_tenant.map(|state| state.shares))
+}
+
+/// Why nobody can tell what nodes hold.
+fn uncounted(silent: &[String]) -> String {
+    let nobody = "no member has counted yet what nodes hold";
+    if silent.is_empty() {
+        return nobody.to_owned();
+    }
+    format!("{nobody}, and these cannot be reached from here: {}", silent.join(", "))
 }
 
 /// Who may hold something, and why, by name.
@@ -150,6 +184,12 @@ mod tests {
         );
         assert_eq!(found.len(), 2, "{found:?}");
         assert!(found[0].starts_with("n2 is away") && found[1] == "n3 has not registered", "{found:?}");
+    }
+
+    #[test]
+    fn members_that_do_not_answer_are_named_where_nobody_has_counted() {
+        assert!(!uncounted(&[]).contains("reached"));
+        assert!(uncounted(&["m-0".to_owned(), "m-1".to_owned()]).ends_with("from here: m-0, m-1"));
     }
 
     #[test]
