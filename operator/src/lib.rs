@@ -52,3 +52,6 @@ pub mod tenant;
 pub mod uninstall;
 pub mod watch;
 pub mod world;
+
+#[cfg(test)]
+mod examples;
