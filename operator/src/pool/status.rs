@@ -20,7 +20,7 @@ const NAMES_MAX: usize = 5;
 pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolStatus, Vec<Finding>) {
     let counts = Counts::of(pool, found, refused);
     let mut findings = vec![accepted(refused), discovered(&counts), cordoned(pool)];
-    findings.extend(drained(pool, found));
+    findings.extend(drained(pool, found, refused));
     findings.push(fallback(pool, found));
     let degraded = degraded(&counts, found);
     findings.extend(blocked(pool, found));
@@ -175,22 +175,55 @@ fn cordoned(pool: &SSDPool) -> Finding {
     }
 }
 
-/// Only while somebody waits for it.
-fn drained(pool: &SSDPool, found: &Found) -> Option<Finding> {
+/// Only while somebody waits for it. What a node said before it knew that, or too long ago, does not count, and who says nothing is not empty.
+fn drained(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Option<Finding> {
+    let kind = Type::Drained;
     if pool.spec.mode != NodeMode::Draining {
         return None;
     }
-    let drains = |node: &&PoolNode| {
-        let drain = node.node.status.as_ref().and_then(|status| status.drain.as_ref());
-        !drain.is_some_and(|drain| drain.drained)
-    };
-    let left = found.nodes.iter().filter(drains).count();
-    Some(if left == 0 {
-        Finding::yes(Type::Drained, Reason::AsDesired, "every durable block is on another node as well")
-    } else {
-        let untold = untold(found).unwrap_or_default();
-        Finding::no(Type::Drained, Reason::Draining, format!("{left} nodes are not empty yet{untold}"))
-    })
+    if let Some(refused) = refused {
+        let message = "the pool is refused, so no node is emptied for it: condition Accepted says why";
+        return Some(Finding::unknown(kind, refused.reason, message));
+    }
+    let nodes = &found.plan.nodes;
+    if nodes.is_empty() {
+        let message = "no node has the pool, so nobody says what is left of it: label nodes, or change nodeSelector";
+        return Some(Finding::unknown(kind, Reason::NoNodes, message));
+    }
+    let generation = pool.metadata.generation.unwrap_or_default();
+    let empty: BTreeSet<&str> = found
+        .nodes
+        .iter()
+        .filter(|node| is_empty(node, generation))
+        .filter_map(|node| node.node.metadata.name.as_deref())
+        .collect();
+    let left: Vec<&str> = nodes.iter().map(String::as_str).filter(|node| !empty.contains(node)).collect();
+    if left.is_empty() {
+        let message = "every durable block is on another node as well";
+        return Some(Finding::yes(kind, Reason::AsDesired, message));
+    }
+    let untold = untold(found).unwrap_or_default();
+    let message = format!(
+        "{} of {} nodes are not empty yet, or have not said so lately: {}{untold}",
+        left.len(),
+        nodes.len(),
+        few(left.iter().copied()),
+    );
+    Some(Finding::no(kind, Reason::Draining, message))
+}
+
+/// Whether a node has said lately that it is empty, and knew of the pool as it is.
+fn is_empty(node: &PoolNode, generation: i64) -> bool {
+    let PoolNode { node, pool_uid, .. } = node;
+    let Some(status) = &node.status else { return false };
+    let claims = &node.spec.claims;
+    // The mode of a node's spec is that of its claims: one of this generation was made together with it.
+    let is_told = claims
+        .iter()
+        .any(|claim| claim.uid.as_str() == pool_uid.as_str() && claim.generation >= generation);
+    let is_seen = status.observed_generation >= node.metadata.generation.unwrap_or_default();
+    let says_so = status.drain.as_ref().is_some_and(|drain| drain.drained);
+    is_told && is_seen && says_so && has_reported(node)
 }
 
 /// Without the control plane's word no other node takes what a drained one gives away.
@@ -306,3 +339,6 @@ fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,125 @@
+//! What is said of a pool that is being drained.
+
+#![allow(clippy::needless_pass_by_value, reason = "statuses are made where they are passed")]
+
+use std::sync::Arc;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use reprise_crds::CacheNode;
+use reprise_crds::status::ConditionStatus;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::plan::PoolPlan;
+
+/// Of the pool's spec that says `Draining`.
+const GENERATION: i64 = 3;
+/// Of the `CacheNode` that the operator made of it.
+const SPEC: i64 = 7;
+
+fn object<K: DeserializeOwned>(value: Value) -> K {
+    serde_json::from_value(value).expect("an object")
+}
+
+fn pool() -> SSDPool {
+    object(json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool",
+        "metadata": { "name": "p", "uid": "u", "generation": GENERATION },
+        "spec": { "directory": { "path": "/p", "size": "1Gi" }, "mode": "Draining" },
+    }))
+}
+
+/// A node that is empty, and says so now.
+fn empty(name: &str) -> Value {
+    json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
+        "metadata": { "name": name, "generation": SPEC },
+        "spec": {
+            "nodeName": name,
+            "mode": "Draining",
+            "claims": [{ "pool": "p", "uid": "u", "generation": GENERATION, "file": "/p/pool", "size": "1Gi" }],
+        },
+        "status": {
+            "observedGeneration": SPEC,
+            "lastUpdated": crate::clock::now(),
+            "drain": { "drained": true, "walkedBlocks": 4, "durableBlocks": 4, "nowhereBlocks": 0 },
+        },
+    })
+}
+
+/// The same with something else at a place of it.
+fn with(mut node: Value, place: &str, other: Value) -> Value {
+    *node.pointer_mut(place).expect("it is there") = other;
+    node
+}
+
+/// What the plan has, and what is known of its nodes.
+fn found(planned: &[&str], nodes: Vec<Value>) -> Found {
+    let node = |node: Value| PoolNode {
+        node: Arc::new(object::<CacheNode>(node)),
+        pool_uid: "u".to_owned(),
+        pool: "p".to_owned(),
+    };
+    let plan = PoolPlan {
+        cluster: Some("n/c".to_owned()),
+        nodes: planned.iter().map(|name| (*name).to_owned()).collect(),
+        refused: None,
+    };
+    Found { plan, cluster: None, nodes: nodes.into_iter().map(node).collect(), reserved: 0 }
+}
+
+fn said(found: &Found, refused: Option<&Refusal>) -> Finding {
+    let (_, findings) = of(&pool(), found, refused);
+    findings.into_iter().find(|finding| finding.kind == Type::Drained).expect("somebody waits for it")
+}
+
+#[test]
+fn a_pool_is_drained_when_every_node_of_the_plan_has_said_so() {
+    let both = found(&["n1", "n2"], vec![empty("n1"), empty("n2")]);
+    assert_eq!(said(&both, None).status, ConditionStatus::True);
+
+    let unknown = said(&found(&["n1", "n2"], vec![empty("n1")]), None);
+    assert_eq!((unknown.status, unknown.reason), (ConditionStatus::False, Reason::Draining));
+    assert!(unknown.message.starts_with("1 of 2 nodes are not empty yet"), "{}", unknown.message);
+    assert!(unknown.message.ends_with(": n2"), "{}", unknown.message);
+
+    let mut active = pool();
+    active.spec.mode = NodeMode::Active;
+    let (_, findings) = of(&active, &both, None);
+    assert!(!findings.iter().any(|finding| finding.kind == Type::Drained), "nobody waits for it");
+}
+
+#[test]
+fn what_a_node_said_too_long_ago_or_of_another_spec_does_not_count() {
+    let ago = Time(Timestamp::now() - SignedDuration::from_mins(5));
+    for (place, other) in [
+        ("/status/drain/drained", json!(false)),
+        ("/status/drain", Value::Null),
+        ("/status/lastUpdated", json!(ago)),
+        ("/status/lastUpdated", Value::Null),
+        ("/status/observedGeneration", json!(SPEC - 1)),
+        ("/spec/claims/0/generation", json!(GENERATION - 1)),
+        ("/spec/claims/0/uid", json!("another")),
+        ("/spec/claims", json!([])),
+        ("/status", Value::Null),
+    ] {
+        let node = with(empty("n2"), place, other.clone());
+        let finding = said(&found(&["n1", "n2"], vec![empty("n1"), node]), None);
+        assert_eq!(finding.status, ConditionStatus::False, "{place} {other}");
+        assert!(finding.message.contains("n2"), "{place} {other}: {}", finding.message);
+    }
+}
+
+#[test]
+fn of_a_pool_that_no_node_has_nobody_knows_whether_it_is_drained() {
+    let nowhere = said(&found(&[], Vec::new()), None);
+    assert_eq!((nowhere.status, nowhere.reason), (ConditionStatus::Unknown, Reason::NoNodes));
+
+    let refusal = Refusal::new(Reason::ReferenceNotFound, "no KVCacheCluster names this pool");
+    for nodes in [&["n1"][..], &[]] {
+        let refused = said(&found(nodes, vec![empty("n1")]), Some(&refusal));
+        assert_eq!((refused.status, refused.reason), (ConditionStatus::Unknown, Reason::ReferenceNotFound));
+    }
+}
