@@ -108,9 +108,8 @@ fn blocked(tenant: &CacheTenant, settled: &[Settled]) -> Option<Finding> {
 }
 
 /// What a purge has come to: true of clusters that were asked, and of no others.
-pub fn purged(settled: &[Settled], unasked: &[String]) -> Finding {
-    let asked: Vec<&str> = settled.iter().map(|settled| settled.cluster.as_str()).collect();
-    let done = match asked.as_slice() {
+pub fn purged(asked: &[String], unasked: &[String]) -> Finding {
+    let done = match asked {
         [] => "no KVCacheCluster that stays has the tenant, and nobody was asked for its blocks".to_owned(),
         asked => format!("no node of {} has a block of the tenant any more", asked.join(", ")),
     };
@@ -232,10 +231,11 @@ mod tests {
 
     #[test]
     fn a_purge_that_has_ended_says_who_was_not_asked() {
-        let whole = purged(&[at(Outcome::Kept)], &[]);
+        let asked = ["n/c".to_owned()];
+        let whole = purged(&asked, &[]);
         assert_eq!((whole.status, whole.reason), (ConditionStatus::False, Reason::AsDesired));
         assert_eq!(whole.message, "no node of n/c has a block of the tenant any more");
-        let part = purged(&[at(Outcome::Kept)], &["n/d".to_owned(), "n/e".to_owned()]);
+        let part = purged(&asked, &["n/d".to_owned(), "n/e".to_owned()]);
         assert_eq!((part.status, part.reason), (ConditionStatus::Unknown, Reason::Releasing));
         assert!(part.message.starts_with("no node of n/c has") && part.message.contains(": n/d, n/e. "));
         let none = purged(&[], &["n/d".to_owned()]);
