@@ -66,7 +66,8 @@ pub fn steps(found: &Found, now: &Time) -> Vec<Step> {
     let members: Vec<Member<'_>> = found.allocations.iter().map(|of| member(of, found, now)).collect();
     let claimants: Vec<Claimant> = members.iter().map(|member| claimant(member, found)).collect();
     let verdicts = decide(&found.lenders, &claimants);
-    let decided = members.iter().zip(&verdicts).filter(|(member, _)| !found.is_passed_over(&member.of.object));
+    let is_asked = |(member, _): &(&Member<'_>, &Verdict)| !found.is_passed_over(&member.of.object);
+    let decided = members.iter().zip(&verdicts).filter(is_asked);
     let due = decided.filter_map(|(member, verdict)| Some((verdict, step(member, verdict, found, now)?)));
     let mut steps = without_early(due.collect());
     steps.sort_by_key(|step| step.what.turn());
