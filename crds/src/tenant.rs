@@ -40,7 +40,7 @@ use crate::status::Condition;
 #[x_kube(validation = Rule::new("!has(oldSelf.number) || has(self.number)")
     .message("number is on the devices and cannot be removed: write it again as it was"))]
 pub struct CacheTenantSpec {
-    /// Clusters that know the tenant. Empty: all.
+    /// Clusters that know the tenant. Empty: all. One that is named no more loses the budget and keeps the blocks, whatever `deletionPolicy` is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
@@ -80,7 +80,7 @@ pub struct CacheTenantSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_gpu_queue_pairs: Option<u32>,
-    /// What becomes of its blocks when the object is deleted.
+    /// What becomes of its blocks when the object is deleted, in the clusters that `clusters` names then.
     #[serde(default)]
     pub deletion_policy: TenantDeletion,
 }
@@ -103,7 +103,7 @@ choice! {
     TenantDeletion {
         /// They stay until their room is needed.
         Orphan,
-        /// They are evicted everywhere before the object goes.
+        /// They are evicted from all these clusters before the object goes, but from those that are being deleted themselves.
         Purge,
     }
     default Orphan

@@ -15,14 +15,22 @@
 //! Invariants:
 //! * the grants of a controller together stay within the pool's `maxGpuQueuePercent` of its queue pairs;
 //! * a grant is never changed, only ended; what has ended is not granted again;
-//! * the room of a grant is free once the node's agent does not list it in `status.applied.queues`, or the node is gone;
+//! * the room of a grant is free once the node's agent does not list it in `status.applied.queues`, or the `CacheNode` or the node is gone, which
+//!   does not say that the agent is: see below;
 //! * a grant stands only on an object with the finalizer, and what is given back is written before what is granted instead;
-//! * one that cannot be written stops nobody else of its node, but those who need its room ([`room`]);
+//! * one that cannot be written stops nobody else of its node, but those who need room that it has ([`room`]); of one that is refused its
+//!   finalizer not even those who need what it asks for ([`turn`]);
 //! * nothing is granted by what a former replica has decided ([`apply`]).
 //!
 //! What is expected of agents, so that a grant is taken back by one write: an agent lists an allocation in `status.applied.queues` of its
 //! `CacheNode`, then writes `queueIDs` into the grant, by the version in which it has seen it, and only then makes queues. Where both write at
 //! once one of the two is refused: the agent, which finds no grant then, or the operator, which finds the list.
+//!
+//! **What is to be changed before an agent makes queues.** A grant ends as [`life::Cause::AgentGone`] as soon as no cluster has the node and its
+//! `CacheNode` is gone, or the node's object is. The operator removes the `CacheNode` itself, at once, and sees no pods (its role has no right to
+//! them), so the agent may still run then. In this release it has no queues, and nothing is lent that somebody uses. The release that makes queues
+//! must end such a grant only when no agent's pod is on the node any more, or keep the `CacheNode` until its agent has listed no queues after it
+//! was told to leave, and must take a node whose object is gone for one whose agent runs until the machine is known to be off.
 //!
 //! Deliberately absent: queues themselves, which no agent of this release makes; `reservedFor`, which nobody sets in this release: as long as it
 //! is there, a deletion waits; limits of tenants (`maxGpuQueuePairs`), which are refused.
@@ -47,6 +55,7 @@ pub mod life;
 pub mod room;
 pub mod standing;
 pub mod status;
+pub mod turn;
 pub mod validate;
 
 /// The end of a grant is never waited for in shorter steps.

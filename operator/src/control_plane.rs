@@ -2,7 +2,8 @@
 //! they are told.
 //!
 //! One look at a control plane lists all nodes, budgets and members, and holds for [`STAYS_GOOD`], for whoever asks: 1,000 nodes cost three calls.
-//! After a call that failed nobody calls for a time that grows. Every call is a connection of its own, so the next one goes
+//! One from before the members' StatefulSet changed is not told any more ([`ControlPlanes::heed`]): it may be of members that have been replaced
+//! since. After a call that was not answered nobody calls for a time that grows. Every call is a connection of its own, so the next one goes
 //! to another member, and ends within [`PATIENCE`].
 //!
 //! Nothing here decides what is wanted: see [`crate::node::mode`] and [`crate::tenant::budget`].
@@ -92,6 +93,10 @@ pub enum Unmet {
     Refused(String),
 }
 
+/// The version in which the StatefulSet of members was seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MembersSeen(pub String);
+
 /// A look, or why there is none.
 pub type Look = Result<Arc<Known>, String>;
 
@@ -109,9 +114,16 @@ pub struct ControlPlanes {
 #[derive(Debug)]
 struct Plane {
     /// Held while it is asked: the others wait for the answer.
-    last: Mutex<Option<Held>>,
+    last: Mutex<Last>,
     /// When somebody was interested in it last.
     asked: StdMutex<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct Last {
+    held: Option<Held>,
+    /// Members as they were seen last. What is held is not older.
+    members: Option<MembersSeen>,
 }
 
 #[derive(Clone, Debug)]
@@ -130,15 +142,25 @@ impl ControlPlanes {
     pub async fn look(&self, cluster: &ClusterNames, metrics: &Metrics) -> Look {
         let plane = self.plane(cluster);
         let mut last = plane.last.lock().await;
-        if let Some(held) = last.as_ref().filter(|held| Instant::now() < held.until) {
+        if let Some(held) = last.held() {
             return held.look.clone();
         }
         let asked = within(list(&self.address(cluster))).await;
         metrics.called(Call::List, result(&asked));
         let look = asked.map(Arc::new).map_err(|unmet| unmet.words().to_owned());
         let until = Instant::now() + self.holds(cluster, look.is_ok());
-        *last = Some(Held { until, look: look.clone() });
+        last.held = Some(Held { until, look: look.clone() });
         look
+    }
+
+    /// The members of a cluster were seen so. A look at others does not hold any more, also where it is under way; that nobody answers does.
+    pub async fn heed(&self, cluster: &ClusterNames, members: MembersSeen) {
+        let plane = self.plane(cluster);
+        let mut last = plane.last.lock().await;
+        if last.members.as_ref() != Some(&members) {
+            last.members = Some(members);
+            last.held = last.held.take().filter(|held| held.look.is_err());
+        }
     }
 
     /// Sets what a node is for; what it was for before.
@@ -239,18 +261,25 @@ impl ControlPlanes {
         let mut last = plane.last.lock().await;
         match called {
             Ok(_) => {
-                if let Some(Held { look: Ok(known), .. }) = last.as_mut() {
+                if let Some(Held { look: Ok(known), .. }) = last.held.as_mut() {
                     change(Arc::make_mut(known));
                 }
             }
             Err(Unmet::Absent(words)) => {
                 let until = Instant::now() + self.holds(cluster, false);
-                *last = Some(Held { until, look: Err(words.clone()) });
+                last.held = Some(Held { until, look: Err(words.clone()) });
             }
             // The members know something else than the look.
-            Err(Unmet::Unknown(_)) => *last = None,
+            Err(Unmet::Unknown(_)) => last.held = None,
             Err(Unmet::Refused(_)) => {}
         }
+    }
+
+    /// Why nobody calls at the moment, if so.
+    async fn silence(&self, cluster: &ClusterNames) -> Option<Unmet> {
+        let plane = self.plane(cluster);
+        let last = plane.last.lock().await;
+        last.held().and_then(|held| held.look.as_ref().err()).map(|words| Unmet::Absent(words.clone()))
     }
 
     fn holds(&self, cluster: &ClusterNames, is_good: bool) -> Duration {
@@ -272,7 +301,7 @@ impl ControlPlanes {
             }
             stays
         });
-        let new = || Arc::new(Plane { last: Mutex::new(None), asked: StdMutex::new(now) });
+        let new = || Arc::new(Plane { last: Mutex::default(), asked: StdMutex::new(now) });
         let plane = planes.entry(cluster.uid.clone()).or_insert_with(new);
         *plane.asked.lock().unwrap_or_else(PoisonError::into_inner) = now;
         Arc::clone(plane)
@@ -280,6 +309,13 @@ impl ControlPlanes {
 
     fn address(&self, cluster: &ClusterNames) -> String {
         self.addresses.get(&cluster.key()).cloned().unwrap_or_else(|| cluster.control_plane_address())
+    }
+}
+
+impl Last {
+    /// What is told still.
+    fn held(&self) -> Option<&Held> {
+        self.held.as_ref().filter(|held| Instant::now() < held.until)
     }
 }
 
@@ -395,18 +431,59 @@ mod tests {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
     }
 
-    #[tokio::test]
-    async fn a_control_plane_that_is_away_is_said_to_be_and_not_called_again_at_once() {
+    /// A control plane at whose address nobody listens.
+    fn absent() -> (ControlPlanes, String) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         drop(listener);
-        let planes = ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address.clone())]));
+        (ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address.clone())])), address)
+    }
+
+    fn has_called(metrics: &Metrics, times: u32) {
+        let call = "reprise_operator_control_plane_calls_total{call=\"list\",result=\"absent\"}";
+        let text = metrics.text();
+        let is_it = |line: &str| *line == format!("{call} {times}");
+        assert!(text.lines().any(is_it), "{times} times: {text}");
+    }
+
+    #[tokio::test]
+    async fn a_control_plane_that_is_away_is_said_to_be_and_not_called_again_at_once() {
+        let (planes, address) = absent();
         let metrics = Metrics::new();
         let first = planes.look(&names(), &metrics).await.expect_err("nobody listens");
         assert!(first.contains(&address) && first.contains("refused"), "{first}");
-        assert_eq!(planes.look(&names(), &metrics).await, Err(first));
-        let calls = "reprise_operator_control_plane_calls_total{call=\"list\",result=\"absent\"} 1";
-        assert!(metrics.text().contains(calls), "{}", metrics.text());
+        assert_eq!(planes.look(&names(), &metrics).await, Err(first.clone()));
+        let holders = planes.holders(&names(), "t", &[], &metrics).await;
+        assert_eq!(holders, Err(Unmet::Absent(first)), "whoever asks");
+        has_called(&metrics, 1);
+    }
+
+    #[tokio::test]
+    async fn who_is_not_answered_who_holds_blocks_keeps_the_others_from_calling() {
+        let (planes, _) = absent();
+        let metrics = Metrics::new();
+        let first = planes.holders(&names(), "t", &[], &metrics).await.expect_err("nobody listens");
+        assert_eq!(planes.holders(&names(), "t", &[], &metrics).await, Err(first.clone()));
+        assert_eq!(planes.look(&names(), &metrics).await, Err(first.words().to_owned()));
+        has_called(&metrics, 1);
+    }
+
+    #[tokio::test]
+    async fn a_look_from_before_members_changed_is_not_told_any_more() {
+        let (planes, _) = absent();
+        let (metrics, names) = (Metrics::new(), names());
+        let seen = |version: &str| MembersSeen(version.to_owned());
+        planes.heed(&names, seen("1")).await;
+        let look: Look = Ok(Arc::new(Known::default()));
+        let held = Held { until: Instant::now() + STAYS_GOOD, look };
+        planes.plane(&names).last.lock().await.held = Some(held);
+        planes.heed(&names, seen("1")).await;
+        assert!(planes.look(&names, &metrics).await.is_ok(), "nothing has changed");
+        planes.heed(&names, seen("2")).await;
+        let asked = planes.look(&names, &metrics).await.expect_err("it is asked again, and nobody listens");
+        planes.heed(&names, seen("3")).await;
+        assert_eq!(planes.look(&names, &metrics).await, Err(asked), "who is away is left alone all the same");
+        has_called(&metrics, 1);
     }
 
     #[tokio::test]

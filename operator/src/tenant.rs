@@ -44,7 +44,9 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     }
     let settled = budget::settle(&tenant, refused.as_ref(), &context).await;
     if budget::is_purged(&tenant, &settled) {
-        tracing::info!(tenant = tenant.name_any(), "no node has a block of the tenant any more");
+        // Before the finalizer goes: the object may go with it.
+        let finding = status::purged(&budget::asked(&tenant, &settled), &budget::unasked(&tenant, &context));
+        crate::status::tell(&context, &*tenant, &finding).await;
         // What is left to do is to take its budget of nothing back.
         set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Unwanted).await?;
         return Ok(Action::await_change());

@@ -32,6 +32,9 @@ const POOL: &str = "reprise.dev/played-pool";
 pub const CLUSTER: &str = "played";
 /// What a pool has on each.
 const POOL_SIZE: &str = "1Gi";
+/// Agents tell used bytes in so many steps of a device, each of so many MiB.
+const USED_STEPS: i64 = 256;
+const USED_STEP_MIB: i64 = 4;
 /// Who tells what agents tell.
 const AGENT: &str = "reprise-agent";
 /// Calls under way.
@@ -147,7 +150,7 @@ spec:
         });
     }
 
-    /// Every agent reports as often as agents do, evenly over time.
+    /// Every agent reports as often as agents do, evenly over time, each time that its device has got fuller.
     ///
     /// # Panics
     /// When the API server does not take it.
@@ -240,26 +243,35 @@ fn cache_nodes(client: Client) -> Api<DynamicObject> {
     Api::all_with(client, &ApiResource::from_gvk_with_plural(&kind, "cachenodes"))
 }
 
+/// What is used of a node's device: one step more from report to report, and nothing after all of it.
+fn used(node: &str, now: Timestamp) -> String {
+    let number = node.rsplit('-').next().and_then(|number| number.parse::<i64>().ok());
+    let number = number.expect("the name of a played node ends with its number");
+    let reports = now.as_second() / i64::try_from(REPORT_EVERY.as_secs()).expect("some seconds");
+    format!("{}Mi", (reports + number) % USED_STEPS * USED_STEP_MIB)
+}
+
 /// What an agent says that has done what its node's spec says. A node without a spec has none to say it.
 async fn report(api: &Api<DynamicObject>, name: &str) {
     let Some(node) = api.get_opt(name).await.expect("the API server answers") else { return };
     let (spec, generation) = (&node.data["spec"], node.metadata.generation);
     let claims = spec["claims"].as_array().cloned().unwrap_or_default();
+    let now = Timestamp::now();
+    let (used, now) = (used(name, now), now.to_string());
     let device = |claim: &Value| {
         json!({
-            "path": claim["file"], "pool": claim["pool"], "state": "Open", "size": claim["size"], "used": "1Mi",
+            "path": claim["file"], "pool": claim["pool"], "state": "Open", "size": claim["size"], "used": used,
             "engine": claim["engine"],
         })
     };
     let pool = |claim: &Value| json!({ "pool": claim["pool"], "uid": claim["uid"], "generation": claim["generation"] });
-    let now = Timestamp::now().to_string();
     let status = json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": name },
         "status": {
             "observedGeneration": generation,
             "lastUpdated": now,
             "agent": { "version": env!("CARGO_PKG_VERSION") },
-            "capacity": { "dramTotal": "256Mi", "dramUsed": "0", "ssdTotal": POOL_SIZE, "ssdUsed": "1Mi" },
+            "capacity": { "dramTotal": "256Mi", "dramUsed": "0", "ssdTotal": POOL_SIZE, "ssdUsed": used },
             "devices": claims.iter().map(device).collect::<Vec<Value>>(),
             "applied": {
                 "configurationDigest": spec["configurationDigest"],
@@ -274,4 +286,22 @@ async fn report(api: &Api<DynamicObject>, name: &str) {
     let params = PatchParams::apply(AGENT).force();
     let taken = api.patch_status(name, &params, &Patch::Apply(&status)).await;
     taken.unwrap_or_else(|error| panic!("the report of {name} is not taken: {error}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_report_tells_another_amount_that_fits_the_device() {
+        let at = |report: i64| {
+            let every = i64::try_from(REPORT_EVERY.as_secs()).expect("some seconds");
+            Timestamp::from_second(report * every).expect("a time")
+        };
+        assert_eq!(used("played-0000", at(0)), "0Mi");
+        assert_eq!(used("played-0003", at(252)), "1020Mi");
+        assert_eq!(used("played-0003", at(253)), "0Mi");
+        let is_news = |report: i64| used("played-0007", at(report)) != used("played-0007", at(report + 1));
+        assert!((0..600).all(is_news));
+    }
 }

@@ -15,6 +15,9 @@ use crate::wait::wait_until;
 /// How many.
 pub const WORKERS: usize = 2;
 
+/// What each asks for in a second, where nothing takes longer than the time between two (`reprise check --requests-for`).
+pub const REQUESTS_A_SECOND: u64 = 20;
+
 /// From `apply` to requests that hit what was saved here and there, on a machine that is busy.
 const HITS_WITHIN: Duration = Duration::from_secs(180);
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use reprise_client::Scope;
 use reprise_e2e::content::keys;
 use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod};
+use reprise_e2e::kubernetes::requests::REQUESTS_A_SECOND;
 use reprise_e2e::kubernetes::{Cluster, Release, Workers};
 use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading};
@@ -79,7 +80,8 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
         assert_eq!((served.wrong_words, served.failed), (0, 0), "{served:?}");
         assert!(served.sessions >= 1, "its agent was replaced: {served:?}");
         assert!(served.saved > 0 && served.hits_from("own ") > 0, "{served:?}");
-        assert!(served.requests > lasted.as_secs(), "it has gone on all the time: {served:?}");
+        let asked = lasted.as_secs() * REQUESTS_A_SECOND;
+        assert!(served.requests >= asked / 2, "half of {asked} at the least, all the time: {served:?}");
     }
     for (index, said) in ENGINES.since(cluster, &engines).into_iter().enumerate() {
         let said = said.expect("no engine has ended: not a byte was wrong");

@@ -2,7 +2,7 @@
 //!
 //! What was stored when the node's turn came is what is decided by. Each write names the version that it changes, so that a decision about
 //! something that has changed since is refused by the API server, and made anew. What cannot be written is reported, and the others are gone on
-//! with ([`Room`] says with which).
+//! with ([`Turn`] says with which).
 //!
 //! A version tells of changes of one object, and room is shared by several. So that no replica that had the lease before, and none of our own
 //! writes that nobody has answered, grants what was lent to somebody else since:
@@ -30,10 +30,11 @@ use reprise_crds::{GPUQueueAllocation, OPERATOR_FIELD_MANAGER};
 use serde_json::{Value, json};
 use tokio::sync::Mutex;
 
-use super::build::{Step, What, steps};
-use super::dereference::{Found, asked, name};
-use super::room::{Failure, Room};
+use super::build::{Step, What};
+use super::dereference::{Found, asked};
+use super::room::Failure;
 use super::status::Said;
+use super::turn::Turn;
 use crate::clock;
 use crate::context::Context;
 use crate::error::OperatorError;
@@ -85,17 +86,12 @@ pub async fn settle(node: &str, context: &Context) -> Result<Vec<Unwritten>, Ope
     let held = turn.entry(node.to_owned()).or_default();
     forget(held, &found);
     found.held.clone_from(held);
-    let (mut room, mut unwritten) = (Room::default(), Vec::new());
-    for step in steps(&found, &clock::now()) {
-        if !room.allows(&step) {
-            let waits = name(&step.object);
-            tracing::info!(allocation = waits, "it is granted once others could be written");
-            continue;
-        }
+    let (mut writes, mut unwritten) = (Turn::of(found, clock::now()), Vec::new());
+    while let Some(step) = writes.next_step() {
         let Err(error) = act(&step, held, context).await else { continue };
         let Some(code) = error.code() else { return Err(error) };
         let is_outdated = code == CONFLICT || code >= UNCERTAIN;
-        room.failed(&step, if is_outdated { Failure::Outdated } else { Failure::Refused });
+        writes.failed(&step, if is_outdated { Failure::Outdated } else { Failure::Refused });
         unwritten.push(Unwritten { object: step.object, error });
     }
     if held.is_empty() {

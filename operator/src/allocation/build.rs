@@ -4,7 +4,9 @@
 //! what is granted. So whoever is killed between two writes leaves room unused, and never lends it twice.
 //!
 //! * A grant is written in a later turn than its finalizer. Until then nothing is taken back for it, and nothing that this would leave is lent
-//!   to others: one that cannot get its finalizer costs nobody else anything.
+//!   to others. One that was refused its finalizer in this turn is passed over ([`Found::passed_over`]): it asks for nothing, and what it would
+//!   have is lent to others. Those that have the finalizer, and fit only while somebody who is passed over is counted, keep it: without that they
+//!   would get it and lose it in turns.
 //! * Who has a finalizer and no grant may be about to be granted by a replica that had the lease before. So a finalizer that is not from
 //!   this process ([`Found::held`]) is taken away, or a status written, before anything is granted on the node: see [`super::apply`].
 
@@ -62,9 +64,10 @@ pub struct Member<'a> {
 /// All writes that are due, in their order.
 pub fn steps(found: &Found, now: &Time) -> Vec<Step> {
     let members: Vec<Member<'_>> = found.allocations.iter().map(|of| member(of, found, now)).collect();
-    let claimants: Vec<Claimant> = members.iter().map(claimant).collect();
+    let claimants: Vec<Claimant> = members.iter().map(|member| claimant(member, found)).collect();
     let verdicts = decide(&found.lenders, &claimants);
-    let decided = members.iter().zip(&verdicts);
+    let is_asked = |(member, _): &(&Member<'_>, &Verdict)| !found.is_passed_over(&member.of.object);
+    let decided = members.iter().zip(&verdicts).filter(is_asked);
     let due = decided.filter_map(|(member, verdict)| Some((verdict, step(member, verdict, found, now)?)));
     let mut steps = without_early(due.collect());
     steps.sort_by_key(|step| step.what.turn());
@@ -93,7 +96,7 @@ fn member<'a>(of: &'a Referring, found: &Found, now: &Time) -> Member<'a> {
     Member { of, refused, life }
 }
 
-fn claimant(member: &Member<'_>) -> Claimant {
+fn claimant(member: &Member<'_>, found: &Found) -> Claimant {
     let (object, spec) = (&member.of.object, &member.of.object.spec);
     let granted = object.status.iter().flat_map(|status| &status.allocations);
     let shares: Vec<Share> =
@@ -108,6 +111,7 @@ fn claimant(member: &Member<'_>) -> Claimant {
         isolation: spec.isolation,
         has: match &member.life {
             Life::Refused | Life::Ended(_) | Life::Over => Hold::Nothing,
+            Life::Wants if found.is_passed_over(object) => Hold::Nothing,
             Life::Wants => Hold::Wants,
             Life::Stands { listed: Some(_) } => Hold::Stands { shares, queues: Queues::Made },
             Life::Stands { listed: None } => Hold::Stands { shares, queues: Queues::None },
@@ -133,12 +137,17 @@ fn step(member: &Member<'_>, verdict: &Verdict, found: &Found, now: &Time) -> Op
             (_, Verdict::TakenBack { .. }) | (Life::Ends(..) | Life::Ended(_), _) => What::GiveBack(said),
             _ => What::Say(said),
         }
-    } else if has && !is_held {
+    } else if has && !is_held && !waits_for_others(member, found) {
         What::LetGo
     } else {
         return None;
     };
     Some(Step { object: Arc::clone(object), what })
+}
+
+/// Whether one that does not fit may do so as soon as somebody can be written who is passed over.
+fn waits_for_others(member: &Member<'_>, found: &Found) -> bool {
+    member.life == Life::Wants && !found.passed_over.is_empty()
 }
 
 impl What {

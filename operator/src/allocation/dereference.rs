@@ -29,6 +29,8 @@ pub struct Found {
     pub allocations: Vec<Referring>,
     /// Unique ids of those that this process has given the finalizer, for a grant that it has not tried to write since.
     pub held: BTreeSet<String>,
+    /// Unique ids of those that were refused their finalizer in this turn ([`super::turn`]).
+    pub passed_over: BTreeSet<String>,
 }
 
 /// Whether a node is there, and an agent on it.
@@ -36,9 +38,10 @@ pub struct Found {
 pub enum Presence {
     /// A cluster has it, or had it a moment ago.
     Here,
-    /// No cluster has it, and its `CacheNode` is gone: no agent is there.
+    /// No cluster has it, and its `CacheNode` is gone. The agent's pod may be there for a while, which is no matter as long as no agent makes
+    /// queues: see what [`super`] asks of the release in which they do.
     NoAgent,
-    /// There is no such node, or not any more.
+    /// There is no such node, or not any more. The same holds of its pods.
     Gone,
 }
 
@@ -100,6 +103,7 @@ fn found(
         cache_node,
         allocations,
         held: BTreeSet::new(),
+        passed_over: BTreeSet::new(),
     }
 }
 
@@ -169,6 +173,11 @@ impl Found {
     /// Whether this process has given an allocation its finalizer, for a grant that it has not tried to write since.
     pub fn is_held(&self, allocation: &GPUQueueAllocation) -> bool {
         allocation.metadata.uid.as_ref().is_some_and(|uid| self.held.contains(uid))
+    }
+
+    /// Whether an allocation was refused its finalizer in this turn.
+    pub fn is_passed_over(&self, allocation: &GPUQueueAllocation) -> bool {
+        allocation.metadata.uid.as_ref().is_some_and(|uid| self.passed_over.contains(uid))
     }
 
     /// How many queue pairs of an allocation the agent has, as far as there is a node.

@@ -43,7 +43,7 @@ pub enum Cause {
     Expired,
     /// Somebody else needs it more.
     TakenBack,
-    /// There is no such node any more, or no agent on it.
+    /// There is no such node any more, or no `CacheNode` of it ([`Presence`] says what that does not tell).
     AgentGone,
     /// The allocation is deleted.
     Deleted,
@@ -125,7 +125,7 @@ fn begins(
         Presence::Here => {}
         Presence::NoAgent => {
             let message = format!(
-                "no KVCacheCluster has node {node} any more, and its agent is gone: make a new GPUQueueAllocation for another node, or once \
+                "no KVCacheCluster has node {node} any more, and its CacheNode is gone: make a new GPUQueueAllocation for another node, or once \
                  agents.nodeSelector of a cluster selects this one, and delete this one"
             );
             return ends(Cause::AgentGone, message);

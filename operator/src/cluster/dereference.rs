@@ -14,7 +14,7 @@ use super::store::StoreLook;
 use super::versions::has_ready_pods;
 use crate::child::ChildKind;
 use crate::context::Context;
-use crate::control_plane::Look;
+use crate::control_plane::{Look, MembersSeen};
 use crate::names::ClusterNames;
 use crate::optional::Access;
 use crate::plan::{ClusterPlan, PoolPlan};
@@ -105,9 +105,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
     let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
     let members = set(&names.control_plane());
     let said_by_members = match members.as_deref() {
-        Some(members) if has_ready_pods(members) => {
-            Some(context.control_planes.look(names, &context.metrics).await)
-        }
+        Some(members) if has_ready_pods(members) => Some(look_at(members, names, context).await),
         _ => None,
     };
     Found {
@@ -123,6 +121,13 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         plan: own,
         referred,
     }
+}
+
+/// What members say that are not older than what is seen of them here: a look from before a rollout is of others.
+async fn look_at(members: &DynamicObject, names: &ClusterNames, context: &Context) -> Look {
+    let seen = MembersSeen(members.resource_version().unwrap_or_default());
+    context.control_planes.heed(names, seen).await;
+    context.control_planes.look(names, &context.metrics).await
 }
 
 /// Whether a node belongs to a cluster.

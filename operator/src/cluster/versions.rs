@@ -5,7 +5,7 @@
 //! | what is wanted | the tag of its image, where that is a version and no digest stands beside it; otherwise nobody knows before it runs |
 //! | what is being started | the same of the pods' template, once one of its pods serves |
 //! | agents that run | what they have said in their `CacheNode` within a minute |
-//! | members that run | what they have said to each other, which the control plane tells; one that is away while members are replaced counts as what was said before |
+//! | members that run | what they have said to each other, which the control plane tells, asked after the last change of their StatefulSet; one that is away while members are replaced counts as what was said before |
 //!
 //! Nothing wanted may be further than [`MINORS_APART_MAX`] from anything that runs, agents and members alike: what is replaced one by one meets all
 //! others as they were. An image that names no version is compared with nothing beforehand. `Compatible` says so, and compares what its
@@ -76,6 +76,8 @@ struct Told<'a> {
     image: &'a str,
     /// Whether every process runs this image.
     is_replaced: bool,
+    /// Why nobody could be asked, where that is so.
+    unasked: Option<&'a str>,
 }
 
 /// Why what is wanted cannot come beside what runs, if it cannot.
@@ -169,6 +171,7 @@ impl Versions {
 
     fn known<'a>(&'a self, cluster: &KVCacheCluster, found: &'a Found) -> [Told<'a>; 2] {
         let images = &found.images;
+        let unasked = found.said_by_members.as_ref().and_then(|look| look.as_ref().err());
         let agents = updated(found.agents.as_deref(), &images.agent, "updatedNumberScheduled");
         let members = updated(found.members.as_deref(), &images.control_plane, "updatedReplicas");
         [
@@ -177,12 +180,14 @@ impl Versions {
                 said: &self.agents,
                 image: &images.agent,
                 is_replaced: count(agents) >= found.plan.nodes.len(),
+                unasked: None,
             },
             Told {
                 who: Who::Members,
                 said: &self.members,
                 image: &images.control_plane,
                 is_replaced: members >= cluster.spec.control_plane.replicas,
+                unasked: unasked.map(String::as_str),
             },
         ]
     }
@@ -260,7 +265,17 @@ impl Told<'_> {
     }
 
     fn text(&self) -> String {
-        let Told { who, said, image, is_replaced: _ } = self;
+        let late = self.late();
+        match self.unasked {
+            Some(words) => format!(
+                "{late}. The control plane cannot be asked from here; if it stays so, look at its pods and at network policies: {words}"
+            ),
+            None => late,
+        }
+    }
+
+    fn late(&self) -> String {
+        let Told { who, said, image, .. } = self;
         let silent = said.silent;
         if Minor::of_image(image).is_some() {
             return format!("{silent} of the {who} have not said their version");

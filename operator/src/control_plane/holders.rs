@@ -2,6 +2,8 @@
 //!
 //! The member that has the tenant's ledger knows it; all are asked at once. A node holds nothing when it has said so under its order of
 //! nothing. Who is silent, has not registered or does not know the order yet may hold something: its blocks come back with it.
+//!
+//! While nobody calls since a call was not answered, nobody asks for this either, and one for this that is not answered counts among them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -45,8 +47,14 @@ impl ControlPlanes {
         expected: &[String],
         metrics: &Metrics,
     ) -> Result<Option<String>, Unmet> {
+        if let Some(unmet) = self.silence(cluster).await {
+            return Err(unmet);
+        }
         let asked = within(ask(&self.address(cluster), tenant)).await;
         metrics.called(Call::List, result(&asked));
+        if asked.is_err() {
+            self.note(cluster, &asked, |_| {}).await;
+        }
         let Said { nodes, ledger } = asked?;
         Ok(match ledger {
             Ok(shares) => in_words(&holders(expected, &nodes, &shares)),

@@ -5,11 +5,15 @@
 //! finalizer; it is given up when none has a budget of it any more.
 //!
 //! A tenant that is purged has a second one. Once it is deleted its budget is nothing, which nodes meet by eviction; the second finalizer is given
-//! up when every node of its clusters has said that it holds nothing, and the budget is taken back only then. A tenant with
+//! up when every node of its clusters has said that it holds nothing, and the budget is taken back only then. Its clusters are those that its spec
+//! names then; of these, ones that are being deleted themselves are not asked, which is said ([`unasked`]). A tenant with
 //! that policy owns its budget also where it has none: one that somebody else has set is removed.
+
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 use kube::ResourceExt;
+use reprise_crds::fields::ClusterRef;
 use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
@@ -106,6 +110,29 @@ pub fn is_purging(tenant: &CacheTenant) -> bool {
 /// Whether they have gone.
 pub fn is_purged(tenant: &CacheTenant, settled: &[Settled]) -> bool {
     is_purging(tenant) && settled.iter().all(|settled| settled.outcome == Outcome::Kept)
+}
+
+/// The clusters whose nodes were asked for the tenant's blocks: at others its budget was looked at, and nothing else.
+pub fn asked(tenant: &CacheTenant, settled: &[Settled]) -> Vec<String> {
+    fn is_it(named: &ClusterRef, key: &str) -> bool {
+        key.split_once('/') == Some((named.namespace.as_str(), named.name.as_str()))
+    }
+    let named = &tenant.spec.clusters;
+    let is_named = |key: &&String| named.is_empty() || named.iter().any(|named| is_it(named, key));
+    settled.iter().map(|settled| &settled.cluster).filter(is_named).cloned().collect()
+}
+
+/// The clusters of a tenant that are not asked, since they are being deleted themselves; by `namespace/name`.
+pub fn unasked(tenant: &CacheTenant, context: &Context) -> Vec<String> {
+    unasked_of(tenant, &context.world.clusters.state())
+}
+
+fn unasked_of(tenant: &CacheTenant, clusters: &[Arc<KVCacheCluster>]) -> Vec<String> {
+    let goes = clusters.iter().filter(|cluster| cluster.metadata.deletion_timestamp.is_some());
+    let names = goes.map(|cluster| ClusterNames::of(cluster)).filter(|names| knows(tenant, names));
+    let mut keys: Vec<String> = names.map(|names| names.key()).collect();
+    keys.sort();
+    keys
 }
 
 /// Whether nothing of the tenant's is left at control planes that it must not leave there.
@@ -280,6 +307,26 @@ mod tests {
         assert_eq!(next(&[]), None);
         assert_eq!(next(&[at(Outcome::Foreign)]), Some(LOOK_AGAIN));
         assert_eq!(next(&[at(Outcome::Kept), untold]), Some(LOOK_SOON));
+    }
+
+    #[test]
+    fn clusters_that_are_being_deleted_or_not_named_are_not_asked() {
+        let cluster = |name: &str, deleted: Value| -> Arc<KVCacheCluster> {
+            let whole = json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "spec": {},
+                "metadata": { "namespace": "n", "name": name, "deletionTimestamp": deleted },
+            });
+            Arc::new(serde_json::from_value(whole).expect("a cluster"))
+        };
+        let then = json!("2026-01-01T00:00:00Z");
+        let clusters = [cluster("stays", Value::Null), cluster("goes", then.clone()), cluster("also", then)];
+        let mut purged = tenant(json!({}), json!({}));
+        assert_eq!(unasked_of(&purged, &clusters), ["n/also", "n/goes"], "it names none, and has all");
+        let named = json!([{ "namespace": "n", "name": "stays" }, { "namespace": "n", "name": "goes" }]);
+        purged.spec.clusters = serde_json::from_value(named).expect("references");
+        assert_eq!(unasked_of(&purged, &clusters), ["n/goes"]);
+        let kept = ["n/other", "n/stays"].map(|key| Settled { cluster: key.to_owned(), ..at(Outcome::Kept) });
+        assert_eq!(asked(&purged, &kept), ["n/stays"], "at the other its budget was removed, and no more");
     }
 
     #[test]

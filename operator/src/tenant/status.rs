@@ -107,6 +107,25 @@ fn blocked(tenant: &CacheTenant, settled: &[Settled]) -> Option<Finding> {
     Some(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message))
 }
 
+/// What a purge has come to: true of clusters that were asked, and of no others.
+pub fn purged(asked: &[String], unasked: &[String]) -> Finding {
+    let done = match asked {
+        [] => "no KVCacheCluster that stays has the tenant, and nobody was asked for its blocks".to_owned(),
+        asked => format!("no node of {} has a block of the tenant any more", asked.join(", ")),
+    };
+    let kind = Type::DeletionBlocked;
+    if unasked.is_empty() {
+        return Finding::no(kind, Reason::AsDesired, done);
+    }
+    let message = format!(
+        "{done}; not asked, since they are being deleted: {}. What their nodes have on devices that are kept comes back with a KVCacheCluster that \
+         is made anew there: purge the tenant again then",
+        unasked.join(", ")
+    );
+    // Somebody has to look at it, so it is not told as what is good.
+    Finding::unknown(kind, Reason::Releasing, message)
+}
+
 /// Whether reservations fit: those of budgets what the control planes count, those on each node what each has.
 fn feasible(rooms: &[Room], settled: &[Settled]) -> Finding {
     let refused = settled.iter().find_map(|settled| match &settled.outcome {
@@ -208,6 +227,20 @@ mod tests {
         let purged = said(&goes(serde_json::json!([BUDGET_FINALIZER, PURGE_FINALIZER])));
         assert!(purged.contains("n/c") && purged.contains("n1 is away") && purged.contains(PURGE_FINALIZER));
         assert!(blocked(&goes(serde_json::json!([BUDGET_FINALIZER])), &[at(Outcome::Kept)]).is_none());
+    }
+
+    #[test]
+    fn a_purge_that_has_ended_says_who_was_not_asked() {
+        let asked = ["n/c".to_owned()];
+        let whole = purged(&asked, &[]);
+        assert_eq!((whole.status, whole.reason), (ConditionStatus::False, Reason::AsDesired));
+        assert_eq!(whole.message, "no node of n/c has a block of the tenant any more");
+        let part = purged(&asked, &["n/d".to_owned(), "n/e".to_owned()]);
+        assert_eq!((part.status, part.reason), (ConditionStatus::Unknown, Reason::Releasing));
+        assert!(part.message.starts_with("no node of n/c has") && part.message.contains(": n/d, n/e. "));
+        let none = purged(&[], &["n/d".to_owned()]);
+        assert!(none.message.starts_with("no KVCacheCluster that stays has"), "{}", none.message);
+        assert!(!none.message.contains("no node of"), "nobody has said that: {}", none.message);
     }
 
     #[test]

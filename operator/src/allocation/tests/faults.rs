@@ -66,6 +66,63 @@ fn a_finalizer_that_cannot_be_written_stops_its_own_grant_and_takes_nothing_back
 }
 
 #[test]
+fn an_older_one_that_nobody_may_write_keeps_no_room_from_a_younger_one() {
+    let mut stored = Stored::new();
+    stored.controllers = vec![("A", 32)];
+    stored.make("older", json!({ "queuePairs": 12 }));
+    stored.now = 1;
+    stored.make("younger", json!({ "queuePairs": 8 }));
+    stored.broken.insert("older".to_owned());
+    assert_eq!(stored.turn(ALL), ["hold younger"]);
+    assert_eq!(stored.turn(ALL), ["grant younger"]);
+    stored.expect("younger", Allocated, TRUE, "AsDesired");
+    assert_eq!(stored.turn(ALL), Vec::<String>::new());
+    stored.broken.clear();
+    assert_eq!(stored.turn(ALL), ["say older"], "it waits for room like any other");
+    let words = stored.expect("older", Allocated, FALSE, "OverBudget");
+    assert!(words.contains("A (lends 16; held by n/younger 8)"), "{words}");
+    stored.delete("younger");
+    stored.settle();
+    stored.expect("older", Allocated, TRUE, "AsDesired");
+}
+
+#[test]
+fn however_many_nobody_may_write_the_first_that_can_be_written_is_served() {
+    let mut stored = Stored::new();
+    for name in ["a", "b", "c", "d", "e"] {
+        stored.now += 1;
+        stored.make(name, json!({ "queuePairs": 16 }));
+        stored.broken.insert(name.to_owned());
+    }
+    stored.now += 1;
+    stored.make("last", json!({ "queuePairs": 16 }));
+    assert_eq!(stored.turn(ALL), ["hold last"]);
+    assert_eq!(stored.turn(ALL), ["grant last"]);
+    assert_eq!(stored.turn(ALL), Vec::<String>::new());
+}
+
+#[test]
+fn one_that_fits_only_beside_one_that_nobody_may_write_waits_without_a_write() {
+    let mut stored = Stored::new();
+    stored.make("holds", json!({ "qos": "BestEffort", "ttl": "1h", "queuePairs": 16 }));
+    stored.settle();
+    // Its name is before that of the one that takes back for both, so it gets its finalizer first.
+    stored.make("also", json!({}));
+    stored.make("own", guaranteed());
+    stored.broken.insert("own".to_owned());
+    stored.settle();
+    stored.expect("holds", Allocated, TRUE, "AsDesired");
+    stored.expect("also", Allocated, FALSE, "OverBudget");
+    assert_eq!(stored.objects["also"].finalizers(), [QUEUES_FINALIZER]);
+    assert_eq!(stored.turn(ALL), Vec::<String>::new());
+    stored.broken.clear();
+    stored.settle();
+    for granted in ["also", "own"] {
+        stored.expect(granted, Allocated, TRUE, "AsDesired");
+    }
+}
+
+#[test]
 fn what_would_be_left_by_one_that_is_taken_back_later_is_lent_later() {
     let mut stored = Stored::new();
     stored.make("both", json!({ "qos": "BestEffort", "ttl": "1h", "queuePairs": 16 }));

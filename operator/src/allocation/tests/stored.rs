@@ -18,6 +18,7 @@ use crate::allocation::build::{Step, What, steps};
 use crate::allocation::dereference::{Found, Presence, Referring};
 use crate::allocation::grant::{Lender, budget};
 use crate::allocation::room::{Failure, Room};
+use crate::allocation::turn::Turn;
 use crate::names::QUEUES_FINALIZER;
 use crate::plan::PoolPlan;
 
@@ -138,17 +139,24 @@ impl Stored {
             lenders: self.controllers.iter().map(lender).collect(),
             allocations: self.objects.values().map(referring).collect(),
             held: self.held.clone(),
+            passed_over: BTreeSet::new(),
         }
     }
 
     /// Does what is due, and is killed after so many writes. What was written.
     pub(super) fn turn(&mut self, most: usize) -> Vec<String> {
-        let mut due = self.due();
-        let is_killed = due.len() > most;
-        due.truncate(most);
-        let written = self.carry_out(due);
-        if is_killed {
-            self.held.clear();
+        let mut turn = Turn::of(self.found(), at(self.now));
+        let (mut tries, mut written) = (0, Vec::new());
+        while let Some(step) = turn.next_step() {
+            if tries == most {
+                self.held.clear();
+                break;
+            }
+            tries += 1;
+            match self.try_to_write(step.clone()) {
+                Ok(words) => written.push(words),
+                Err(failure) => turn.failed(&step, failure),
+            }
         }
         written
     }
@@ -158,25 +166,33 @@ impl Stored {
         steps(&self.found(), &at(self.now))
     }
 
-    /// Writes what may be written, and goes on after what is refused. What was written.
+    /// Writes what may be written of what was decided before, and goes on after what is refused. What was written.
     pub(super) fn carry_out(&mut self, due: Vec<Step>) -> Vec<String> {
         let (mut room, mut written) = (Room::default(), Vec::new());
         for step in due {
             if !room.allows(&step) {
                 continue;
             }
-            if matches!(step.what, What::Grant(_) | What::LetGo) {
-                self.held.remove(&step.object.uid().expect("it has one"));
+            match self.try_to_write(step.clone()) {
+                Ok(words) => written.push(words),
+                Err(failure) => room.failed(&step, failure),
             }
-            if let Some(failure) = self.refuses(&step.object) {
-                room.failed(&step, failure);
-                continue;
-            }
-            written.push(format!("{} {}", word(&step.what), step.object.name_any()));
-            self.write(step);
-            self.check();
         }
         written
+    }
+
+    /// What was written, unless it is refused.
+    fn try_to_write(&mut self, step: Step) -> Result<String, Failure> {
+        if matches!(step.what, What::Grant(_) | What::LetGo) {
+            self.held.remove(&step.object.uid().expect("it has one"));
+        }
+        if let Some(failure) = self.refuses(&step.object) {
+            return Err(failure);
+        }
+        let words = format!("{} {}", word(&step.what), step.object.name_any());
+        self.write(step);
+        self.check();
+        Ok(words)
     }
 
     fn refuses(&self, object: &GPUQueueAllocation) -> Option<Failure> {

@@ -159,6 +159,18 @@ fn members_that_cannot_be_asked_are_what_they_said_before() {
 }
 
 #[test]
+fn why_members_cannot_be_asked_is_said() {
+    let here = cluster(json!({}));
+    let agents = with_agents(found(["0.1.0", "0.1.0"]), "a:0.1.0", &["0.1.0", "0.1.0"]);
+    let mut unasked = with_members(agents, "c:0.1.0", 2, &[]);
+    unasked.said_by_members = Some(Err("no answer within 3s".to_owned()));
+    let (status, reason, message) = said(&here, &unasked);
+    assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
+    assert!(message.starts_with("2 of the members have not said their version. "), "{message}");
+    assert!(message.contains("network policies") && message.ends_with(": no answer within 3s"), "{message}");
+}
+
+#[test]
 fn what_turned_out_to_be_too_far_apart_may_go_back_or_half_way() {
     let torn = |tags: [&str; 2]| {
         let agents = with_agents(found(tags), "a:0.1.0", &["0.1.0", "0.1.0"]);
