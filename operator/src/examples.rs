@@ -151,6 +151,7 @@ fn allocation_refused(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option
         lenders: Vec::new(),
         allocations: Vec::new(),
         held: BTreeSet::new(),
+        passed_over: BTreeSet::new(),
     };
     allocation::validate::validate(&referring, &found)
 }

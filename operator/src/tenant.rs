@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
+use kube::Api;
 use kube::runtime::controller::Action;
-use kube::{Api, ResourceExt};
 use reprise_crds::CacheTenant;
 
 use crate::cluster::REPORTED_WITHIN;

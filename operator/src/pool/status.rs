@@ -187,7 +187,8 @@ fn drained(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Option<F
     }
     let nodes = &found.plan.nodes;
     if nodes.is_empty() {
-        let message = "no node has the pool, so nobody says what is left of it: label nodes, or change nodeSelector";
+        let message =
+            "no node has the pool, so nobody says what is left of it: label nodes, or change nodeSelector";
         return Some(Finding::unknown(kind, Reason::NoNodes, message));
     }
     let generation = pool.metadata.generation.unwrap_or_default();
@@ -218,9 +219,8 @@ fn is_empty(node: &PoolNode, generation: i64) -> bool {
     let Some(status) = &node.status else { return false };
     let claims = &node.spec.claims;
     // The mode of a node's spec is that of its claims: one of this generation was made together with it.
-    let is_told = claims
-        .iter()
-        .any(|claim| claim.uid.as_str() == pool_uid.as_str() && claim.generation >= generation);
+    let is_told =
+        claims.iter().any(|claim| claim.uid.as_str() == pool_uid.as_str() && claim.generation >= generation);
     let is_seen = status.observed_generation >= node.metadata.generation.unwrap_or_default();
     let says_so = status.drain.as_ref().is_some_and(|drain| drain.drained);
     is_told && is_seen && says_so && has_reported(node)
