@@ -186,7 +186,7 @@ fn a_paused_cluster_is_not_changed_and_what_is_wanted_no_more_goes() {
     wait_until("n2 is the cluster's no more", PATIENCE, || {
         lab.get("CacheNode", "n2").is_none().then_some(())
     });
-    assert!(lab.get("CacheNode", "n1").is_some());
+    lab.wait_for("CacheNode", "n1");
     // What has the cluster's label and is not wanted: a ConfigMap of an older release.
     let uid = lab.get("KVCacheCluster", "c").and_then(|cluster| cluster.uid()).expect("it is there");
     let labels: Value =
