@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -48,12 +49,13 @@ class Engine:
         return {"answers": answers}
 
     def own_cache(self, seeds: list[int], tokens: int) -> dict[str, Any]:
-        """Prompts one after the other, each just after the engine has answered it."""
-        answers = []
+        """Prompts one after the other, each with an empty cache of the engine's own, and at once again from that cache."""
+        answers, again = [], []
         for seed in seeds:
-            self.answer(prompt(seed, tokens))
+            self.forget()
             answers.append(self.answer(prompt(seed, tokens)))
-        return {"answers": answers}
+            again.append(self.answer(prompt(seed, tokens)))
+        return {"answers": answers, "again": again}
 
     def back_to_back(self, seeds: list[int], tokens: int) -> dict[str, Any]:
         """Prompts one after the other without a pause, with whatever is in the engine's cache."""
@@ -115,6 +117,19 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(tokens)]
 
 
+def written(folder: Path, **size: int) -> Path:
+    """The model, written by the first engine that wants it: hundreds of megabytes. Several may start together."""
+    if not folder.exists():
+        own = folder.with_name(f"{folder.name}.{os.getpid()}")
+        model(own, **size)
+        try:
+            own.rename(folder)
+        except OSError:
+            # Another engine was first; its model is the same.
+            shutil.rmtree(own)
+    return folder
+
+
 def main() -> None:
     """Reads settings and commands until the end of its input."""
     # The library and its children print to standard output, too.
@@ -127,7 +142,7 @@ def main() -> None:
     first = json.loads(sys.stdin.readline())
     started = time.monotonic()
     try:
-        folder = model(Path(first["settings"]["model"]), **first["model"])
+        folder = written(Path(first["settings"]["model"]), **first["model"])
         engine = Engine({**first["settings"], "model": str(folder)})
     except Exception as error:  # vLLM's own words go to the log
         say(error=f"{type(error).__name__}: {error}")

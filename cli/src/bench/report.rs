@@ -26,6 +26,18 @@ pub(crate) struct Figure {
     pub(crate) target: Option<String>,
     /// Whether the target was met; none without a target.
     pub(crate) met: Option<bool>,
+    /// The samples that the value is the median of, where they are told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) spread: Option<Spread>,
+}
+
+/// How far samples lie apart, in the unit of their figure.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Spread {
+    /// How many there are.
+    pub(crate) samples: usize,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
 }
 
 /// What is enough.
@@ -76,6 +88,7 @@ impl Figure {
             ratio: None,
             target: target.words(unit),
             met,
+            spread: None,
         }
     }
 
@@ -103,7 +116,17 @@ impl Figure {
             ratio: Some(paired.ratio),
             target: target.words(unit),
             met,
+            spread: None,
         }
+    }
+}
+
+impl Spread {
+    /// Of samples; none of none.
+    pub(crate) fn of(samples: &[f64]) -> Option<Spread> {
+        let min = samples.iter().copied().min_by(f64::total_cmp)?;
+        let max = samples.iter().copied().max_by(f64::total_cmp)?;
+        Some(Spread { samples: samples.len(), min, max })
     }
 }
 
@@ -155,22 +178,31 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
 pub(crate) fn print(audience: Audience, figures: &[Figure]) {
     let number =
         |value: f64| if value.abs() >= 1000.0 { format!("{value:.0}") } else { format!("{value:.3}") };
-    let mut table = Table::new(&["figure", "value", "unit", "reference", "ratio", "target", "met"]);
+    // Only some benchmarks tell how far their samples lie apart.
+    let spread = figures.iter().any(|figure| figure.spread.is_some());
+    let mut heading = vec!["figure", "value"];
+    heading.extend(spread.then_some("min to max (samples)"));
+    heading.extend(["unit", "reference", "ratio", "target", "met"]);
+    let mut table = Table::new(&heading);
     for figure in figures {
         audience.emit(figure);
         let reference = match (&figure.reference, figure.reference_value) {
             (Some(name), Some(value)) => format!("{} ({name})", number(value)),
             _ => String::new(),
         };
-        table.row(vec![
-            figure.name.clone(),
-            number(figure.value),
+        let mut cells = vec![figure.name.clone(), number(figure.value)];
+        if spread {
+            let words = |of: Spread| format!("{} to {} ({})", number(of.min), number(of.max), of.samples);
+            cells.push(figure.spread.map(words).unwrap_or_default());
+        }
+        cells.extend([
             figure.unit.to_owned(),
             reference,
             figure.ratio.map(|ratio| format!("{ratio:.3}")).unwrap_or_default(),
             figure.target.clone().unwrap_or_default(),
             figure.met.map(|met| if met { "yes" } else { "NO" }.to_owned()).unwrap_or_default(),
         ]);
+        table.row(cells);
     }
     audience.say(table.render());
 }
@@ -199,5 +231,17 @@ mod tests {
             assert!(json.get(field).is_some(), "{field}");
         }
         assert_eq!(json["met"], true);
+        assert!(json.get("spread").is_none(), "it is told where it is known");
+    }
+
+    #[test]
+    fn a_spread_has_the_least_and_the_most_of_its_samples() {
+        let spread = Spread::of(&[3.0, 1.0, 2.0]).expect("three samples");
+        assert_eq!((spread.samples, spread.min, spread.max), (3, 1.0, 3.0));
+        assert_eq!(Spread::of(&[]), None);
+        let mut figure = Figure::absolute("x", 2.0, "ms", Target::None);
+        figure.spread = Some(spread);
+        let json = serde_json::to_value(&figure).expect("encodes");
+        assert_eq!(json["spread"], serde_json::json!({ "samples": 3, "min": 1.0, "max": 3.0 }));
     }
 }

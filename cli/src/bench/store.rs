@@ -96,9 +96,10 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// What the device gives of the payloads in an agent's pool, all of `payload_bytes`, to a bare loop: bytes a second.
-pub(super) fn payload_read_rate(pool: &Path, payload_bytes: u64) -> anyhow::Result<f64> {
-    let payloads: Vec<u64> = pool_file::payloads(pool, payload_bytes)?.into_values().collect();
+/// What the device gives of the payloads in an agent's pool, all of `payload_bytes`, to a bare loop that reads as many of them as
+/// `count` at most: bytes a second.
+pub(super) fn payload_read_rate(pool: &Path, payload_bytes: u64, count: usize) -> anyhow::Result<f64> {
+    let payloads: Vec<u64> = pool_file::payloads(pool, payload_bytes)?.into_values().take(count).collect();
     ensure!(!payloads.is_empty(), "{} has no block of {payload_bytes} bytes", pool.display());
     let bytes = u64::from(BLOCK_BYTES).min(payload_bytes);
     let within = (0..payload_bytes).step_by(usize::try_from(bytes).context("a piece fits in memory")?);

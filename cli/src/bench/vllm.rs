@@ -4,7 +4,9 @@
 //! ([`absent`]).
 //!
 //! In each repetition every system has fresh engines and a fresh store, gets the same prompts, and has its turn at another place
-//! in the order ([`turns`]). A repetition's time is the median of its prompts; ratios are taken in each repetition ([`samples`]).
+//! in the order ([`turns`]). Of each system the legs come in one order, and what is not between save and load of a prompt comes before
+//! the saves: save, memory, peer, NVMe, restart. Memory that was idle for a minute is slow at its first touch on virtual machines.
+//! A sample is a repetition: the median of its prompts; ratios are taken in each repetition ([`samples`], [`figures`]).
 //! Engines compute on all cores (vLLM's CPU backend), one prompt at a time.
 
 mod absent;
@@ -12,6 +14,8 @@ mod absent;
 mod disk;
 mod engine;
 mod environment;
+mod figures;
+mod goals;
 mod kept;
 mod ours;
 mod peers;
@@ -20,6 +24,7 @@ mod samples;
 use std::fs;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Instant;
 
 use anyhow::Context;
 use serde::Serialize;
@@ -55,6 +60,12 @@ const TRAINS: u64 = 2;
 
 /// The least room that agents and peers are given.
 const STORE_BYTES_MIN: u64 = 256 << 20;
+
+/// In words, for who reads the figures.
+const SAMPLES: &str = "one a repetition, with fresh engines and a fresh store: the median of its prompts; of overheads one a pair; figures named engine_starts \
+    count the engines of all repetitions";
+const MEMORY_HELD: &str = "after the loads from memory, engine and store of one node together: anonymous and shared memory (Pss_Anon and Pss_Shmem of \
+    smaps_rollup, and huge pages), each page once, without pages of programs' files";
 
 /// Arguments of `reprise bench vllm`.
 #[derive(Clone, Debug, clap::Args)]
@@ -139,6 +150,10 @@ struct Machine {
     layers: u64,
     dtype: &'static str,
     kv_bytes_per_prompt: u64,
+    /// What `samples` of a figure's `spread` are.
+    samples: &'static str,
+    /// What figures of this name are.
+    memory_held: &'static str,
 }
 
 /// Runs it; `repetitions` as it stands in the arguments.
@@ -154,6 +169,8 @@ pub(super) fn run(
     let sizes = if args.quick { QUICK } else { FULL };
     let sizes = sizes.at(Precision::of_machine(&cpu_flags()), args.prompt_tokens);
     let world = World { environments, sizes, folder };
+    // The first engine writes it.
+    peers::remove_folder(&world.model())?;
     let default = if args.quick { REPETITIONS_QUICK } else { REPETITIONS };
     let repetitions = repetitions.unwrap_or(default);
     let machine = world.machine(repetitions);
@@ -166,6 +183,7 @@ pub(super) fn run(
         let round = measured + round;
         samples.begin(round);
         for (system, peer) in turns(&args.peers, round) {
+            let begun = Instant::now();
             match peer {
                 None => ours::measure(&world, &mut samples)?,
                 // Not measured is not the end: the others still say something.
@@ -175,12 +193,15 @@ pub(super) fn run(
                     samples.failed(system, error);
                 }),
             }
+            samples.took(system, begun.elapsed().as_secs_f64());
         }
         kept.write(round + 1, &samples)?;
     }
     let peers: Vec<System> = args.peers.0.iter().flat_map(|peer| peer.systems()).copied().collect();
     absent::print(settings.audience, &samples.absences(&peers));
-    Ok(samples.figures())
+    let figures = samples.figures();
+    goals::print(settings.audience, &goals::goals(&figures));
+    Ok(figures)
 }
 
 /// Systems in the order of a round: each has every place once in as many rounds as there are systems.
@@ -297,14 +318,27 @@ impl Sizes {
         self.prompts / TRAINS + 1
     }
 
+    /// Prompts that are measured only where they are nowhere.
+    fn misses(self) -> Vec<u64> {
+        let first = WARM_UP + 1 + self.prompts;
+        (first..first + self.prompts).collect()
+    }
+
+    /// Prompts that are saved by an engine only so that memory has been used.
+    fn touches(self) -> Vec<u64> {
+        let first = WARM_UP + 1 + 2 * self.prompts + TRAINS * self.train_prompts();
+        (first..first + self.prompts).collect()
+    }
+
     /// Prompts that go back to back and nowhere else.
     fn trains(self) -> Vec<Vec<u64>> {
-        let first = WARM_UP + 1 + self.prompts;
+        let first = WARM_UP + 1 + 2 * self.prompts;
         let train = |number| (first + number * self.train_prompts()..).take(self.train_prompts() as usize);
         (0..TRAINS).map(|number| train(number).collect()).collect()
     }
 
-    /// Room of a store in memory: everything fits, and nothing is evicted.
+    /// Room of a store in memory: everything that is there at a time fits, and nothing is evicted. Most of it is there on a second
+    /// node: the warm-up, trains and the prompts that are measured, or that have made room for them; misses and trains on the first.
     fn store_bytes(self) -> u64 {
         let prompts = self.prompts + TRAINS * self.train_prompts() + PROMPTS_EXTRA;
         (self.prompt_bytes() * prompts).max(STORE_BYTES_MIN)
@@ -320,6 +354,12 @@ impl World {
     /// Where other caches keep files.
     fn peer_files(&self) -> PathBuf {
         self.folder.join("peer-files")
+    }
+
+    /// Where the model is, or will be.
+    fn model(&self) -> PathBuf {
+        let Sizes { layers, heads, head_dim, .. } = self.sizes;
+        self.folder.join(format!("model-{layers}-{heads}-{head_dim}"))
     }
 
     /// What an engine of a name runs in.
@@ -338,7 +378,7 @@ impl World {
     fn first_line(&self, transfer: Option<&Value>) -> Value {
         let Sizes { layers, heads, head_dim, .. } = self.sizes;
         let mut settings = json!({
-            "model": self.folder.join(format!("model-{layers}-{heads}-{head_dim}")),
+            "model": self.model(),
             "skip_tokenizer_init": true,
             "dtype": self.sizes.precision.name(),
             "enforce_eager": true,
@@ -365,6 +405,8 @@ impl World {
             layers: self.sizes.layers,
             dtype: self.sizes.precision.name(),
             kv_bytes_per_prompt: self.sizes.prompt_bytes(),
+            samples: SAMPLES,
+            memory_held: MEMORY_HELD,
         }
     }
 }
@@ -450,20 +492,23 @@ mod tests {
     fn a_prompt_of_the_figures_has_128_mib_of_kv_and_all_of_them_fit() {
         assert_eq!(FULL.block_bytes(), 4 << 20);
         assert_eq!(FULL.prompt_bytes(), 128 << 20);
-        let prompts = FULL.prompts + 1 + FULL.trains().concat().len() as u64;
-        assert!(FULL.store_bytes() >= prompts * FULL.prompt_bytes());
+        let trains = FULL.trains().concat().len();
+        for measured in [FULL.misses(), FULL.touches()] {
+            let prompts = (1 + trains + measured.len()) as u64;
+            assert!(FULL.store_bytes() >= prompts * FULL.prompt_bytes());
+        }
         assert_eq!(QUICK.prompt_bytes(), 1 << 20);
     }
 
     #[test]
-    fn prompts_of_trains_are_new_and_enough_in_all_repetitions_to_judge_their_overhead() {
-        let mut seeds = FULL.trains().concat();
+    fn prompts_of_misses_and_trains_are_new_and_enough_in_all_repetitions_to_judge_their_overhead() {
         let pairs: usize = FULL.trains().iter().map(|train| train.len() - 1).sum();
-        assert!(pairs * REPETITIONS >= 20);
+        assert!(pairs * REPETITIONS >= 20 && FULL.misses().len() * REPETITIONS >= 20);
         assert!(QUICK.trains().iter().all(|train| train.len() > 1));
-        assert!(seeds.iter().all(|seed| *seed > WARM_UP + FULL.prompts));
-        seeds.dedup();
-        assert_eq!(seeds.len(), FULL.trains().concat().len());
+        let others = [FULL.misses(), FULL.trains().concat(), FULL.touches()].concat();
+        assert!(others.iter().all(|seed| *seed > WARM_UP + FULL.prompts));
+        let apart: std::collections::BTreeSet<u64> = others.iter().copied().collect();
+        assert_eq!(apart.len(), others.len());
     }
 
     #[test]

@@ -27,7 +27,7 @@ def test_an_engine_under_measurement_answers_line_by_line_and_forgets_between_pr
     lines = [
         {"model": {"layers": 1, "heads": 1, "head_dim": 32}, "settings": settings},
         {"do": "measure", "seeds": [1, 2, 1], "tokens": TOKENS},
-        {"do": "own_cache", "seeds": [1], "tokens": TOKENS},
+        {"do": "own_cache", "seeds": [1, 2], "tokens": TOKENS},
         {"do": "settle", "seeds": [1], "tokens": TOKENS, "cached": CACHED, "within": 0.0},
         {"do": "stop"},
     ]
@@ -47,7 +47,11 @@ def test_an_engine_under_measurement_answers_line_by_line_and_forgets_between_pr
     first, second, again = measured["answers"]
     assert [answer["cached"] for answer in measured["answers"]] == [0, 0, 0]
     assert first["tokens"] == again["tokens"] != second["tokens"]
-    assert own["answers"][0]["cached"] == CACHED
+    assert [answer["cached"] for answer in own["answers"]] == [0, 0], "each is computed"
+    assert [answer["cached"] for answer in own["again"]] == [CACHED, CACHED], "and found at once"
+    assert own["answers"][0]["tokens"] == first["tokens"]
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("model")]
+    assert left == ["model"], "it is written in one piece"
     assert settled["cached"] == [0], "nobody keeps its KV"
     assert stopped == {"stopped": True}
 

@@ -1,5 +1,5 @@
 //! Prompts of other caches that lie on the device: loaded while the cache's memory has none of them, and after engine and store
-//! were started anew.
+//! were started anew. A cache's memory is emptied once, before the first of them: none of them is asked for twice.
 //!
 //! The example connector's files are read through the page cache, which is emptied before each load; after a restart it is not, as
 //! after one of a process. LMCache's adapter for files goes past it (`O_DIRECT`), as our own agent does.
@@ -19,15 +19,25 @@ use super::samples::{Leg, Samples, System};
 /// How long everything may take until it is on the device.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(60);
 
+/// Nothing more comes when nothing has come for so long.
+const WRITTEN_PAUSE: Duration = Duration::from_secs(5);
+
 /// Between two looks at the folder.
 const LOOK_PAUSE: Duration = Duration::from_millis(50);
 
-/// Puts the prompts of the measurement into a cache, as far as it takes them.
-pub(super) fn fill(running: &mut Running, world: &World) -> anyhow::Result<()> {
-    let (seeds, sizes) = (world.seeds(), world.sizes);
-    for seed in seeds {
-        running.engine.measure(&[seed], sizes.tokens())?;
-        running.engine.settle(&[seed], sizes.tokens(), sizes.cached_tokens)?;
+/// Waits until everything is in the cache's files, so that nothing is written while something is measured.
+pub(super) fn written(world: &World) -> anyhow::Result<()> {
+    let files = world.peer_files();
+    // The warm-up is there, too. What is not there in time is missed, and told as not found.
+    let bytes = world.sizes.prompt_bytes() * (world.sizes.prompts + 1);
+    let begun = Instant::now();
+    let (mut there, mut grown) = (0, begun);
+    while there < bytes && begun.elapsed() < WRITTEN_WITHIN && grown.elapsed() < WRITTEN_PAUSE {
+        std::thread::sleep(LOOK_PAUSE);
+        let now = folder_bytes(&files)?;
+        if now != there {
+            (there, grown) = (now, Instant::now());
+        }
     }
     Ok(())
 }
@@ -40,21 +50,11 @@ pub(super) fn nvme(
     samples: &mut Samples,
 ) -> anyhow::Result<()> {
     let (seeds, sizes) = (world.seeds(), world.sizes);
-    let files = world.peer_files();
-    // The warm-up is there, too. What is not there in time is missed, and told as not found.
-    let bytes = sizes.prompt_bytes() * (sizes.prompts + 1);
-    let give_up = Instant::now() + WRITTEN_WITHIN;
-    while folder_bytes(&files)? < bytes && Instant::now() < give_up {
-        std::thread::sleep(LOOK_PAUSE);
+    match system {
+        System::Lmcache => empty_server(running)?,
+        _ => empty_page_cache(&world.peer_files())?,
     }
-    let mut answers = Vec::new();
-    for seed in &seeds {
-        match system {
-            System::Lmcache => empty_server(running)?,
-            _ => empty_page_cache(&files)?,
-        }
-        answers.extend(running.engine.measure(&[*seed], sizes.tokens())?);
-    }
+    let answers = running.engine.measure(&seeds, sizes.tokens())?;
     samples.answered((system, Leg::Nvme), &seeds, &answers, found(&answers, sizes.cached_tokens));
     Ok(())
 }

@@ -16,8 +16,6 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::super::resident;
-
 /// Imports, the model and its memory: 15 s, and ten times that on a machine with as much else to do.
 const READY_WITHIN: Duration = Duration::from_secs(600);
 
@@ -77,6 +75,13 @@ struct Answers {
     answers: Vec<Answer>,
 }
 
+/// Prompts that were computed, and the same ones from the engine's own cache.
+#[derive(Deserialize)]
+pub(super) struct Twice {
+    pub(super) answers: Vec<Answer>,
+    pub(super) again: Vec<Answer>,
+}
+
 #[derive(Deserialize)]
 struct Refusal {
     error: String,
@@ -93,6 +98,11 @@ pub(super) struct Engine {
 impl Engine {
     /// Starts one and waits until it is ready; `first` is the model and the engine's settings.
     pub(super) fn start(surroundings: &Surroundings, first: &Value) -> anyhow::Result<Engine> {
+        Engine::launch(surroundings, first)?.ready()
+    }
+
+    /// Starts one without waiting for it, so that another one can be started meanwhile: while nothing is measured.
+    pub(super) fn launch(surroundings: &Surroundings, first: &Value) -> anyhow::Result<Engine> {
         let log = fs::File::options()
             .create(true)
             .append(true)
@@ -114,8 +124,18 @@ impl Engine {
         let requests = child.stdin.take();
         let mut engine = Engine { child, requests, answers, log: surroundings.log.clone() };
         engine.send(first)?;
-        let _: Value = engine.hear(READY_WITHIN)?;
         Ok(engine)
+    }
+
+    /// Waits until it can be asked, after [`Engine::launch`].
+    pub(super) fn ready(self) -> anyhow::Result<Engine> {
+        let _: Value = self.hear(READY_WITHIN)?;
+        Ok(self)
+    }
+
+    /// Its process, which has started all others of it.
+    pub(super) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// Answers to prompts one after the other, each with an empty cache of the engine's own.
@@ -123,9 +143,10 @@ impl Engine {
         self.answers(&json!({ "do": "measure", "seeds": seeds, "tokens": tokens }))
     }
 
-    /// Answers to prompts that the engine itself has just computed.
-    pub(super) fn own_cache(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Vec<Answer>> {
-        self.answers(&json!({ "do": "own_cache", "seeds": seeds, "tokens": tokens }))
+    /// Answers to prompts one after the other, each with an empty cache of the engine's own, and at once again from that cache.
+    pub(super) fn own_cache(&mut self, seeds: &[u64], tokens: u64) -> anyhow::Result<Twice> {
+        self.send(&json!({ "do": "own_cache", "seeds": seeds, "tokens": tokens }))?;
+        self.hear(ANSWER_WITHIN)
     }
 
     /// Answers to prompts without a pause between them.
@@ -142,11 +163,6 @@ impl Engine {
         let patience = ANSWER_WITHIN + Duration::from_secs_f64(SETTLED_WITHIN_S) * seeds.len() as u32;
         self.hear::<Value>(patience)?;
         Ok(())
-    }
-
-    /// The most memory that its processes have had resident, each by itself, in bytes.
-    pub(super) fn peak_bytes(&self) -> anyhow::Result<u64> {
-        resident::tree_peak_bytes(self.child.id())
     }
 
     fn answers(&mut self, question: &Value) -> anyhow::Result<Vec<Answer>> {

@@ -99,6 +99,8 @@ mod tests {
             layers: 8,
             dtype: "bfloat16",
             kv_bytes_per_prompt: 1,
+            samples: "",
+            memory_held: "",
         }
     }
 
@@ -112,8 +114,11 @@ mod tests {
         let mut samples = Samples::default();
         samples.begin(1);
         let answer = Answer { ttft_ms: 1.5, ttlt_ms: 2.5, tokens: vec![7], cached: 0 };
-        samples.answered((System::Reprise, Leg::Peer), &[3], &[answer], 1.0);
-        samples.missed(2.0, 3.0);
+        samples.answered((System::Reprise, Leg::Peer), &[3], std::slice::from_ref(&answer), 1.0);
+        samples.missed(&[4], std::slice::from_ref(&answer), std::slice::from_ref(&answer));
+        samples.remembered(System::Reprise, 5);
+        samples.started(System::Reprise, 3);
+        samples.took(System::Reprise, 7.5);
         kept.write(2, &samples).expect("written");
         let (repetitions, read) = kept.read().expect("it is there");
         assert_eq!(repetitions, 2);

@@ -1,6 +1,16 @@
 //! Reprise beside an engine without a connector: two nodes, on each an agent; engines on the first and, for loads from a peer,
 //! on the second.
 //!
+//! Order, so that save and load of a prompt are as near to each other as with other caches, and nothing else is between them:
+//!
+//! ```text
+//! three engines start ─ misses, trains: other prompts ─ recompute, own cache ─ memory of second node is used, DRAM of first empty
+//!   ─ save ─ own DRAM ─ DRAM of the peer ─ engine of the peer ends, memory held ─ NVMe ─ agent and engine anew: restart
+//! ```
+//!
+//! NVMe comes after what wants DRAM, for it empties that. A wait until everything is durable lies between save and loads, for
+//! the others' files too.
+//!
 //! Where each block came from is asked of the agents: a load from DRAM that was to come from NVMe does not count as found.
 
 use std::collections::BTreeMap;
@@ -15,9 +25,9 @@ use serde_json::json;
 use super::super::fixture;
 use super::super::store::payload_read_rate;
 use super::super::{one_page, resident};
-use super::engine::{Answer, Engine};
-use super::peers::warm_up;
-use super::samples::{Leg, Memory, Percentiles, Samples, System};
+use super::engine::{Answer, Engine, Twice};
+use super::peers::{save, warm_up};
+use super::samples::{Leg, Percentiles, Samples, System};
 use super::{WARM_UP, World};
 use crate::cluster::{AgentSizes, Cluster};
 
@@ -50,18 +60,26 @@ pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()
     let cluster = Cluster::start(&world.folder.join("cluster"), 2, sizes)?;
     let mut nodes = Nodes { world, clients: Vec::new(), cluster };
     nodes.connect()?;
-    let mut plain = Engine::start(&world.surroundings("recompute"), &world.first_line(None))?;
+    // Together, which takes less than one after the other: nothing is measured meanwhile.
+    let plain = Engine::launch(&world.surroundings("recompute"), &world.first_line(None))?;
+    let (engine, peer) = (nodes.launch(FIRST)?, nodes.launch(SECOND)?);
+    let (mut plain, mut engine, mut peer) = (plain.ready()?, engine.ready()?, peer.ready()?);
+    samples.started(System::Recompute, 1);
+    samples.started(System::Reprise, 2);
     plain.measure(&[WARM_UP, WARM_UP], world.sizes.tokens())?;
-    let mut engine = nodes.engine(FIRST)?;
+    warm_up(&mut engine, world)?;
     misses(&nodes, (&mut plain, &mut engine), samples)?;
     back_to_back(&nodes, (&mut plain, &mut engine), samples)?;
-    own_cache(world, &mut plain, samples)?;
+    recompute(world, &mut plain, samples)?;
     drop(plain);
+    use_memory(&nodes, &mut peer)?;
+    nodes.empty_dram()?;
+    saves(&nodes, &mut engine, samples)?;
     hits_in_dram(&nodes, &mut engine, samples)?;
-    hits_of_a_peer(&nodes, samples)?;
+    hits_of_a_peer(&nodes, &mut peer, samples)?;
+    drop(peer);
+    memory_held(&mut nodes, &engine, samples)?;
     hits_on_nvme(&nodes, &mut engine, samples)?;
-    let store = nodes.cluster.agent_pids().map(resident::tree_peak_bytes).sum::<anyhow::Result<u64>>()?;
-    samples.remembered(System::Reprise, Memory { engine: engine.peak_bytes()?, store });
     drop(engine);
     hits_after_restart(&mut nodes, samples)?;
     samples.device_ms.push(nodes.device_ms()?);
@@ -75,7 +93,7 @@ pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()
 fn misses(nodes: &Nodes<'_>, pair: (&mut Engine, &mut Engine), samples: &mut Samples) -> anyhow::Result<()> {
     let (plain, engine) = pair;
     let world = nodes.world;
-    let (seeds, tokens) = (world.seeds(), world.sizes.tokens());
+    let (seeds, tokens) = (world.sizes.misses(), world.sizes.tokens());
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for (index, seed) in seeds.iter().enumerate() {
         if index % 2 == 0 {
@@ -89,10 +107,8 @@ fn misses(nodes: &Nodes<'_>, pair: (&mut Engine, &mut Engine), samples: &mut Sam
         if index % 2 == 1 {
             without.extend(plain.measure(&[*seed], tokens)?);
         }
-        samples.missed(without[index].ttft_ms, with[index].ttft_ms);
     }
-    samples.answered((System::Recompute, Leg::Cold), &seeds, &without, 0.0);
-    samples.answered((System::Reprise, Leg::Cold), &seeds, &with, 0.0);
+    samples.missed(&seeds, &without, &with);
     Ok(())
 }
 
@@ -123,18 +139,43 @@ fn back_to_back(
     Ok(())
 }
 
-/// What vLLM's own cache takes, and the memory of an engine that has no other.
-fn own_cache(world: &World, plain: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
+/// What computing takes, what vLLM's own cache takes, and the memory of an engine that has no other.
+fn recompute(world: &World, plain: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
     let seeds = world.seeds();
-    let own = plain.own_cache(&seeds, world.sizes.tokens())?;
-    samples.answered((System::Recompute, Leg::OwnCache), &seeds, &own, 1.0);
-    samples.remembered(System::Recompute, Memory { engine: plain.peak_bytes()?, store: 0 });
+    let Twice { answers, again } = plain.own_cache(&seeds, world.sizes.tokens())?;
+    samples.answered((System::Recompute, Leg::Cold), &seeds, &answers, 0.0);
+    samples.answered((System::Recompute, Leg::OwnCache), &seeds, &again, 1.0);
+    samples.remembered(System::Recompute, resident::held_bytes(&[plain.pid()])?);
     Ok(())
+}
+
+/// Has the second node's engine and agent use what memory loads of the measured prompts will have. The engines of other systems have
+/// filled all of theirs when they load, and a store of theirs that is reached over TCP has it copied through the same buffers.
+fn use_memory(nodes: &Nodes<'_>, peer: &mut Engine) -> anyhow::Result<()> {
+    let (world, sizes) = (nodes.world, nodes.world.sizes);
+    warm_up(peer, world)?;
+    // From the first node, which has them.
+    peer.measure(&sizes.trains().concat(), sizes.tokens())?;
+    let before = nodes.counters(SECOND)?["dram_blocks"];
+    // Computed here: blocks that are saved can be dropped when they are durable, and what comes next gets their slots.
+    peer.measure(&sizes.touches(), sizes.tokens())?;
+    peer.settle(&sizes.touches(), sizes.tokens(), sizes.cached_tokens)?;
+    nodes.until(SECOND, |counters| counters["unsaved_blocks"] == 0)?;
+    nodes.until(SECOND, |counters| {
+        let _ = nodes.clients[SECOND].trim();
+        counters["dram_blocks"] <= before
+    })
+}
+
+/// Puts the prompts into the first node, where they are nowhere.
+fn saves(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
+    let cold = save(engine, nodes.world)?;
+    samples.answered((System::Reprise, Leg::Cold), &nodes.world.seeds(), &cold, 0.0);
+    nodes.until(FIRST, |counters| counters["unsaved_blocks"] == 0)
 }
 
 fn hits_in_dram(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
     let (seeds, sizes) = (nodes.world.seeds(), &nodes.world.sizes);
-    engine.settle(&seeds, sizes.tokens(), sizes.cached_tokens)?;
     let before = nodes.counters(FIRST)?["hit_bytes_own_dram"];
     let answers = engine.measure(&seeds, sizes.tokens())?;
     let found = nodes.share(nodes.counters(FIRST)?["hit_bytes_own_dram"] - before);
@@ -143,11 +184,8 @@ fn hits_in_dram(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -
 }
 
 /// An engine on the second node loads what is in the DRAM of the first.
-fn hits_of_a_peer(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<()> {
+fn hits_of_a_peer(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
     let (seeds, tokens) = (nodes.world.seeds(), nodes.world.sizes.tokens());
-    let mut engine = nodes.engine(SECOND)?;
-    // Engines of other systems have filled all of their memory when they load: no page of it is touched for the first time.
-    engine.measure(&nodes.world.sizes.trains().concat(), tokens)?;
     let before = nodes.counters(SECOND)?["hit_bytes_peer_dram"];
     let answers = engine.measure(&seeds, tokens)?;
     let found = nodes.share(nodes.counters(SECOND)?["hit_bytes_peer_dram"] - before);
@@ -155,14 +193,21 @@ fn hits_of_a_peer(nodes: &Nodes<'_>, samples: &mut Samples) -> anyhow::Result<()
     Ok(())
 }
 
+/// What engine and agent of the first node hold.
+fn memory_held(nodes: &mut Nodes<'_>, engine: &Engine, samples: &mut Samples) -> anyhow::Result<()> {
+    // This process may have the arena mapped, too, and would take a share of its pages.
+    nodes.clients.clear();
+    let agent = nodes.cluster.agent_pids().nth(FIRST).context("the first node's agent")?;
+    samples.remembered(System::Reprise, resident::held_bytes(&[engine.pid(), agent])?);
+    nodes.connect()
+}
+
 fn hits_on_nvme(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
     let (seeds, tokens) = (nodes.world.seeds(), nodes.world.sizes.tokens());
     let before = nodes.counters(FIRST)?["hit_bytes_own_nvme"];
-    let mut answers = Vec::new();
-    for seed in &seeds {
-        nodes.empty_dram()?;
-        answers.extend(engine.measure(&[*seed], tokens)?);
-    }
+    // Once: no prompt is asked for twice.
+    nodes.empty_dram()?;
+    let answers = engine.measure(&seeds, tokens)?;
     let found = nodes.share(nodes.counters(FIRST)?["hit_bytes_own_nvme"] - before);
     samples.answered((System::Reprise, Leg::Nvme), &seeds, &answers, found);
     Ok(())
@@ -176,7 +221,9 @@ fn hits_after_restart(nodes: &mut Nodes<'_>, samples: &mut Samples) -> anyhow::R
     nodes.cluster.kill_agent(FIRST)?;
     nodes.cluster.restart_agent(FIRST)?;
     nodes.connect()?;
-    let mut engine = nodes.engine(FIRST)?;
+    let mut engine = nodes.launch(FIRST)?.ready()?;
+    samples.started(System::Reprise, 1);
+    warm_up(&mut engine, nodes.world)?;
     let before = nodes.counters(FIRST)?["hit_bytes_own_nvme"];
     let answers: Vec<Answer> = engine.measure(&seeds, tokens)?;
     let found = nodes.share(nodes.counters(FIRST)?["hit_bytes_own_nvme"] - before);
@@ -194,8 +241,8 @@ impl Nodes<'_> {
         Ok(())
     }
 
-    /// A fresh engine on a node, warmed up.
-    fn engine(&self, node: usize) -> anyhow::Result<Engine> {
+    /// A fresh engine on a node, not ready yet.
+    fn launch(&self, node: usize) -> anyhow::Result<Engine> {
         let name = ["reprise", "reprise-peer"][node];
         let socket = &self.cluster.file().agents[node].socket;
         let transfer = json!({
@@ -205,10 +252,7 @@ impl Nodes<'_> {
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": { "socket": socket },
         });
-        let mut engine =
-            Engine::start(&self.world.surroundings(name), &self.world.first_line(Some(&transfer)))?;
-        warm_up(&mut engine, self.world)?;
-        Ok(engine)
+        Engine::launch(&self.world.surroundings(name), &self.world.first_line(Some(&transfer)))
     }
 
     fn counters(&self, node: usize) -> anyhow::Result<BTreeMap<String, u64>> {
@@ -247,8 +291,11 @@ impl Nodes<'_> {
 
     /// What the first node's device takes for the bytes of a prompt.
     fn device_ms(&self) -> anyhow::Result<f64> {
-        let rate = payload_read_rate(&self.cluster.pool_path(FIRST), self.world.sizes.block_bytes())?;
-        Ok(self.world.sizes.prompt_bytes() as f64 / rate * 1e3)
+        let sizes = self.world.sizes;
+        // As many as are measured.
+        let blocks = (sizes.prompts * sizes.prompt_blocks()) as usize;
+        let rate = payload_read_rate(&self.cluster.pool_path(FIRST), sizes.block_bytes(), blocks)?;
+        Ok(sizes.prompt_bytes() as f64 / rate * 1e3)
     }
 
     /// Percentiles of the scheduler's calls, by their names.

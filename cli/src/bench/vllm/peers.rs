@@ -1,5 +1,8 @@
 //! Other caches for vLLM, each measured as its makers describe its use on one host: engine, prompts and order of prompts are
 //! those of our own measurement. What needs a network has one of its own, a namespace with nothing outside.
+//!
+//! Legs follow the saves in the order of ours, at once: memory, files, and files after engine and store were started anew. A cache
+//! that keeps both has both from the start, as ours has; reads of devices say whether loads from memory were that.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,9 +11,10 @@ use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::super::companion::{Companion, Script};
+use super::super::resident;
 use super::disk;
 use super::engine::{Answer, Engine, Surroundings};
-use super::samples::{Leg, Memory, Samples, System};
+use super::samples::{Leg, Samples, System};
 use super::{Peer, WARM_UP, World};
 
 /// Where Mooncake's processes find each other; it refuses loopback.
@@ -46,16 +50,9 @@ fi
 const LMCACHE: &str = r#"
 ${PYTHON%/*}/lmcache server --host 127.0.0.1 --port $LMCACHE_PORT --l1-size-gb $GIB --l1-init-size-gb $GIB --eviction-policy LRU \
     --shm-name reprise-bench-$$ --supported-transfer-mode engine_driven --http-port $LMCACHE_HTTP_PORT \
-    ${LMCACHE_FILES:+--l2-adapter "$LMCACHE_FILES"} &
+    --l2-adapter "$LMCACHE_FILES" &
 listens 127.0.0.1 $LMCACHE_PORT
 "#;
-
-/// Where a peer keeps KV, of those that can do either; the example keeps files in any case.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Keeps {
-    Memory,
-    Files,
-}
 
 /// A peer's engine and what is beside it, as they are started.
 struct Setting {
@@ -84,38 +81,68 @@ pub(super) fn measure(
     let files = world.peer_files();
     remove_folder(&files)?;
     fs::create_dir_all(&files).with_context(|| format!("cannot create {}", files.display()))?;
-    let start = |keeps| start(system, world.environments.python_of(peer), world, keeps);
-    let mut running = start(Keeps::Memory)?;
-    let (seeds, tokens, cached) = (world.seeds(), world.sizes.tokens(), world.sizes.cached_tokens);
-    let mut cold = Vec::new();
-    for seed in &seeds {
-        cold.extend(running.engine.measure(&[*seed], tokens)?);
-        running.engine.settle(&[*seed], tokens, cached)?;
-    }
+    let python = world.environments.python_of(peer);
+    samples.started(system, 1);
+    let mut running = start(system, python, world)?;
+    let seeds = world.seeds();
+    let cold = save(&mut running.engine, world)?;
     samples.answered((system, Leg::Cold), &seeds, &cold, 0.0);
-    let hits = running.engine.measure(&seeds, tokens)?;
-    samples.answered((system, Leg::Hit), &seeds, &hits, found(&hits, cached));
-    let store = running.companion.as_ref().map_or(Ok(0), Companion::peak_bytes)?;
-    samples.remembered(system, Memory { engine: running.engine.peak_bytes()?, store });
-    if system == System::Lmcache {
-        // Beside its memory, so that the figures from memory are those of memory alone.
-        drop(running);
-        running = start(Keeps::Files)?;
-        disk::fill(&mut running, world)?;
+    if system.lacks(Leg::Nvme).is_none() {
+        disk::written(world)?;
     }
+    hits_in_memory(system, &mut running, world, samples)?;
+    samples.remembered(system, resident::held_bytes(&running.pids())?);
     if system.lacks(Leg::Nvme).is_none() {
         disk::nvme(system, &mut running, world, samples)?;
     }
     drop(running);
     if system.lacks(Leg::Restart).is_none() {
-        disk::restart(system, &mut start(Keeps::Files)?, world, samples)?;
+        samples.started(system, 1);
+        disk::restart(system, &mut start(system, python, world)?, world, samples)?;
     }
     remove_folder(&files)
 }
 
+/// Loads with everything where it was put; a prompt that was read from a device instead is not found.
+fn hits_in_memory(
+    system: System,
+    running: &mut Running,
+    world: &World,
+    samples: &mut Samples,
+) -> anyhow::Result<()> {
+    let (seeds, sizes) = (world.seeds(), world.sizes);
+    let before = resident::device_read_bytes(&running.pids())?;
+    let hits = running.engine.measure(&seeds, sizes.tokens())?;
+    let read = resident::device_read_bytes(&running.pids())?.saturating_sub(before);
+    // Whole ones: a page of a library is read now and then.
+    let from_device = (read / sizes.prompt_bytes()) as f64 / seeds.len() as f64;
+    let found = (found(&hits, sizes.cached_tokens) - from_device).max(0.0);
+    samples.answered((system, Leg::Hit), &seeds, &hits, found);
+    Ok(())
+}
+
+/// Puts the prompts of the measurement into a cache, as far as it takes them, each until it is found there; the answers are those
+/// to prompts that are nowhere.
+pub(super) fn save(engine: &mut Engine, world: &World) -> anyhow::Result<Vec<Answer>> {
+    let sizes = world.sizes;
+    let mut cold = Vec::new();
+    for seed in world.seeds() {
+        cold.extend(engine.measure(&[seed], sizes.tokens())?);
+        engine.settle(&[seed], sizes.tokens(), sizes.cached_tokens)?;
+    }
+    Ok(cold)
+}
+
+impl Running {
+    /// Processes that have started all others of engine and store.
+    fn pids(&self) -> Vec<u32> {
+        self.companion.iter().map(Companion::pid).chain([self.engine.pid()]).collect()
+    }
+}
+
 /// Starts and warms up.
-fn start(system: System, python: &Path, world: &World, keeps: Keeps) -> anyhow::Result<Running> {
-    let setting = setting(system, python, world, keeps)?;
+fn start(system: System, python: &Path, world: &World) -> anyhow::Result<Running> {
+    let setting = setting(system, python, world)?;
     let companion = setting
         .script
         .as_ref()
@@ -141,13 +168,11 @@ fn start(system: System, python: &Path, world: &World, keeps: Keeps) -> anyhow::
     Ok(Running { engine, companion, python: python.to_owned() })
 }
 
-/// Everything is used once before it counts.
+/// Everything is used once before it counts: a save, and the load that shows that it has ended.
 pub(super) fn warm_up(engine: &mut Engine, world: &World) -> anyhow::Result<()> {
     let (tokens, cached) = (world.sizes.tokens(), world.sizes.cached_tokens);
     engine.measure(&[WARM_UP], tokens)?;
-    engine.settle(&[WARM_UP], tokens, cached)?;
-    engine.measure(&[WARM_UP], tokens)?;
-    Ok(())
+    engine.settle(&[WARM_UP], tokens, cached)
 }
 
 /// The share of the tokens that were not computed, of those that need not be.
@@ -156,7 +181,7 @@ pub(super) fn found(answers: &[Answer], cached: u64) -> f64 {
     tokens as f64 / (cached * answers.len() as u64) as f64
 }
 
-fn setting(system: System, python: &Path, world: &World, keeps: Keeps) -> anyhow::Result<Setting> {
+fn setting(system: System, python: &Path, world: &World) -> anyhow::Result<Setting> {
     let bytes = world.sizes.store_bytes();
     let files = world.peer_files();
     let variables = vec![
@@ -165,7 +190,7 @@ fn setting(system: System, python: &Path, world: &World, keeps: Keeps) -> anyhow
         ("MASTER_PORT", MASTER_PORT.to_string()),
         ("LMCACHE_PORT", LMCACHE_PORT.to_string()),
         ("LMCACHE_HTTP_PORT", LMCACHE_HTTP_PORT.to_string()),
-        ("LMCACHE_FILES", if keeps == Keeps::Files { lmcache_files(&files) } else { String::new() }),
+        ("LMCACHE_FILES", lmcache_files(&files)),
         ("OWNER_BYTES", if system == System::MooncakeTcp { bytes } else { 0 }.to_string()),
         ("GIB", bytes.div_ceil(1 << 30).to_string()),
     ];
@@ -218,7 +243,8 @@ fn lmcache_files(folder: &Path) -> String {
     json!({ "type": "fs_native", "base_path": folder, "use_odirect": true }).to_string()
 }
 
-fn remove_folder(folder: &Path) -> anyhow::Result<()> {
+/// Removes what may not be there.
+pub(super) fn remove_folder(folder: &Path) -> anyhow::Result<()> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(error).with_context(|| format!("cannot remove {}", folder.display()))

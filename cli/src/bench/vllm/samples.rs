@@ -1,33 +1,12 @@
-//! What was measured, repetition by repetition, and what it says.
+//! What was measured, repetition by repetition. What it says is in [`super::figures`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::super::report::{Figure, Paired, Target, median};
+use super::super::report::median;
 use super::absent::Absence;
 use super::engine::Answer;
-
-/// Pairs from which on the overhead of misses is judged.
-const PAIRS_MIN: usize = 20;
-
-/// What the connector may cost a prompt that it does not have.
-const MISS_OVERHEAD_MAX: f64 = 0.01;
-
-/// Of Mooncake's time on the same host.
-const DRAM_RATIO_MAX: f64 = 1.0;
-
-/// Of Mooncake's time over TCP.
-const PEER_RATIO_MAX: f64 = 0.5;
-
-/// Of our own time from DRAM.
-const NVME_RATIO_MAX: f64 = 2.0;
-
-/// Of what the device takes for the bytes.
-const DEVICE_RATIO_MAX: f64 = 1.2;
-
-/// What the scheduler's process may wait in a step that has a request of 1,024 blocks.
-const SCHEDULER_P99_MS_MAX: f64 = 1.0;
 
 /// What engines keep their KV in besides their own memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -62,37 +41,33 @@ pub(super) enum Leg {
     Restart,
 }
 
-/// Resident memory at its peak, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Memory {
-    /// Of the engine's processes.
-    pub(super) engine: u64,
-    /// Of processes beside it.
-    pub(super) store: u64,
-}
-
 /// Everything that was measured.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Samples {
     /// The repetition that is measured.
-    round: usize,
+    pub(super) round: usize,
     /// Milliseconds to the first token: the median of the prompts of each repetition, by its number.
     #[serde(with = "pairs")]
-    times: BTreeMap<(System, Leg), BTreeMap<usize, f64>>,
+    pub(super) times: BTreeMap<(System, Leg), BTreeMap<usize, f64>>,
     /// Share of the blocks that came from where they were to come from, of each repetition.
     #[serde(with = "pairs")]
-    found: BTreeMap<(System, Leg), Vec<f64>>,
+    pub(super) found: BTreeMap<(System, Leg), Vec<f64>>,
     /// Time of a miss with the connector over that without it, pair by pair.
-    misses: Vec<f64>,
+    pub(super) misses: Vec<f64>,
     /// The same of prompts right behind others, to the first and to the last token.
-    back_to_back_first: Vec<f64>,
-    back_to_back_last: Vec<f64>,
-    memory: BTreeMap<System, Vec<Memory>>,
+    pub(super) back_to_back_first: Vec<f64>,
+    pub(super) back_to_back_last: Vec<f64>,
+    /// What engine and store of one node hold, in bytes, of each repetition.
+    pub(super) memory: BTreeMap<System, Vec<u64>>,
+    /// Engines that were started, in all repetitions.
+    pub(super) starts: BTreeMap<System, u32>,
+    /// Seconds that a system's measurement took, of each repetition.
+    pub(super) turns: BTreeMap<System, Vec<f64>>,
     /// What engines without a connector say, which may be one thing computed and another from their own cache: floating point.
-    expected: BTreeMap<u64, BTreeSet<Vec<u32>>>,
-    said: Vec<(System, u64, Vec<u32>)>,
+    pub(super) expected: BTreeMap<u64, BTreeSet<Vec<u32>>>,
+    pub(super) said: Vec<(System, u64, Vec<u32>)>,
     /// Why systems were not measured, or not to their end, in the words of the last repetition in which it was so.
-    failures: BTreeMap<System, String>,
+    pub(super) failures: BTreeMap<System, String>,
     /// What the device takes for the bytes of a prompt, in milliseconds.
     pub(super) device_ms: Vec<f64>,
     /// Of what vLLM's scheduler waits for, by its calls and the sum of a step's: percentiles of each repetition.
@@ -192,9 +167,12 @@ impl Samples {
         }
     }
 
-    /// Notes a prompt that neither had, one after the other.
-    pub(super) fn missed(&mut self, without_ms: f64, with_ms: f64) {
-        self.misses.push(with_ms / without_ms);
+    /// Notes prompts that neither had, one after the other.
+    pub(super) fn missed(&mut self, seeds: &[u64], without: &[Answer], with: &[Answer]) {
+        for ((seed, without), with) in seeds.iter().zip(without).zip(with) {
+            self.misses.push(with.ttft_ms / without.ttft_ms);
+            self.compared(*seed, without, with);
+        }
     }
 
     /// Notes prompts that neither had, each right behind another one, of which something may still be saved.
@@ -202,14 +180,29 @@ impl Samples {
         for ((seed, without), with) in seeds.iter().zip(without).zip(with) {
             self.back_to_back_first.push(with.ttft_ms / without.ttft_ms);
             self.back_to_back_last.push(with.ttlt_ms / without.ttlt_ms);
-            self.expected.entry(*seed).or_default().insert(without.tokens.clone());
-            self.said.push((System::Reprise, *seed, with.tokens.clone()));
+            self.compared(*seed, without, with);
         }
     }
 
-    /// Notes memory at the end of an engine.
-    pub(super) fn remembered(&mut self, system: System, memory: Memory) {
-        self.memory.entry(system).or_default().push(memory);
+    /// Notes what an engine says of a prompt without and with the connector.
+    fn compared(&mut self, seed: u64, without: &Answer, with: &Answer) {
+        self.expected.entry(seed).or_default().insert(without.tokens.clone());
+        self.said.push((System::Reprise, seed, with.tokens.clone()));
+    }
+
+    /// Notes memory that is held, in bytes.
+    pub(super) fn remembered(&mut self, system: System, held: u64) {
+        self.memory.entry(system).or_default().push(held);
+    }
+
+    /// Notes engines that are started.
+    pub(super) fn started(&mut self, system: System, engines: u32) {
+        *self.starts.entry(system).or_default() += engines;
+    }
+
+    /// Notes the seconds that a system's measurement took.
+    pub(super) fn took(&mut self, system: System, seconds: f64) {
+        self.turns.entry(system).or_default().push(seconds);
     }
 
     /// Notes that a system was not measured to its end.
@@ -227,321 +220,5 @@ impl Samples {
                 Absence::new(system, leg, why)
             })
             .collect()
-    }
-
-    /// What all of it says.
-    pub(super) fn figures(&self) -> Vec<Figure> {
-        let mut figures: Vec<Figure> =
-            self.times.keys().filter_map(|(system, leg)| self.time(*system, *leg)).collect();
-        figures.extend(self.found.iter().filter(|((_, leg), _)| Leg::EXTERNAL.contains(leg)).map(
-            |((system, leg), found)| {
-                let name = format!("vllm.{}.{}.found", system.name(), leg.name());
-                let target = if *system == System::Reprise { Target::AtLeast(1.0) } else { Target::None };
-                Figure::absolute(name, median(found.clone()), "share of blocks", target)
-            },
-        ));
-        let overheads = [
-            ("miss_overhead", &self.misses),
-            ("back_to_back_ttft_overhead", &self.back_to_back_first),
-            ("back_to_back_overhead", &self.back_to_back_last),
-        ];
-        figures.extend(overheads.into_iter().filter_map(|(name, ratios)| overhead(name, ratios)));
-        for (call, of_rounds) in &self.scheduler {
-            figures.extend(scheduler_figures(call, of_rounds));
-        }
-        for (system, memory) in &self.memory {
-            figures.extend(memory_figures(*system, memory));
-        }
-        let systems: BTreeSet<System> = self.said.iter().map(|(system, _, _)| *system).collect();
-        figures.extend(systems.into_iter().map(|system| self.same_answers(system)));
-        figures
-    }
-
-    /// Times of a leg, held against what the goal names where it was measured, else against the recompute.
-    fn time(&self, system: System, leg: Leg) -> Option<Figure> {
-        let name = format!("vllm.{}.{}", system.name(), leg.name());
-        if system == System::Recompute {
-            return Some(Figure::absolute(name, self.median_of((system, leg))?, "ms", Target::None));
-        }
-        let own = (system, leg);
-        if own == (System::Reprise, Leg::Nvme) {
-            return self.nvme(name);
-        }
-        let (reference, target) = match own {
-            (System::Reprise, Leg::Hit) => {
-                ((System::MooncakeSameHost, Leg::Hit), Target::RatioAtMost(DRAM_RATIO_MAX))
-            }
-            (System::Reprise, Leg::Peer) => {
-                ((System::MooncakeTcp, Leg::Hit), Target::RatioAtMost(PEER_RATIO_MAX))
-            }
-            _ => ((System::Recompute, Leg::Cold), Target::None),
-        };
-        let against = |reference, target| {
-            let (system, _): (System, Leg) = reference;
-            let paired = self.paired(own, reference)?;
-            Some(Figure::relative(name.clone(), paired, "ms", (system.words(), target)))
-        };
-        against(reference, target).or_else(|| against((System::Recompute, Leg::Cold), Target::None))
-    }
-
-    /// From NVMe: twice our own DRAM, or what the device takes.
-    fn nvme(&self, name: String) -> Option<Figure> {
-        let paired = self.paired((System::Reprise, Leg::Nvme), (System::Reprise, Leg::Hit))?;
-        let device = median(self.device_ms.clone());
-        let mut figure =
-            Figure::relative(name, paired, "ms", ("Reprise's own DRAM", Target::RatioAtMost(NVME_RATIO_MAX)));
-        let on_floor = paired.subject <= device * DEVICE_RATIO_MAX;
-        figure.met = Some(paired.ratio <= NVME_RATIO_MAX || on_floor);
-        figure.target = Some(format!(
-            "ratio <= {NVME_RATIO_MAX}, or <= {DEVICE_RATIO_MAX} x {device:.1} ms, the device's own time"
-        ));
-        Some(figure)
-    }
-
-    /// Medians of two legs, and the median of their ratios, repetition by repetition.
-    fn paired(&self, subject: (System, Leg), reference: (System, Leg)) -> Option<Paired> {
-        let references = self.times.get(&reference)?;
-        let both =
-            self.times.get(&subject)?.iter().filter_map(|(round, time)| Some((time, references.get(round)?)));
-        let ratios: Vec<f64> = both.map(|(subject, reference)| subject / reference).collect();
-        Some(Paired {
-            reference: self.median_of(reference)?,
-            subject: self.median_of(subject)?,
-            ratio: median(ratios),
-        })
-    }
-
-    fn median_of(&self, of: (System, Leg)) -> Option<f64> {
-        Some(median(self.times.get(&of)?.values().copied().collect()))
-    }
-
-    /// The share of answers that are those of an engine without a connector.
-    fn same_answers(&self, system: System) -> Figure {
-        let said: Vec<_> = self.said.iter().filter(|(of, _, _)| *of == system).collect();
-        let same = said.iter().filter(|(_, seed, tokens)| {
-            self.expected.get(seed).is_some_and(|expected| expected.contains(tokens))
-        });
-        let share = same.count() as f64 / said.len() as f64;
-        let target = if system == System::Reprise { Target::AtLeast(1.0) } else { Target::None };
-        Figure::absolute(format!("vllm.{}.same_answers", system.name()), share, "share of answers", target)
-    }
-}
-
-/// What the connector costs prompts that it does not have: time with it over time without it, pair by pair.
-fn overhead(name: &str, ratios: &[f64]) -> Option<Figure> {
-    if ratios.is_empty() {
-        return None;
-    }
-    let overhead = median(ratios.to_vec()) - 1.0;
-    let (low, high) = confidence(ratios.to_vec());
-    let name = format!("vllm.reprise.{name}");
-    let mut figure = Figure::absolute(name, overhead * 100.0, "%", Target::None);
-    figure.target = Some(format!(
-        "<= 1 %, or within noise over at least {PAIRS_MIN} pairs; of {} pairs 95 % of {:.1} to {:.1} %",
-        ratios.len(),
-        (low - 1.0) * 100.0,
-        (high - 1.0) * 100.0
-    ));
-    let enough = ratios.len() >= PAIRS_MIN;
-    figure.met = enough.then_some(overhead <= MISS_OVERHEAD_MAX || low <= 1.0);
-    Some(figure)
-}
-
-/// One of the scheduler's calls, or the sum of a step's.
-fn scheduler_figures(call: &str, of_rounds: &[Percentiles]) -> [Figure; 2] {
-    let figure = |percentile: &str, value: fn(&Percentiles) -> f64, target| {
-        let name = format!("vllm.reprise.scheduler_1024_blocks.{call}.{percentile}");
-        Figure::absolute(name, median(of_rounds.iter().map(value).collect()), "ms", target)
-    };
-    [
-        figure("p50", |times| times.p50_ms, Target::None),
-        figure("p99", |times| times.p99_ms, Target::AtMost(SCHEDULER_P99_MS_MAX)),
-    ]
-}
-
-fn memory_figures(system: System, memory: &[Memory]) -> [Figure; 2] {
-    let mib = |bytes: fn(&Memory) -> u64| {
-        median(memory.iter().map(|memory| bytes(memory) as f64 / f64::from(1 << 20)).collect())
-    };
-    let figure = |of: &str, value| {
-        Figure::absolute(format!("vllm.{}.{of}_memory_peak", system.name()), value, "MiB", Target::None)
-    };
-    [figure("engine", mib(|memory| memory.engine)), figure("store", mib(|memory| memory.store))]
-}
-
-/// The interval that has the median of what these were drawn from with a probability of 95 %: of the order statistics, by the
-/// normal approximation of the binomial distribution.
-fn confidence(mut values: Vec<f64>) -> (f64, f64) {
-    values.sort_by(f64::total_cmp);
-    let count = values.len() as f64;
-    let reach = 1.96 * count.sqrt() / 2.0;
-    let last = values.len() - 1;
-    let low = ((count / 2.0 - reach).floor().max(0.0) as usize).min(last);
-    let high = ((count / 2.0 + reach).ceil() as usize).min(last);
-    (values[low], values[high])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn answer(ttft_ms: f64, tokens: &[u32]) -> Answer {
-        Answer { ttft_ms, ttlt_ms: 2.0 * ttft_ms, tokens: tokens.to_vec(), cached: 0 }
-    }
-
-    fn times(samples: &mut Samples, of: (System, Leg), times: &[f64]) {
-        for (round, time) in times.iter().enumerate() {
-            samples.begin(round);
-            samples.answered(of, &[1], &[answer(*time, &[7])], 1.0);
-        }
-    }
-
-    fn figure(samples: &Samples, name: &str) -> Figure {
-        let figures = samples.figures();
-        let found = figures.iter().find(|figure| figure.name == name);
-        found.unwrap_or_else(|| panic!("{name} is not among {figures:?}")).clone()
-    }
-
-    #[test]
-    fn a_repetition_counts_with_the_median_of_its_prompts_and_ratios_are_taken_in_it() {
-        let mut samples = Samples::default();
-        times(&mut samples, (System::MooncakeSameHost, Leg::Hit), &[10.0, 20.0]);
-        samples.begin(2);
-        let prompts = [answer(9.0, &[1]), answer(1.0, &[1]), answer(4.0, &[1])];
-        samples.answered((System::MooncakeSameHost, Leg::Hit), &[1, 2, 3], &prompts, 1.0);
-        times(&mut samples, (System::Reprise, Leg::Hit), &[10.0, 30.0, 2.0]);
-        let dram = figure(&samples, "vllm.reprise.dram");
-        assert_eq!((dram.value, dram.reference_value, dram.ratio), (10.0, Some(10.0), Some(1.0)));
-        assert_eq!((dram.met, dram.reference.as_deref()), (Some(true), Some("Mooncake, same host")));
-    }
-
-    #[test]
-    fn a_repetition_that_a_peer_has_missed_is_no_part_of_the_ratio() {
-        let mut samples = Samples::default();
-        samples.begin(1);
-        samples.answered((System::MooncakeTcp, Leg::Hit), &[1], &[answer(100.0, &[7])], 1.0);
-        times(&mut samples, (System::Reprise, Leg::Peer), &[90.0, 20.0]);
-        assert_eq!(figure(&samples, "vllm.reprise.peer").ratio, Some(0.2));
-    }
-
-    #[test]
-    fn without_the_peer_of_a_goal_a_time_is_held_against_the_recompute_and_nothing_is_met_or_missed() {
-        let mut samples = Samples::default();
-        times(&mut samples, (System::Recompute, Leg::Cold), &[100.0]);
-        times(&mut samples, (System::Reprise, Leg::Peer), &[25.0]);
-        let peer = figure(&samples, "vllm.reprise.peer");
-        assert_eq!((peer.ratio, peer.met, peer.reference.as_deref()), (Some(0.25), None, Some("recompute")));
-    }
-
-    #[test]
-    fn half_of_mooncakes_time_over_tcp_is_the_goal_of_loads_from_a_peer() {
-        let mut samples = Samples::default();
-        times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0]);
-        times(&mut samples, (System::Reprise, Leg::Peer), &[51.0]);
-        assert_eq!(figure(&samples, "vllm.reprise.peer").met, Some(false));
-    }
-
-    #[test]
-    fn nvme_is_fast_enough_at_twice_dram_or_at_the_devices_own_pace() {
-        let met = |nvme: f64, device: f64| {
-            let mut samples = Samples { device_ms: vec![device], ..Samples::default() };
-            times(&mut samples, (System::Reprise, Leg::Hit), &[30.0]);
-            times(&mut samples, (System::Reprise, Leg::Nvme), &[nvme]);
-            figure(&samples, "vllm.reprise.nvme").met
-        };
-        assert_eq!(met(60.0, 10.0), Some(true));
-        assert_eq!(met(61.0, 10.0), Some(false));
-        assert_eq!(met(120.0, 100.0), Some(true));
-    }
-
-    #[test]
-    fn the_overhead_of_misses_is_judged_over_enough_pairs_and_by_their_noise() {
-        let met = |ratios: &[f64]| {
-            let mut samples = Samples::default();
-            ratios.iter().for_each(|ratio| samples.missed(100.0, 100.0 * ratio));
-            figure(&samples, "vllm.reprise.miss_overhead").met
-        };
-        assert_eq!(met(&[1.005; 19]), None);
-        assert_eq!(met(&[1.005; 20]), Some(true));
-        assert_eq!(met(&[1.02; 20]), Some(false));
-        // A median of 2 % that may as well be nothing.
-        assert_eq!(met(&[[0.9; 9].as_slice(), &[1.02; 4], &[1.1; 9]].concat()), Some(true));
-    }
-
-    #[test]
-    fn answers_are_those_of_an_engine_without_a_connector_computed_or_from_its_own_cache() {
-        let mut samples = Samples::default();
-        samples.answered((System::Recompute, Leg::Cold), &[1], &[answer(1.0, &[7])], 1.0);
-        samples.answered((System::Recompute, Leg::OwnCache), &[1], &[answer(1.0, &[8])], 1.0);
-        for tokens in [[7], [8], [9], [7]] {
-            samples.answered((System::Reprise, Leg::Hit), &[1], &[answer(1.0, &tokens)], 1.0);
-        }
-        let same = figure(&samples, "vllm.reprise.same_answers");
-        assert_eq!((same.value, same.met), (0.75, Some(false)));
-    }
-
-    #[test]
-    fn what_was_not_found_is_told_and_is_a_goal_of_ours() {
-        let mut samples = Samples::default();
-        samples.answered((System::Reprise, Leg::Nvme), &[1], &[answer(1.0, &[7])], 0.5);
-        samples.answered((System::Example, Leg::Hit), &[1], &[answer(1.0, &[7])], 0.0);
-        assert_eq!(figure(&samples, "vllm.reprise.nvme.found").met, Some(false));
-        assert_eq!(figure(&samples, "vllm.example.dram.found").met, None);
-    }
-
-    #[test]
-    fn the_interval_of_a_median_has_the_median_and_nearly_all_of_a_few_values() {
-        let (low, high) = confidence((1..=20).map(f64::from).collect());
-        assert_eq!((low, high), (6.0, 16.0));
-        assert_eq!(confidence(vec![3.0]), (3.0, 3.0));
-    }
-
-    #[test]
-    fn prompts_back_to_back_are_judged_by_their_first_and_by_their_last_token() {
-        let mut samples = Samples::default();
-        for seed in 0..20 {
-            let without = [answer(100.0, &[7])];
-            let with = [Answer { ttft_ms: 103.0, ttlt_ms: 201.0, ..answer(0.0, &[7]) }];
-            samples.back_to_back(&[seed], &without, &with);
-        }
-        let first = figure(&samples, "vllm.reprise.back_to_back_ttft_overhead");
-        let last = figure(&samples, "vllm.reprise.back_to_back_overhead");
-        assert_eq!((first.met, last.met), (Some(false), Some(true)));
-        assert!((first.value - 3.0).abs() < 1e-9 && (last.value - 0.5).abs() < 1e-9);
-        assert_eq!(figure(&samples, "vllm.reprise.same_answers").value, 1.0);
-    }
-
-    #[test]
-    fn the_schedulers_calls_are_judged_by_their_slowest_hundredth() {
-        let rounds = [0.9, 1.2, 1.1].map(|p99_ms| Percentiles { p50_ms: 0.2, p99_ms });
-        let scheduler = [("load.step".to_owned(), rounds.to_vec())].into();
-        let samples = Samples { scheduler, ..Samples::default() };
-        let p50 = figure(&samples, "vllm.reprise.scheduler_1024_blocks.load.step.p50");
-        let p99 = figure(&samples, "vllm.reprise.scheduler_1024_blocks.load.step.p99");
-        assert_eq!((p50.value, p50.met), (0.2, None));
-        assert_eq!((p99.value, p99.met), (1.1, Some(false)));
-    }
-
-    #[test]
-    fn what_a_peer_has_no_time_for_is_told_with_the_reason() {
-        let mut samples = Samples::default();
-        times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0]);
-        samples.failed(System::Lmcache, "no such port".to_owned());
-        let absences = samples.absences(&[System::MooncakeTcp, System::Lmcache]);
-        let why = |name: &str| {
-            absences.iter().find(|absence| absence.name == name).map(|absence| absence.why.as_str())
-        };
-        assert_eq!(why("vllm.mooncake_tcp.dram"), None);
-        assert_eq!(why("vllm.mooncake_tcp.restart"), System::MooncakeTcp.lacks(Leg::Restart));
-        assert_eq!(why("vllm.lmcache.nvme"), Some("no such port"));
-        assert_eq!(why("vllm.lmcache.peer"), System::Lmcache.lacks(Leg::Peer));
-    }
-
-    #[test]
-    fn memory_is_told_of_engine_and_store_apart() {
-        let mut samples = Samples::default();
-        samples.remembered(System::Lmcache, Memory { engine: 2 << 30, store: 1 << 30 });
-        assert_eq!(figure(&samples, "vllm.lmcache.engine_memory_peak").value, 2048.0);
-        assert_eq!(figure(&samples, "vllm.lmcache.store_memory_peak").value, 1024.0);
     }
 }
