@@ -49,7 +49,7 @@ class Engine:
         return {"answers": answers}
 
     def own_cache(self, seeds: list[int], tokens: int) -> dict[str, Any]:
-        """Prompts one after the other, each with an empty cache of the engine's own, and at once again from that cache."""
+        """Prompts one after the other, each with the engine's own cache empty, and at once again from that cache."""
         answers, again = [], []
         for seed in seeds:
             self.forget()
