@@ -23,6 +23,7 @@ from reprise import KvMemory, Session, Transfers, block_keys
 from reprise.told import Told
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+from reprise.vllm.tiles import ask_for_tiles
 
 ROUND_S = 5.0
 """How often a wait that ends by itself looks again: loads end by their deadline, whatever becomes of the agent."""
@@ -73,6 +74,7 @@ class WorkerSide:
                 raise ValueError(
                     f"{name} lies on {tensor.device}: RepriseConnector works on host memory (vLLM's CPU backend)"
                 )
+        ask_for_tiles()
         memory = KvMemory(tensors, self.geometry.layout)
         self._transfers = Transfers(
             self.session,
