@@ -298,7 +298,10 @@ impl<'a> Release<'a> {
         let ports = pod["spec"]["containers"][0]["ports"].as_array().into_iter().flatten();
         let port = ports.into_iter().find(|port| port["name"] == "admin");
         let port = &port.expect("all parts have one")["containerPort"];
-        Admin::at(&format!("{}:{port}", pod["status"]["podIP"].as_str().expect("a pod that runs has an address")))
+        Admin::at(&format!(
+            "{}:{port}",
+            pod["status"]["podIP"].as_str().expect("a pod that runs has an address")
+        ))
     }
 
     /// Lays a list of one GPU, as NVIDIA's driver writes it, over what the first container of a pod sees; nodes of tests have none. It
@@ -313,8 +316,7 @@ impl<'a> Release<'a> {
         mount.args(["--namespace", &process.to_string(), "-t", "tmpfs", "none", "/proc/driver"]);
         let output = mount.output().expect("mount is there");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let folder =
-            PathBuf::from(format!("/proc/{process}/root/proc/driver/nvidia/gpus/0000:19:00.0"));
+        let folder = PathBuf::from(format!("/proc/{process}/root/proc/driver/nvidia/gpus/0000:19:00.0"));
         fs::create_dir_all(&folder).expect("it is in memory, and new");
         let text = format!("Model: \t\t {product}\nGPU UUID: \t {uuid}\n");
         fs::write(folder.join("information"), text).expect("it takes files");
