@@ -21,7 +21,7 @@ const KEPT: std::ops::Range<u64> = 310_000..310_100;
 /// Blocks that the tenant saves before it has a budget, what it may have then, and what it may have in the end.
 const SAVED: u64 = 100;
 const FEW: u64 = 60;
-const MORE: u64 = 120;
+const MORE: u64 = 240;
 
 /// The tenant.
 const TENANT: &str = "team-a";
