@@ -12,10 +12,18 @@ use reprise_e2e::kubernetes::{Cluster, cluster, programs};
 
 #[path = "cluster/chart.rs"]
 mod chart;
+#[path = "cluster/chart_changed.rs"]
+mod chart_changed;
+#[path = "cluster/chart_crash.rs"]
+mod chart_crash;
+#[path = "cluster/chart_drain.rs"]
+mod chart_drain;
 #[path = "cluster/chart_faults.rs"]
 mod chart_faults;
 #[path = "cluster/chart_life.rs"]
 mod chart_life;
+#[path = "cluster/chart_parts.rs"]
+mod chart_parts;
 #[path = "cluster/chart_upgrade.rs"]
 mod chart_upgrade;
 #[path = "cluster/ends.rs"]
@@ -49,22 +57,24 @@ fn main() -> ExitCode {
         ("pods_reach_each_other_by_address_service_and_name", pods::reach_each_other),
         ("a_node_whose_kubelet_is_silent_is_not_ready", faults::a_paused_kubelet),
         ("a_node_that_is_cut_off_is_not_ready_and_reaches_nobody", faults::a_cut_link),
-        ("a_killed_node_is_not_ready_and_comes_back", faults::a_killed_node),
-        ("pods_go_on_without_an_api_server", faults::no_api_server),
         ("a_release_of_the_chart_passes_blocks_between_two_nodes", chart::first_hit),
         ("all_parts_of_a_release_are_ready_and_say_so", chart::all_is_there),
         ("agents_have_no_privileges_and_write_of_their_own_node_only", chart::what_agents_may),
         ("engines_in_pods_hit_on_their_node_and_on_the_other", chart::engines_hit_everywhere),
+        ("the_charts_seccomp_profile_allows_io_uring_and_the_pool_says_so", chart_changed::allows_io_uring),
+        ("a_node_is_drained_within_its_budgets_and_its_blocks_are_on_the_other", chart_drain::by_kubectl),
+        ("a_removed_device_a_changed_quota_and_a_new_profile_are_followed", chart_parts::are_followed),
+        ("a_changed_release_is_taken_back_with_its_blocks", chart_changed::taken_back),
         ("an_agent_that_is_deleted_serves_its_blocks_again", chart_faults::an_agent_comes_back),
+        ("an_agent_that_is_killed_under_load_fails_no_request", chart_crash::under_load),
         ("killed_operators_cost_no_local_hit_and_go_on_where_they_were", chart_faults::operators_are_killed),
         ("a_killed_etcd_costs_no_local_hit_and_keeps_its_data", chart_faults::etcd_is_killed),
         ("a_killed_member_costs_no_local_hit_and_is_replaced", chart_faults::a_member_is_killed),
-        ("engines_hit_while_the_api_server_is_away", chart_faults::the_api_server_is_away),
+        ("pods_and_engines_go_on_while_the_api_server_is_away", chart_faults::the_api_server_is_away),
         (
             "a_killed_node_costs_the_other_no_local_hit_and_comes_back_with_its_blocks",
             chart_faults::a_node_is_killed,
         ),
-        ("a_release_is_changed_and_taken_back_with_its_blocks", chart_life::changed_and_taken_back),
         (
             "another_version_comes_one_node_after_the_other_and_fails_no_request_of_busy_engines",
             chart_upgrade::under_load,
@@ -73,16 +83,18 @@ fn main() -> ExitCode {
         ("an_uninstalled_release_leaves_its_definitions_and_nothing_else", chart_life::removed),
         ("what_is_not_cleaned_up_is_seen", ends::leftovers_are_seen),
     ];
-    let mut trials: Vec<Trial> =
-        tests.into_iter().map(|(name, test)| on_the_cluster(name, &shared, test)).collect();
+    let first = Arc::clone(&shared);
+    let mut trials = vec![Trial::test("a_killed_laboratory_leaves_what_the_next_start_removes", move || {
+        let mut cluster = taken(&first);
+        drop(cluster.take());
+        *cluster = Some(ends::a_killed_laboratory(NODES));
+        Ok(())
+    })];
+    trials.extend(tests.into_iter().map(|(name, test)| on_the_cluster(name, &shared, test)));
     let last = Arc::clone(&shared);
     trials.push(Trial::test("the_cluster_ends_and_leaves_nothing", move || {
         let cluster = taken(&last).take();
         ends::leaves_nothing(cluster.unwrap_or_else(|| Cluster::start(NODES)));
-        Ok(())
-    }));
-    trials.push(Trial::test("a_killed_laboratory_leaves_what_the_next_start_removes", || {
-        ends::a_killed_laboratory();
         Ok(())
     }));
     let conclusion = libtest_mimic::run(&arguments, trials);

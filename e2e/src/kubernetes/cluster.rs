@@ -207,6 +207,16 @@ impl Cluster {
         result(command.args(arguments).output().expect("kubectl can be run"))
     }
 
+    /// Runs kubectl, begun: whoever waits for its end sees what happens meanwhile. What it says of a failure is for the test's own output.
+    ///
+    /// # Panics
+    /// When it cannot be run.
+    pub fn begin_kubectl(&self, arguments: &[&str]) -> Running {
+        let mut command = self.command(&programs::kubernetes("kubectl"));
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
+        Running::spawn(command)
+    }
+
     /// Applies objects, in YAML, by server-side apply.
     ///
     /// # Panics
@@ -259,9 +269,11 @@ impl Cluster {
     /// # Panics
     /// When a node does not take them.
     pub fn import_image(&self, archive: &Path) {
-        for node in &self.nodes {
-            node.import_image(archive);
-        }
+        std::thread::scope(|scope| {
+            for node in &self.nodes {
+                scope.spawn(|| node.import_image(archive));
+            }
+        });
     }
 
     /// Its nodes.

@@ -355,6 +355,8 @@ fn kubelet() -> serde_json::Value {
         // Images cannot be pulled again.
         "imageGCHighThresholdPercent": 100,
         "nodeStatusUpdateFrequency": "2s",
+        // Pods see a ConfigMap that has changed within this, not within a minute.
+        "syncFrequency": "10s",
         "nodeLeaseDurationSeconds": 8,
         // Its default is a folder of the machine.
         "volumePluginDir": "/var/lib/kubelet/plugins-of-volumes",

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use super::cluster::Cluster;
 use super::programs;
+use crate::admin::Admin;
 use crate::process::Running;
 use crate::tree;
 
@@ -30,6 +31,12 @@ const TIMEOUT: &str = "--timeout=180s";
 
 /// Between two looks that start a process.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// What the ids of containers begin with.
+const RUNTIME: &str = "containerd://";
+
+/// Where containerd keeps what it has told runc of a container, below the node's root.
+const CONTAINERS: &str = "run/containerd/io.containerd.runtime.v2.task/k8s.io";
 
 /// A namespace whose pods may mount directories of their nodes.
 const NAMESPACES: &str = "
@@ -64,6 +71,8 @@ pub struct Pod {
     pub node: String,
     /// The image of its first container, as it was asked for.
     pub image: String,
+    /// Which container of that image runs, or ran last, as the runtime calls it; empty before the first.
+    pub container: String,
     /// Whether it serves.
     pub is_ready: bool,
 }
@@ -233,6 +242,7 @@ impl<'a> Release<'a> {
             uid: text(&pod["metadata"]["uid"]),
             node: text(&pod["spec"]["nodeName"]),
             image: text(&pod["spec"]["containers"][0]["image"]),
+            container: text(&pod["status"]["containerStatuses"][0]["containerID"]).replace(RUNTIME, ""),
             is_ready: is_ready(pod),
         };
         let mut pods: Vec<Pod> = pods.map(pod).collect();
@@ -254,6 +264,62 @@ impl<'a> Release<'a> {
         let mut arguments = vec!["delete", "pod", "--grace-period=0", "--force"];
         arguments.extend(pods.iter().map(|pod| pod.name.as_str()));
         self.kubectl(&arguments);
+    }
+
+    /// SIGKILL to all processes of the first containers of pods, as a crash; their kubelets start the same pods' containers again.
+    ///
+    /// # Panics
+    /// When they have no processes.
+    pub fn crash(self, pods: &[Pod]) {
+        let processes = processes_in(&pods.iter().map(|pod| pod.container.clone()).collect::<Vec<String>>());
+        assert!(processes.len() >= pods.len(), "containers that run have processes: {pods:?}");
+        for process in processes {
+            let _ = kill_process(process, Signal::KILL);
+        }
+    }
+
+    /// What the runtime has been told of a pod's first container, as OCI says it: what is in effect, whatever asked for it.
+    ///
+    /// # Panics
+    /// When the container does not run.
+    pub fn runtime_config(self, pod: &Pod) -> Value {
+        let node = self.cluster.nodes().iter().find(|node| node.name() == pod.node).expect("one of them");
+        let file = node.root().join(CONTAINERS).join(&pod.container).join("config.json");
+        let text = fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        serde_json::from_slice(&text).expect("OCI's configuration is JSON")
+    }
+
+    /// The admin port of a pod.
+    ///
+    /// # Panics
+    /// When it has none, or no address.
+    pub fn admin(self, pod: &Pod) -> Admin {
+        let pod = self.object("pod", &pod.name);
+        let ports = pod["spec"]["containers"][0]["ports"].as_array().into_iter().flatten();
+        let port = ports.into_iter().find(|port| port["name"] == "admin");
+        let port = &port.expect("all parts have one")["containerPort"];
+        Admin::at(&format!(
+            "{}:{port}",
+            pod["status"]["podIP"].as_str().expect("a pod that runs has an address")
+        ))
+    }
+
+    /// Lays a list of one GPU, as NVIDIA's driver writes it, over what the first container of a pod sees; nodes of tests have none. It
+    /// goes with the container.
+    ///
+    /// # Panics
+    /// When the container does not run, or its files cannot be mounted over.
+    pub fn play_gpu(self, pod: &Pod, product: &str, uuid: &str) {
+        let processes = processes_in(std::slice::from_ref(&pod.container));
+        let process = processes.first().expect("a container that runs has processes").as_raw_nonzero();
+        let mut mount = Command::new("mount");
+        mount.args(["--namespace", &process.to_string(), "-t", "tmpfs", "none", "/proc/driver"]);
+        let output = mount.output().expect("mount is there");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let folder = PathBuf::from(format!("/proc/{process}/root/proc/driver/nvidia/gpus/0000:19:00.0"));
+        fs::create_dir_all(&folder).expect("it is in memory, and new");
+        let text = format!("Model: \t\t {product}\nGPU UUID: \t {uuid}\n");
+        fs::write(folder.join("information"), text).expect("it takes files");
     }
 
     /// The most memory that a process of these pods has had, in bytes.
@@ -330,7 +396,12 @@ fn arguments(command: &str, more: &[&str]) -> Vec<String> {
 
 /// Processes in the control groups of pods, which are named after them.
 fn processes_of(pods: &[Pod]) -> Vec<Pid> {
-    let groups: Vec<String> = pods.iter().map(|pod| format!("/pod{}/", pod.uid)).collect();
+    processes_in(&pods.iter().map(|pod| format!("/pod{}/", pod.uid)).collect::<Vec<String>>())
+}
+
+/// Processes in control groups that have one of these in their names.
+fn processes_in(groups: &[String]) -> Vec<Pid> {
+    assert!(groups.iter().all(|group| !group.is_empty()), "nothing is part of every name");
     let all = fs::read_dir("/proc").expect("processes are listed").flatten();
     let process = |entry: fs::DirEntry| {
         let id: i32 = entry.file_name().to_str()?.parse().ok()?;

@@ -12,7 +12,8 @@ use reprise_e2e::{Engine, Loading, wait_until};
 
 use crate::chart::{ENGINES, running};
 use crate::chart_life::wait_for_all_blocks;
-use crate::faults::{Says, wait_for};
+use crate::faults::{a_pod_is_replaced, kill_node, restart_node, without_api_server};
+use crate::pods::servers;
 
 /// Blocks on a node whose agent is started again.
 const BLOCKS: u64 = 100_000;
@@ -25,9 +26,6 @@ const KEYS: usize = 8_000;
 
 /// From the end of an agent to its node's blocks.
 const AGENT_BACK_WITHIN: Duration = Duration::from_secs(5);
-
-/// For how long the API server is away.
-const AWAY: Duration = Duration::from_secs(30);
 
 /// Between two looks that start a process.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -158,13 +156,10 @@ pub(crate) fn a_member_is_killed(cluster: &mut Cluster) {
 }
 
 pub(crate) fn the_api_server_is_away(cluster: &mut Cluster) {
+    let servers = servers(cluster);
     no_local_hit_fails(cluster, "the API server was away for 30 s", |cluster| {
-        cluster.stop_api_server();
-        std::thread::sleep(AWAY);
-        cluster.start_api_server();
-        for index in 0..cluster.nodes().len() {
-            wait_for(cluster, index, Says::Ready);
-        }
+        without_api_server(cluster, &servers);
+        a_pod_is_replaced(cluster, &servers);
         // What conditions say may be from before: agents report anew, and the operator sees and does something.
         let release = Release::of(cluster);
         let before = reports(release);
@@ -197,13 +192,11 @@ pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
     let kept: Vec<u64> = (BLOCKS..BLOCKS + 1_000).collect();
     agent_of(cluster, lost).expect("it serves").save_durably(&kept);
     let moment = ENGINES.now(cluster);
-    cluster.node(lost).kill();
-    wait_for(cluster, lost, Says::NotReady);
+    let killed = kill_node(cluster, lost);
     std::thread::sleep(Duration::from_secs(5));
     let said = ENGINES.since(cluster, &moment)[stays].clone().expect("its node is well");
     assert_eq!((said.own_missed, said.sessions), (0, 0), "{said:?}");
-    cluster.node(lost).restart();
-    wait_for(cluster, lost, Says::Ready);
+    restart_node(cluster, &killed);
     let started = Instant::now();
     wait_for_all_blocks(cluster);
     say(&format!(

@@ -1,4 +1,4 @@
-//! The life of a release: it is changed, taken back, and removed.
+//! The life of a release: a version that is refused, and its end.
 
 use std::time::Duration;
 
@@ -8,18 +8,17 @@ use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::say;
 use reprise_e2e::wait_until;
 
-use crate::chart::{ENGINES, SETTINGS, condition, running};
+use crate::chart::{ENGINES, condition, running};
 
 /// For how long a node is without an agent while another takes its place, at the most: half of it is the goal.
 pub(crate) const OUTAGE_MAX: Duration = Duration::from_secs(10);
 
-/// What is changed, and what agents are told.
-const CHANGE: &str = "--set=cluster.cache.limits.loadDeadline=7s";
-const CHANGED: &str = "load_deadline = \"7s\"";
-
 /// The version of everything, and one that is too far from it and from the next.
 const THIS: &str = env!("CARGO_PKG_VERSION");
 const FAR: &str = "0.4.0";
+
+/// Everything but what is said is as it was.
+const REUSE: &str = "--reuse-values";
 
 /// Definitions, which are all that stays.
 const DEFINITIONS: [&str; 6] =
@@ -36,48 +35,15 @@ const OF_THE_CLUSTER: &str = "clusterroles,clusterrolebindings,validatingadmissi
                               validatingadmissionpolicybindings,mutatingadmissionpolicies,\
                               mutatingadmissionpolicybindings,cachenodes,ssdpools,cachetenants";
 
-pub(crate) fn changed_and_taken_back(cluster: &mut Cluster) {
-    let release = running(cluster);
-    let before = release.pods(Part::Agents);
-    let moment = ENGINES.now(cluster);
-    release.upgrade(&[SETTINGS, CHANGE]);
-    let after = release.replaced(Part::Agents, &before, before.len());
-    release.wait_until_ready();
-    assert!(configuration(release).contains(CHANGED), "agents are told: {}", configuration(release));
-    let first = revision(release);
-    release.run(&[
-        "rollback",
-        RELEASE,
-        &(first - 1).to_string(),
-        "--namespace",
-        NAMESPACE,
-        "--wait",
-        "--timeout=180s",
-    ]);
-    release.replaced(Part::Agents, &after, after.len());
-    release.wait_until_ready();
-    assert!(!configuration(release).contains(CHANGED), "and told otherwise: {}", configuration(release));
-    wait_for_all_blocks(cluster);
-    for (index, said) in ENGINES.since(cluster, &moment).into_iter().enumerate() {
-        let said = said.expect("no engine has ended");
-        say(&format!(
-            "upgrade and rollback: engine {index} hit {:?}, opened {} sessions, and was without its block for {} ms at the most",
-            said.hits, said.sessions, said.longest_outage_ms
-        ));
-        assert!(said.sessions >= 2, "its agent was replaced twice: {said:?}");
-        assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
-    }
-}
-
 pub(crate) fn too_far(cluster: &mut Cluster) {
     let release = running(cluster);
     let runs = version(release);
     assert_eq!(runs, THIS, "members have said what they are");
     // Nothing is touched, and it says what to go through.
     let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
-    let is_called_this = agents.iter().all(|pod| pod.image.ends_with(&format!(":{THIS}")));
+    let as_it_is = tags(agents[0].image.rsplit(':').next().expect("an image has a tag"));
     let far = tags(FAR);
-    release.upgrade(&[SETTINGS, &far[0], &far[1]]);
+    release.upgrade(&[REUSE, &far[0], &far[1]]);
     let refused = wait_until("the cluster to refuse it", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
@@ -90,18 +56,18 @@ pub(crate) fn too_far(cluster: &mut Cluster) {
         "no pod is touched"
     );
     assert_eq!(version(release), runs, "it says what runs, not what was asked for");
-    let this = tags(THIS);
-    release.upgrade(&[SETTINGS, &this[0], &this[1]]);
+    release.upgrade(&[REUSE, &as_it_is[0], &as_it_is[1]]);
     wait_until("the cluster to accept it again", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
         (condition(&cluster, "Accepted").0 == "True").then_some(())
     });
-    if !is_called_this {
-        release.replaced(Part::Agents, &agents, agents.len());
-        release.replaced(Part::Members, &members, members.len());
-    }
     release.wait_until_ready();
+    assert_eq!(
+        (release.pods(Part::Agents), release.pods(Part::Members)),
+        (agents, members),
+        "what is wanted again is what runs"
+    );
     wait_for_all_blocks(cluster);
 }
 
@@ -127,20 +93,6 @@ pub(crate) fn wait_for_all_blocks(cluster: &Cluster) {
         };
         since.iter().all(is_well).then_some(())
     });
-}
-
-/// What agents read.
-fn configuration(release: Release<'_>) -> String {
-    release.object("configmap", "reprise-agent")["data"]["agent.toml"].as_str().unwrap_or_default().to_owned()
-}
-
-fn revision(release: Release<'_>) -> u32 {
-    let said = release.run(&["status", RELEASE, "--namespace", NAMESPACE, "--output=json"]);
-    let status: serde_json::Value = serde_json::from_str(&said).expect("Helm says JSON");
-    status["version"]
-        .as_u64()
-        .and_then(|version| u32::try_from(version).ok())
-        .expect("a release has a revision")
 }
 
 pub(crate) fn removed(cluster: &mut Cluster) {

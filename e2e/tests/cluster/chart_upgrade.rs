@@ -1,5 +1,6 @@
 //! An upgrade under load: every agent and every member of the control plane is replaced by one of another version while engines work on both
-//! nodes. It costs them time, and neither a request nor a byte; what was on devices before is found afterwards.
+//! nodes. It costs them time, and neither a request nor a byte; what was on devices before is found afterwards. The new agents may not use
+//! io_uring: they open by another engine what was written by the first.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,8 @@ use reprise_e2e::kubernetes::{Cluster, Release, Workers};
 use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading};
 
-use crate::chart::{ENGINES, SETTINGS, running};
+use crate::chart::{ENGINES, SETTINGS, condition, running};
+use crate::chart_changed::{WITHOUT_IO_URING, engines_are_told_as_allowed, lay_down_without_io_uring};
 use crate::chart_faults::agent_of;
 use crate::chart_life::{OUTAGE_MAX, tags, version, wait_for_all_blocks};
 
@@ -62,6 +64,7 @@ fn kept(node: usize) -> Vec<u64> {
 pub(crate) fn under_load(cluster: &mut Cluster) {
     let release = running(cluster);
     tag_images(cluster);
+    lay_down_without_io_uring(cluster);
     for node in 0..cluster.nodes().len() {
         agent_of(cluster, node).expect("it serves").save_durably(&kept(node));
     }
@@ -92,6 +95,13 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
         assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
     }
     nothing_is_lost(cluster);
+    engines_are_told_as_allowed(release);
+    let pool = release.object("ssdp", "lab");
+    assert_eq!(
+        condition(&pool, "EngineFallback"),
+        ("True", "EngineUnavailable"),
+        "io_uring is forbidden: {pool:#}"
+    );
     Workers.stop(cluster);
 }
 
@@ -115,7 +125,7 @@ fn replace_all(cluster: &Cluster, release: Release<'_>) {
         (0..cluster.nodes().len()).map(|node| Watched { node, session: None, lost: 0 }).collect();
     assert!(nodes.iter_mut().all(|node| node.serves(cluster)), "all is well before");
     let next = tags(NEXT);
-    let mut helm = release.begin_upgrade(&[SETTINGS, &next[0], &next[1]]);
+    let mut helm = release.begin_upgrade(&[SETTINGS, &next[0], &next[1], WITHOUT_IO_URING]);
     let started = Instant::now();
     let mut looks = 0_u32;
     loop {

@@ -1,4 +1,4 @@
-//! How clusters end: nothing is left behind, and what is would be seen.
+//! How clusters end: nothing is left behind, and what is would be seen or is removed.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -57,8 +57,9 @@ pub(crate) fn leaves_nothing(cluster: Cluster) {
     assert!(!folder.exists(), "{} is still there", folder.display());
 }
 
-/// SIGKILL to what a person starts: all processes go with it, and the next start removes the rest.
-pub(crate) fn a_killed_laboratory() {
+/// SIGKILL to what a person starts: all processes go with it, and the next start removes the rest. That start is the cluster of the tests that
+/// follow.
+pub(crate) fn a_killed_laboratory(nodes: u8) -> Cluster {
     let cgroups_before = cgroups();
     let (mut laboratory, folder, _output) = laboratory();
     let kubectl = Command::new(folder.join("kubectl")).args(["get", "nodes", "--output=name"]).output();
@@ -72,11 +73,14 @@ pub(crate) fn a_killed_laboratory() {
     wait_until("its processes to be gone", LABORATORY_WITHIN, || {
         processes_of(&folder).is_empty().then_some(())
     });
-    assert!(folder.exists() && cgroups() != cgroups_before, "a kill leaves files and control groups");
-    let cluster = Cluster::start(1);
+    let mut left = cgroups();
+    left.retain(|group| !cgroups_before.contains(group));
+    assert!(folder.exists() && !left.is_empty(), "a kill leaves files and control groups");
+    let cluster = Cluster::start(nodes);
     assert!(!folder.exists(), "a start removes the folder");
-    drop(cluster);
-    assert_eq!(cgroups(), cgroups_before, "and the control groups");
+    let now = cgroups();
+    assert!(left.iter().all(|group| !now.contains(group)), "and the control groups {left:?}: {now:?}");
+    cluster
 }
 
 /// Starts one of one node. Once it is up: where its files are, and what else it says, which must be kept open.

@@ -1,11 +1,12 @@
 //! What may happen to a cluster: each fault is seen where it must be, nowhere else, and heals.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 use reprise_e2e::kubernetes::Cluster;
 use reprise_e2e::wait_until;
 
-use crate::pods::{PORT, ready_servers, servers};
+use crate::pods::{PORT, Server, ready_servers, servers};
 
 /// From silence to a node that is not ready: 8 s, and what a busy machine adds.
 const SEEN_WITHIN: Duration = Duration::from_secs(60);
@@ -45,29 +46,45 @@ pub(crate) fn a_cut_link(cluster: &mut Cluster) {
     servers(cluster);
 }
 
-pub(crate) fn a_killed_node(cluster: &mut Cluster) {
-    let [_, before] = servers(cluster);
-    let file = "var/lib/kept";
-    let kept = cluster.nodes()[1].root().join(file);
-    std::fs::write(kept, "as it was").expect("its disk takes files");
-    cluster.node(1).kill();
-    before.ask("/").expect_err("its pods went with it");
-    wait_for(cluster, 1, Says::NotReady);
-    assert!(cluster.is_ready(&cluster.nodes()[0]), "the other node is");
-    cluster.node(1).restart();
-    wait_for(cluster, 1, Says::Ready);
-    let kept = std::fs::read_to_string(cluster.nodes()[1].root().join(file));
+/// What a killed node had.
+pub(crate) struct Killed {
+    index: usize,
+    pod: Server,
+}
+
+/// A file that a node keeps over a restart.
+const FILE: &str = "var/lib/kept";
+
+/// Kills a node, which is seen.
+pub(crate) fn kill_node(cluster: &mut Cluster, index: usize) -> Killed {
+    let name = cluster.nodes()[index].name().to_owned();
+    let pod = servers(cluster).into_iter().find(|server| server.node == name).expect("one on each node");
+    fs::write(cluster.nodes()[index].root().join(FILE), "as it was").expect("its disk takes files");
+    cluster.node(index).kill();
+    pod.ask("/").expect_err("its pods went with it");
+    wait_for(cluster, index, Says::NotReady);
+    let mut others = cluster.nodes().iter().filter(|node| node.name() != name);
+    assert!(others.all(|node| cluster.is_ready(node)), "the other node is");
+    Killed { index, pod }
+}
+
+/// Starts it again, as after a power cut.
+pub(crate) fn restart_node(cluster: &mut Cluster, killed: &Killed) {
+    let Killed { index, pod } = killed;
+    cluster.node(*index).restart();
+    wait_for(cluster, *index, Says::Ready);
+    let kept = fs::read_to_string(cluster.nodes()[*index].root().join(FILE));
     assert_eq!(kept.expect("its disk is what it was"), "as it was");
     // What it ran before is started again, under the same name.
     wait_until("its pod to serve again", HEALS_WITHIN, || {
         std::thread::sleep(PAUSE);
-        let again = ready_servers(cluster).into_iter().find(|server| server.node == before.node)?;
+        let again = ready_servers(cluster).into_iter().find(|server| server.node == pod.node)?;
         again.ask("/").ok()
     });
 }
 
-pub(crate) fn no_api_server(cluster: &mut Cluster) {
-    let [first, second] = servers(cluster);
+/// Takes the API server away for a time: pods reach each other as before.
+pub(crate) fn without_api_server(cluster: &mut Cluster, [first, second]: &[Server; 2]) {
     cluster.stop_api_server();
     assert!(cluster.try_kubectl(&["get", "nodes"]).is_err(), "nobody answers");
     let back = Instant::now() + AWAY;
@@ -81,7 +98,10 @@ pub(crate) fn no_api_server(cluster: &mut Cluster) {
     for index in 0..cluster.nodes().len() {
         wait_for(cluster, index, Says::Ready);
     }
-    // Everybody has found it again: a pod that is gone is replaced, and the service leads to the new one.
+}
+
+/// Everybody has found it again: a pod that is gone is replaced, and the service leads to the new one.
+pub(crate) fn a_pod_is_replaced(cluster: &Cluster, [first, second]: &[Server; 2]) {
     cluster.kubectl(&["delete", "pod", &second.name, "--wait=false"]);
     wait_until("the service to lead to a new pod", HEALS_WITHIN, || {
         std::thread::sleep(PAUSE);

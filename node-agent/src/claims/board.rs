@@ -305,7 +305,10 @@ impl Board {
                 continue;
             }
             place.aim(pool, wanted);
-            match (wanted.presence, pool.data) {
+            // A file that nobody has open is made, whether or not there was one.
+            let is_made = wanted.recipe.kind == Kind::File;
+            let presence = if is_made { Presence::Here } else { wanted.presence };
+            match (presence, pool.data) {
                 (Presence::Gone, _) => place.state = State::Faulted { id: None, trouble: gone() },
                 (Presence::Here, Data::Wiped) => {
                     place.state = State::Wiping;

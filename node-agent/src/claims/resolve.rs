@@ -5,7 +5,8 @@
 //! names them. Devices that are in use already come first, so that a new disk does not displace one; where there are more than a claim
 //! may have, devices with a pool on them follow, then blank ones: after a restart nothing is in use yet. What is gone comes last.
 //!
-//! A name in use is gone when it led nowhere twice in a row: names are made anew whenever udev looks at a disk again.
+//! A name in use is gone when it led nowhere twice in a row: names are made anew whenever udev looks at a disk again. So is a file that somebody
+//! has removed: what is written to it still would be lost with the process.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -74,8 +75,10 @@ fn resolve_claim(claim: &Claim, look: &mut Look<'_>) -> WantedPool {
     match &claim.source {
         Source::File(file) => {
             let path = file.display().to_string();
+            // One that is not in use yet is made.
+            let presence = if look.held.contains(&path) { look.at(&path).1 } else { Presence::Here };
             match look.taken.insert(below(root, file)) {
-                true => places.push(place(path, Kind::File, Presence::Here)),
+                true => places.push(place(path, Kind::File, presence)),
                 false => trouble = Some(conflict(&path)),
             }
         }
@@ -340,14 +343,34 @@ mod tests {
         assert!(found[2].trouble.as_ref().expect("none").message.contains("scsi-*"));
     }
 
-    #[test]
-    fn one_file_is_not_given_to_two_pools() {
-        let file = |pool: &str| Claim {
+    fn file(pool: &str) -> Claim {
+        Claim {
             pool: pool.to_owned(),
             source: Source::File(PathBuf::from("/pool/file")),
             bytes: Some(1 << 30),
             ..claim(&[], 0)
+        }
+    }
+
+    #[test]
+    fn a_file_in_use_that_was_removed_is_gone_and_one_that_is_not_made_yet_is_not() {
+        let root = root(&[]);
+        let mut missed = BTreeSet::new();
+        let mut look = |held: &[&str]| {
+            let held = held.iter().map(|path| (*path).to_owned()).collect();
+            let names = Names { root: root.path(), held, missed: &mut missed };
+            resolve(&[file("a")], names)[0].places[0].presence
         };
+        assert_eq!([look(&[]), look(&[])], [Presence::Here; 2], "it is to be made");
+        assert_eq!(look(&["/pool/file"]), Presence::Here, "once is not twice in a row");
+        assert_eq!(look(&["/pool/file"]), Presence::Gone);
+        fs::create_dir(root.path().join("pool")).expect("a folder");
+        fs::write(root.path().join("pool/file"), b"").expect("a file");
+        assert_eq!(look(&["/pool/file"]), Presence::Here, "it is back");
+    }
+
+    #[test]
+    fn one_file_is_not_given_to_two_pools() {
         let found = look(Path::new("/"), &[file("a"), file("b")]);
         assert_eq!((found[0].places.len(), found[1].places.len()), (1, 0));
         assert_eq!(found[0].places[0].at, Path::new("/pool/file"));

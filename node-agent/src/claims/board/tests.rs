@@ -273,6 +273,25 @@ fn a_device_that_is_gone_is_faulted_and_opened_when_it_is_back() {
 }
 
 #[test]
+fn a_file_that_is_gone_is_faulted_while_it_is_open_and_made_where_it_is_not() {
+    let file = |presence: Presence| {
+        let mut pool = pool("u", &["/a"]);
+        (pool.places[0].presence, pool.places[0].recipe.kind) = (presence, Kind::File);
+        vec![pool]
+    };
+    let mut board = Board::default();
+    board.want(file(Presence::Gone));
+    assert_eq!(decide(&mut board), ["open /a=0"], "what was refused before is tried again");
+    board.opened("/a", DeviceId(0), opened(0));
+    assert_eq!(decide(&mut board), ["close 0"]);
+    board.released(DeviceId(0));
+    assert!(decide(&mut board).is_empty(), "a blank one in its place would hide that blocks are lost");
+    assert_eq!(state(&board, "/a"), Some(DeviceState::Faulted));
+    board.want(file(Presence::Here));
+    assert_eq!(decide(&mut board), ["open /a=0"]);
+}
+
+#[test]
 fn a_wipe_closes_the_device_first_and_is_told_until_the_claim_goes() {
     let mut board = with_one_open();
     let mut wiped = pool("u", &["/a"]);
