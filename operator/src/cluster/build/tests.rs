@@ -43,6 +43,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         members: None,
         said_by_members: None,
         etcd: None,
+        volumes: None,
         access: std::collections::BTreeMap::new(),
     }
 }
