@@ -130,7 +130,7 @@ fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
                     external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
                 });
                 let message = format!(
-                    "etcd at {} does not answer: {said}. Look at endpoints, network policies, certificates and user",
+                    "etcd at {} cannot be used: {said}. Look at endpoints, network policies, certificates and user",
                     endpoints.unwrap_or_default()
                 );
                 Finding::no(kind, Reason::EtcdUnreachable, message)

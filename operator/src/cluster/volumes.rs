@@ -33,10 +33,13 @@ pub struct Class {
     is_default: bool,
 }
 
+/// All of them. `None`: they cannot be looked at.
+type Classes = Option<Vec<Class>>;
+
 /// The last look at classes.
 #[derive(Debug, Default)]
 pub struct ClassLooks {
-    last: Mutex<Option<(Instant, Result<Vec<Class>, String>)>>,
+    last: Mutex<Option<(Instant, Classes)>>,
 }
 
 impl ClassLooks {
@@ -55,10 +58,10 @@ impl ClassLooks {
         }
         let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
         let wanted = managed.storage.storage_class_name.as_ref().map(|name| name.as_str().to_owned());
-        self.look(&context.client).await.ok().and_then(|classes| lacks(wanted.as_deref(), &classes))
+        lacks(wanted.as_deref(), &self.look(&context.client).await?)
     }
 
-    async fn look(&self, client: &Client) -> Result<Vec<Class>, String> {
+    async fn look(&self, client: &Client) -> Classes {
         let mut last = self.last.lock().await;
         if let Some((when, look)) = &*last
             && when.elapsed() < STAYS
@@ -68,11 +71,11 @@ impl ClassLooks {
         let api: Api<StorageClass> = Api::all(client.clone());
         let listed = api.list_metadata(&ListParams::default()).await;
         let look = match listed {
-            Ok(found) => Ok(found.items.iter().map(class).collect()),
+            Ok(found) => Some(found.items.iter().map(class).collect()),
             Err(error) => {
                 // The chart of an older version gives no right to it.
                 tracing::info!(%error, "storage classes cannot be looked at");
-                Err(error.to_string())
+                None
             }
         };
         *last = Some((Instant::now(), look.clone()));
@@ -81,7 +84,7 @@ impl ClassLooks {
 }
 
 fn class(found: &impl ResourceExt) -> Class {
-    let says_so = |key: &&str| found.annotations().get(**key).is_some_and(|value| value == "true");
+    let says_so = |key: &&str| found.annotations().get(*key).is_some_and(|value| value == "true");
     Class { name: found.name_any(), is_default: IS_DEFAULT.iter().any(says_so) }
 }
 
