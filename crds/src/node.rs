@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fields::{
     ClusterRef, DeviceGlob, Digest, Engine, FallbackEngine, ForeignSignatures, HostPath, Name, NodeMode,
-    NodeName, Quantity, ShortName, Uid,
+    NodeName, Quantity, ShortName, Span, Uid,
 };
 
 mod status;
@@ -109,6 +109,9 @@ pub struct PoolClaim {
     /// What happens to devices with somebody else's data.
     #[serde(default)]
     pub foreign_signatures: ForeignSignatures,
+    /// Longest time that 99 of 100 reads of a minute may take. Absent: not compared.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_read_latency: Option<Span>,
     /// Set: the agent destroys the data of these devices and says so, then the claim goes.
     #[serde(default)]
     pub wipe: bool,

@@ -93,8 +93,8 @@ pub struct SSDPoolSpec {
     /// How full devices get.
     #[serde(default)]
     pub watermarks: Watermarks,
-    /// When a device is given up. A device that is given up is closed, its blocks are forgotten, the node says `Degraded`. Thresholds are not
-    /// in this release: a device that fails is given up without them.
+    /// What a device must keep to. One that does not is told of (`Degraded`) and used all the same; one that fails is given up without a
+    /// threshold: it is closed, and its blocks are forgotten.
     #[serde(default)]
     pub health: HealthThresholds,
     /// What the nodes of the pool are used for. `kubectl drain` of a node does the same for that node.
@@ -184,7 +184,7 @@ pub struct Watermarks {
     pub free_permille: Permille,
 }
 
-/// When a device is given up. What a device does not tell is not compared.
+/// What a device must keep to. What a device does not tell is not compared.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HealthThresholds {
@@ -195,7 +195,9 @@ pub struct HealthThresholds {
     /// Spare capacity that the device reports, less than which is too little; not in this release. Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_spare_percent: Option<Percent>,
-    /// Longest time that a read may take, 99 of 100 within a minute; not in this release. Absent: not compared.
+    /// Longest time that a read may take, from its submission to its end, 99 of 100 within a minute in which there are at least 100. A
+    /// device that takes longer is told of, `Degraded` with the reason `DeviceSlow`, until it takes 4/5 of it at the most or has not been
+    /// read from for a minute. Changes at once; no device is closed. Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("duration(self) >= duration('1ms') && duration(self) <= duration('60s')")
         .message("health.maxReadLatency is 1ms to 60s: choose a time between"))]

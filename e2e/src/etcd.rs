@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::host::Host;
 use crate::process::Running;
@@ -29,7 +29,19 @@ pub struct Etcd {
     folder: PathBuf,
     host: Host,
     ports: Ports,
+    tls: Option<ServerTls>,
     running: Option<Running>,
+}
+
+/// Files in PEM of a server that speaks TLS alone.
+#[derive(Clone, Debug)]
+pub struct ServerTls {
+    /// Its certificate.
+    pub certificate: PathBuf,
+    /// The key of it.
+    pub key: PathBuf,
+    /// Who signs certificates of clients: it asks for one.
+    pub client_authority: PathBuf,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +70,7 @@ impl Etcd {
     pub fn start_in(folder: &Path, host: &Host) -> Etcd {
         for _ in 0..ATTEMPTS_MAX {
             let (host, ports) = (host.clone(), Ports::free());
-            let mut etcd = Etcd { folder: folder.to_owned(), host, ports, running: None };
+            let mut etcd = Etcd { folder: folder.to_owned(), host, ports, tls: None, running: None };
             if etcd.try_start() {
                 return etcd;
             }
@@ -68,7 +80,7 @@ impl Etcd {
 
     /// Where clients reach it.
     pub fn endpoint(&self) -> String {
-        format!("http://{}", self.address())
+        format!("{}://{}", self.scheme(), self.address())
     }
 
     /// `host:port` for clients.
@@ -111,6 +123,36 @@ impl Etcd {
         assert!(self.try_start(), "etcd does not start again");
     }
 
+    /// Starts the killed one again under its addresses, for clients with TLS alone.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn restart_with_tls(&mut self, tls: ServerTls) {
+        self.tls = Some(tls);
+        self.restart();
+    }
+
+    /// From now on there are users: `root`, and one that may do anything under `/reprise/`, both with this password.
+    ///
+    /// # Panics
+    /// When etcd does not do it.
+    pub fn admit_only(&self, user: &str, password: &str) {
+        // `/reprise/` and the first key behind all that begin so, in base64.
+        let permission =
+            json!({ "permType": "READWRITE", "key": "L3JlcHJpc2Uv", "range_end": "L3JlcHJpc2Uw" });
+        self.call("/v3/auth/role/add", &json!({ "name": user }).to_string());
+        self.call("/v3/auth/role/grant", &json!({ "name": user, "perm": permission }).to_string());
+        for name in ["root", user] {
+            self.call("/v3/auth/user/add", &json!({ "name": name, "password": password }).to_string());
+            self.call("/v3/auth/user/grant", &json!({ "user": name, "role": name }).to_string());
+        }
+        self.call("/v3/auth/enable", "{}");
+    }
+
+    fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
+    }
+
     /// SIGSTOP: it keeps its connections and answers nothing.
     pub fn pause(&self) {
         self.running.as_ref().expect("etcd runs").pause();
@@ -151,8 +193,8 @@ impl Etcd {
     /// False when it ends instead.
     fn try_start(&mut self) -> bool {
         let Ports { client, peer, health } = self.ports;
-        let at = |port| format!("http://{}:{port}", self.host.address());
-        let [client, peer, health] = [client, peer, health].map(at);
+        let at = |scheme, port| format!("{scheme}://{}:{port}", self.host.address());
+        let (client, peer, health) = (at(self.scheme(), client), at("http", peer), at("http", health));
         let log = fs::File::options().create(true).append(true).open(self.folder.join("etcd.log"));
         let mut command = Command::new(binary());
         command
@@ -161,6 +203,10 @@ impl Etcd {
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("test={peer}"), "--listen-metrics-urls", &health]);
+        if let Some(tls) = &self.tls {
+            command.arg("--cert-file").arg(&tls.certificate).arg("--key-file").arg(&tls.key);
+            command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(&tls.client_authority);
+        }
         let mut command = self.host.command(command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.expect("a log file can be written"));
         let mut running = Running::spawn(command);

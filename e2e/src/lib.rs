@@ -47,7 +47,7 @@ pub use cluster::Cluster;
 pub use config::AgentConfig;
 pub use control_plane::ControlPlane;
 pub use engine::{Engine, Loading, Outcome};
-pub use etcd::Etcd;
+pub use etcd::{Etcd, ServerTls};
 pub use host::Host;
 pub use kubernetes::ApiServer;
 pub use operator::{Operator, OperatorFiles};

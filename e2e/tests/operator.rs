@@ -11,6 +11,8 @@ mod children;
 mod control_planes;
 #[path = "operator/convergence.rs"]
 mod convergence;
+#[path = "operator/in_use.rs"]
+mod in_use;
 #[path = "operator/injection.rs"]
 mod injection;
 #[path = "operator/lab.rs"]
@@ -25,6 +27,8 @@ mod queue_faults;
 mod queues;
 #[path = "operator/replicas.rs"]
 mod replicas;
+#[path = "operator/secured_store.rs"]
+mod secured_store;
 #[path = "operator/stores.rs"]
 mod stores;
 #[path = "operator/tenants.rs"]

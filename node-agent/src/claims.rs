@@ -25,6 +25,7 @@ mod opening;
 mod profiles;
 mod resolve;
 mod signatures;
+mod slow;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -50,6 +51,7 @@ use known::Known;
 use opening::Tried;
 use profiles::Profiles;
 use resolve::Names;
+use slow::Slow;
 
 /// How often facts are gathered: an order of magnitude more often than they are told.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -125,6 +127,8 @@ struct Worker {
     /// What is kept on disk of which pools devices are of.
     kept: Known,
     profiles: Profiles,
+    /// Which devices are slower than their pools allow.
+    slow: Slow,
     gpus: Vec<GpuFact>,
     /// NVMe controllers of the node, as they were at the last look at names.
     controllers: Vec<ControllerFact>,
@@ -149,6 +153,7 @@ impl Claims {
         let profiles = Profiles::new(parts.config.folder(), parts.admin.slack.clone());
         let worker = Worker {
             profiles,
+            slow: Slow::default(),
             gpus: Vec::new(),
             parts,
             wish,
@@ -249,7 +254,15 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
-        let look = facts::Look { controllers: &self.controllers, gpus: &self.gpus, profiles: &self.profiles };
+        let metrics = &self.parts.context.metrics;
+        let open = facts::allowed(&self.board, desired);
+        self.slow.look(Instant::now(), &open, |id| metrics.read_times(id));
+        let look = facts::Look {
+            controllers: &self.controllers,
+            gpus: &self.gpus,
+            profiles: &self.profiles,
+            slow: &self.slow,
+        };
         let facts = facts::gather(&self.parts, &self.board, desired, &look, &view);
         self.parts.facts.send_replace(Some(facts));
     }

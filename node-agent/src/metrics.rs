@@ -7,11 +7,12 @@
 //!
 //! Latencies are taken where an effect meets its event (executor, device worker), not in handlers.
 
+mod read_times;
 mod tables;
 mod tenants;
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
@@ -29,6 +30,7 @@ use reprise_agent_core::effect::DeviceId;
 use reprise_buffers::{PageCoverage, PageKind};
 
 use crate::device::DeviceInfo;
+pub(crate) use read_times::{Between, ReadTimes, p99};
 pub(crate) use tables::{CORE, PEER};
 pub(crate) use tenants::TenantRows;
 
@@ -100,6 +102,8 @@ pub(crate) struct Metrics {
     registry: Registry,
     phases: Family<PhaseLabels, Histogram, fn() -> Histogram>,
     devices: DeviceFamilies,
+    /// For who judges devices by them.
+    read_times: Mutex<BTreeMap<DeviceId, Arc<ReadTimes>>>,
     inbox_waiting: Gauge,
     snapshot: std::sync::Arc<Snapshot>,
 }
@@ -125,6 +129,7 @@ struct DeviceFamilies {
 /// The metrics of one device, for its worker: no look-up per operation.
 #[derive(Clone)]
 pub(crate) struct DeviceMetrics {
+    read_times: Arc<ReadTimes>,
     read_seconds: Histogram,
     write_seconds: Histogram,
     sync_seconds: Histogram,
@@ -226,7 +231,7 @@ impl Metrics {
         let devices = DeviceFamilies::register(&mut registry);
         let snapshot = std::sync::Arc::new(Snapshot::default());
         registry.register_collector(Box::new(snapshot.clone()));
-        Metrics { registry, phases, devices, inbox_waiting, snapshot }
+        Metrics { registry, phases, devices, read_times: Mutex::default(), inbox_waiting, snapshot }
     }
 
     /// Notes a latency.
@@ -241,7 +246,9 @@ impl Metrics {
         drop(self.devices.lost.get_or_create(&labels));
         let DeviceFamilies { read_seconds, write_seconds, sync_seconds, read_bytes, written_bytes, .. } =
             &self.devices;
+        let mut read_times = self.read_times.lock().unwrap_or_else(PoisonError::into_inner);
         DeviceMetrics {
+            read_times: Arc::clone(read_times.entry(device).or_default()),
             read_seconds: read_seconds.get_or_create(&labels).clone(),
             write_seconds: write_seconds.get_or_create(&labels).clone(),
             sync_seconds: sync_seconds.get_or_create(&labels).clone(),
@@ -253,6 +260,11 @@ impl Metrics {
             write_bytes_queued: self.devices.write_bytes_queued.get_or_create(&labels).clone(),
             in_flight: self.devices.in_flight.get_or_create(&labels).clone(),
         }
+    }
+
+    /// How long reads of a device took, while it is open.
+    pub(crate) fn read_times(&self, device: DeviceId) -> Option<Arc<ReadTimes>> {
+        self.read_times.lock().unwrap_or_else(PoisonError::into_inner).get(&device).cloned()
     }
 
     /// Notes what opening a device took.
@@ -272,6 +284,7 @@ impl Metrics {
     /// Forgets a device that was closed: its number may be given to another.
     pub(crate) fn device_closed(&self, device: DeviceId, info: &DeviceInfo) {
         let labels = DeviceLabels { device: device.0 };
+        self.read_times.lock().unwrap_or_else(PoisonError::into_inner).remove(&device);
         let families = &self.devices;
         for latencies in [&families.read_seconds, &families.write_seconds, &families.sync_seconds] {
             latencies.remove(&labels);
@@ -377,6 +390,7 @@ impl DeviceMetrics {
     pub(crate) fn read(&self, bytes: u64, latency: Duration) {
         self.read_bytes.inc_by(bytes);
         self.read_seconds.observe(latency.as_secs_f64());
+        self.read_times.note(latency);
     }
 
     pub(crate) fn write(&self, bytes: u64, latency: Duration) {

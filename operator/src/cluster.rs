@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kube::Api;
 use kube::runtime::controller::Action;
+use kube::{Api, ResourceExt};
 use reprise_crds::KVCacheCluster;
 
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::in_use::{self, Kept};
 
 pub mod apply;
 pub mod build;
@@ -18,6 +19,7 @@ pub mod status;
 pub mod store;
 pub mod validate;
 pub mod versions;
+pub mod volumes;
 
 /// Port of the members' gRPC services.
 pub const GRPC_PORT: u16 = 7400;
@@ -40,20 +42,26 @@ const NEXT: Duration = REPORTED_WITHIN;
 /// # Errors
 /// The API server did not do what it was asked for; tried again.
 pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> Result<Action, OperatorError> {
-    if cluster.metadata.deletion_timestamp.is_some() {
-        // What is the cluster's goes with it; making it anew would only hold it up.
-        return Ok(Action::await_change());
+    let goes = cluster.metadata.deletion_timestamp.is_some();
+    let api: Api<KVCacheCluster> =
+        Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
+    let usage = in_use::of_cluster(&cluster, &context);
+    match in_use::keep(&context, &*cluster, &api, &usage).await? {
+        // It is reconciled by that change.
+        Kept::Changed => return Ok(Action::await_change()),
+        Kept::Free if goes => return Ok(Action::await_change()),
+        Kept::Free | Kept::Held => {}
     }
     let found = dereference::dereference(&cluster, &context).await;
     let refused = validate::validate(&cluster, &found);
-    let applied = if refused.is_none() && !cluster.spec.paused {
+    // What is the cluster's goes with it; making it anew would only hold it up.
+    let applied = if refused.is_none() && !cluster.spec.paused && !goes {
         Some(apply::apply(&cluster, &found, &context).await?)
     } else {
         None
     };
-    let (status, findings) = status::of(&cluster, &found, refused.as_ref(), applied.as_ref());
-    let namespace = found.referred.names.namespace.clone();
-    let api: Api<KVCacheCluster> = Api::namespaced(context.client.clone(), &namespace);
+    let (status, mut findings) = status::of(&cluster, &found, refused.as_ref(), applied.as_ref());
+    findings.extend(usage.blocked(&*cluster));
     let said = crate::status::Found {
         object: &*cluster,
         api: &api,
@@ -64,8 +72,10 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let next = match &found.store {
         Some(look) if look.is_good() => LOOK_AGAIN,
         Some(_) => LOOK_SOON,
+        None if found.volumes.is_some() => LOOK_SOON,
         None => NEXT,
     };
+    let next = if goes { next.min(in_use::LOOK_AGAIN) } else { next };
     let refused = applied.is_some_and(|applied| !applied.refused.is_empty());
     let next = if refused { next.min(GIVEN_UP_WITHIN) } else { next };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))

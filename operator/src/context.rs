@@ -10,6 +10,7 @@ use kube::{Api, Client};
 use crate::allocation::apply::Turns;
 use crate::backoff::Backoff;
 use crate::cluster::store::StoreLooks;
+use crate::cluster::volumes::ClassLooks;
 use crate::control_plane::ControlPlanes;
 use crate::lease::Holding;
 use crate::metrics::Metrics;
@@ -42,6 +43,8 @@ pub struct Context {
     pub backoff: Backoff,
     /// What stores of others said when they were last asked.
     pub store_looks: StoreLooks,
+    /// The storage classes that there are.
+    pub class_looks: ClassLooks,
     /// The control planes of clusters.
     pub control_planes: ControlPlanes,
     /// Whether this replica is the one that works.
@@ -75,6 +78,7 @@ impl Context {
             metrics: Metrics::new(),
             backoff: Backoff::default(),
             store_looks: StoreLooks::default(),
+            class_looks: ClassLooks::default(),
             turns: Turns::default(),
             profile_looks: Looks::default(),
             decisions: Decisions::default(),

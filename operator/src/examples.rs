@@ -19,7 +19,7 @@ use crate::optional::Access;
 use crate::plan::{ClusterPlan, Plan, PoolPlan, Refusal};
 use crate::profile::source::Source;
 use crate::settings::DefaultImages;
-use crate::{allocation, cluster, pool, profile, tenant};
+use crate::{allocation, cluster, in_use, pool, profile, tenant};
 
 const API: &str = "reprise.dev/v1alpha1";
 /// The node that the allocations name.
@@ -103,6 +103,7 @@ fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
         agents: None,
         members: None,
         said_by_members: None,
+        volumes: None,
         etcd: None,
         access: ChildKind::ALL.into_iter().map(|kind| (kind, Access::Usable)).collect(),
     };
@@ -110,7 +111,8 @@ fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
 }
 
 fn pool_refused(one: &SSDPool, plan: PoolPlan) -> Option<Refusal> {
-    let found = pool::dereference::Found { plan, cluster: None, nodes: Vec::new(), reserved: 0 };
+    let usage = in_use::Usage::default();
+    let found = pool::dereference::Found { plan, cluster: None, nodes: Vec::new(), reserved: 0, usage };
     pool::validate::validate(one, &found)
 }
 

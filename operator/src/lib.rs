@@ -34,6 +34,7 @@ pub mod definitions;
 pub mod digest;
 pub mod error;
 pub mod finalizers;
+pub mod in_use;
 pub mod lease;
 pub mod metrics;
 pub mod names;

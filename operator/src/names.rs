@@ -29,6 +29,10 @@ pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
 pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
 /// Finalizer of allocations that have a grant.
 pub const QUEUES_FINALIZER: &str = "reprise.dev/queues";
+/// Finalizer of clusters and pools whose agents have sessions of engines.
+pub const IN_USE_FINALIZER: &str = "reprise.dev/in-use";
+/// Annotation of clusters and pools: `yes` lets them go while engines use them.
+pub const DELETE_IN_USE: &str = "reprise.dev/delete-in-use";
 /// Label of the objects that a release of the chart applied: its name.
 pub const RELEASE: &str = "reprise.dev/release";
 

@@ -10,6 +10,7 @@ use crate::cluster::REPORTED_WITHIN;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::finalizers::Left;
+use crate::in_use::{self, Kept};
 
 pub mod apply;
 pub mod build;
@@ -22,17 +23,24 @@ pub mod validate;
 /// # Errors
 /// The API server did not do what it was asked for; tried again.
 pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    let api: Api<SSDPool> = Api::all(context.client.clone());
     let found = dereference::dereference(&pool, &context);
-    let refused = validate::validate(&pool, &found);
-    let finalizer = build::finalizer(&pool, &found);
-    if apply::apply(&pool, finalizer, &context).await? == Left::Nothing {
+    let kept = in_use::keep(&context, &*pool, &api, &found.usage).await?;
+    if kept == Kept::Changed {
+        // It is reconciled by that change.
         return Ok(Action::await_change());
     }
-    let api: Api<SSDPool> = Api::all(context.client.clone());
+    let refused = validate::validate(&pool, &found);
+    let finalizer = build::finalizer(&pool, &found);
+    let left = apply::apply(&pool, finalizer, &context).await?;
+    if left == Left::Nothing && kept != Kept::Held {
+        return Ok(Action::await_change());
+    }
     let (fresh, findings) = status::of(&pool, &found, refused.as_ref());
     let found =
         crate::status::Found { object: &*pool, api: &api, before: pool.status.as_ref(), findings: &findings };
     let wait = crate::status::write(&context, found, fresh).await?;
     // A node that has gone silent tells nobody.
-    Ok(Action::requeue(wait.map_or(REPORTED_WITHIN, |wait| wait.min(REPORTED_WITHIN))))
+    let next = if kept == Kept::Held { in_use::LOOK_AGAIN } else { REPORTED_WITHIN };
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

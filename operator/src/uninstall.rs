@@ -14,13 +14,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
-use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams};
+use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams};
 use kube::{Client, ResourceExt};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::child::ChildKind;
-use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE};
+use crate::in_use::YES;
+use crate::names::{CLUSTER_UID, DELETE_IN_USE, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE};
 
 /// Between two looks at what remains.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -102,7 +103,9 @@ impl Run<'_> {
             pools.retain(|pool| self::fate(pool) == fate);
             anyhow::Ok(pools)
         };
-        self.delete_all(&api, &of_fate().await?, &DeleteParams::background()).await?;
+        let pools = of_fate().await?;
+        self.let_go(&api, &pools).await?;
+        self.delete_all(&api, &pools, &DeleteParams::background()).await?;
         self.until_gone(async || Ok(of_fate().await?.iter().map(remains).collect())).await
     }
 
@@ -111,7 +114,9 @@ impl Run<'_> {
         let resource = ApiResource::erase::<KVCacheCluster>(&());
         let api: Api<DynamicObject> = Api::namespaced_with(self.client.clone(), namespace, &resource);
         // It stays until everything that has it as its owner is gone.
-        self.delete_all(&api, &self.applied(&api).await?, &DeleteParams::foreground()).await?;
+        let clusters = self.applied(&api).await?;
+        self.let_go(&api, &clusters).await?;
+        self.delete_all(&api, &clusters, &DeleteParams::foreground()).await?;
         self.until_gone(async || {
             let clusters = self.list(&api, &ListParams::default()).await?;
             let (going, staying): (Vec<_>, Vec<_>) =
@@ -253,6 +258,24 @@ impl Run<'_> {
             other => other.map(|list| list.items),
         });
         listed.await
+    }
+
+    /// Says of clusters or pools that they go although engines use them: who ends a release has decided that, and the operator, which
+    /// takes its finalizers away, goes next.
+    async fn let_go(&self, api: &Api<DynamicObject>, objects: &[DynamicObject]) -> anyhow::Result<()> {
+        let patch = Patch::Merge(json!({ "metadata": { "annotations": { DELETE_IN_USE: YES } } }));
+        let lacks =
+            |object: &&DynamicObject| object.annotations().get(DELETE_IN_USE).is_none_or(|said| said != YES);
+        for object in objects.iter().filter(lacks) {
+            let (kind, name) = (kind(object), object.name_any());
+            let patched =
+                self.patiently(async || match api.patch(&name, &PatchParams::default(), &patch).await {
+                    Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(()),
+                    other => other.map(|_| ()),
+                });
+            patched.await.with_context(|| format!("{kind} {name} cannot be annotated"))?;
+        }
+        Ok(())
     }
 
     async fn delete_all(

@@ -35,6 +35,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::task::JoinSet;
 
+use crate::in_use;
 use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR};
 use crate::optional;
 use crate::world::{World, Writers};
@@ -344,7 +345,12 @@ impl Watched for KVCacheCluster {
     }
 }
 
-impl Watched for SSDPool {}
+impl Watched for SSDPool {
+    /// A pool that is to be wiped is, once engines hold its deletion no more. Before a deletion nobody depends on it.
+    fn more(&self) -> Option<String> {
+        self.metadata.deletion_timestamp.as_ref().map(|_| format!("{}", in_use::holds(self)))
+    }
+}
 impl Watched for CacheTenant {}
 impl Watched for SlackProfile {}
 impl Watched for GPUQueueAllocation {}

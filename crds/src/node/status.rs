@@ -33,6 +33,9 @@ pub struct CacheNodeStatus {
     /// What the control plane calls it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub registration: Option<Registration>,
+    /// Sessions of engines and other clients that are open on the node. Absent: the agent does not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sessions: Option<u32>,
     /// Its memory and devices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capacity: Option<NodeCapacity>,
@@ -178,9 +181,13 @@ pub struct Device {
     /// Spare capacity that it reports. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spare_percent: Option<Percent>,
-    /// Time in microseconds below which 99 of 100 reads of the last minute were. Not written in this release.
+    /// Time in microseconds below which 99 of 100 reads of the last minute were, up to a quarter off. Only where the pool has
+    /// `health.maxReadLatency` and there were reads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub read_latency_p99_micros: Option<u32>,
+    /// Whether reads take longer than the pool allows. It is used all the same.
+    #[serde(default)]
+    pub slow: bool,
 }
 
 choice! {

@@ -134,10 +134,14 @@ words! {
         NodesNotReady,
         /// No device matches.
         NoDevices,
+        /// Volumes ask for a storage class that is not there, or for the default one, and none is.
+        NoStorageClass,
         /// A device carries data of somebody else.
         ForeignSignature,
-        /// A device has failed, or is past its health thresholds.
+        /// A device has failed.
         DeviceFailed,
+        /// Reads of a device take longer than its pool allows; it is used all the same.
+        DeviceSlow,
         /// The wanted engine cannot be had on some nodes.
         EngineUnavailable,
         /// The object is used; the message says by whom.

@@ -30,12 +30,16 @@ pub(crate) fn an_engine_that_cannot_be_had_keeps_a_pool_closed_unless_another_ma
         .bring("another engine does it", claims.clone(), |status| state(status, "/p1-file") == Some("Open"));
     assert_eq!(condition(&status, "EngineFallback"), ("True", "EngineUnavailable"));
     assert_eq!(device(&status, "/p1-file").expect("there")["engine"], "Plain");
-    node.agent.engine(small()).save_durably(&(0..20).collect::<Vec<u64>>());
+    let engine = node.agent.engine(small());
+    engine.save_durably(&(0..20).collect::<Vec<u64>>());
+    node.bring("its session is told", claims.clone(), |status| status["sessions"] == 1);
+    drop(engine);
 
     // One that no release has yet is nowhere to be had either.
     claims["claims"][0]["engine"] = json!("Gds");
     let status = node.bring("still", claims, |status| {
-        state(status, "/p1-file") == Some("Open") && condition(status, "EngineFallback").0 == "True"
+        let is_open = state(status, "/p1-file") == Some("Open");
+        is_open && condition(status, "EngineFallback").0 == "True" && status["sessions"] == 0
     });
     assert_eq!(device(&status, "/p1-file").expect("there")["engine"], "Plain");
 }

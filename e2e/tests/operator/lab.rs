@@ -113,6 +113,7 @@ impl Lab {
             "CustomResourceDefinition" => {
                 ("apiextensions.k8s.io", kind.to_owned(), "customresourcedefinitions".to_owned(), false)
             }
+            "StorageClass" => ("storage.k8s.io", kind.to_owned(), "storageclasses".to_owned(), false),
             "Event" => ("", kind.to_owned(), "events".to_owned(), true),
             _ => {
                 let made = MADE.iter().find(|made| made.1 == kind).expect("a kind of the lab");
@@ -253,6 +254,11 @@ impl Lab {
 
     /// Plays the agent of a node: it does what its CacheNode says, and each claim has one device in this state.
     pub(crate) fn agent_reports(&self, node: &str, state: &str) {
+        self.agent_says(node, state, |_| ());
+    }
+
+    /// The same, with something else in its status.
+    pub(crate) fn agent_says(&self, node: &str, state: &str, change: impl FnOnce(&mut Value)) {
         let found = self.wait_for("CacheNode", node);
         let spec = &found.data["spec"];
         let claims = spec["claims"].as_array().cloned().unwrap_or_default();
@@ -264,7 +270,7 @@ impl Lab {
         let now = Timestamp::now();
         // However slow the machine is, the agent does not go silent while the test looks.
         let (now, said) = (now.to_string(), (now + SignedDuration::from_hours(1)).to_string());
-        let status = json!({
+        let mut status = json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": node },
             "status": {
                 "observedGeneration": found.metadata.generation,
@@ -279,6 +285,7 @@ impl Lab {
                 }],
             },
         });
+        change(&mut status["status"]);
         let params = PatchParams::apply("reprise-agent").force();
         let api = self.api("CacheNode");
         self.server

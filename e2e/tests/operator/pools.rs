@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::lab::{Lab, SETTLED};
 
 /// Waits until a node has exactly these claims.
-fn wait_claims(lab: &Lab, node: &str, pools: &[&str]) -> Vec<Value> {
+pub(crate) fn wait_claims(lab: &Lab, node: &str, pools: &[&str]) -> Vec<Value> {
     wait_until(&format!("{node} has claims of {pools:?}"), PATIENCE, || {
         let claims =
             lab.get("CacheNode", node)?.data["spec"]["claims"].as_array().cloned().unwrap_or_default();
@@ -52,6 +52,36 @@ fn a_pool_is_claimed_on_its_nodes_and_ready_when_they_say_so() {
         "metadata": { "name": "n2", "labels": { "disk": "fast", "name": "n2" } }, "spec": { "unschedulable": true },
     }));
     wait_until("n2 is drained", PATIENCE, || (mode("n2") == Some(json!("Draining"))).then_some(()));
+    operator.kill();
+}
+
+#[test]
+fn a_device_that_is_slower_than_its_pool_allows_is_said_and_used_all_the_same() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    let on_one = json!({ "matchLabels": { "name": "n1" } });
+    lab.pool("p", "/var/lib/pool", json!({ "nodeSelector": on_one, "health": { "maxReadLatency": "50ms" } }));
+    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+    assert_eq!(wait_claims(&lab, "n1", &["p"])[0]["maxReadLatency"], "50ms");
+    lab.agent_reports("n1", "Open");
+    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
+    lab.wait_condition("SSDPool", "p", ["Degraded", "False", "AsDesired"]);
+    lab.agent_says("n1", "Open", |status| {
+        let device = &mut status["devices"][0];
+        device["slow"] = json!(true);
+        device["readLatencyP99Micros"] = json!(81_919);
+        device["message"] = json!("99 of 100 reads took up to 82 ms");
+    });
+    let said = lab.wait_condition("SSDPool", "p", ["Degraded", "True", "DeviceSlow"]);
+    assert!(said.contains("n1") && said.contains("82 ms") && said.contains("maxReadLatency"), "{said}");
+    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
+    lab.agent_reports("n1", "Open");
+    lab.wait_condition("SSDPool", "p", ["Degraded", "False", "AsDesired"]);
+    // Allowed more, or anything: agents are told at once.
+    lab.pool("p", "/var/lib/pool", json!({ "nodeSelector": on_one }));
+    wait_until("nothing is compared", PATIENCE, || {
+        wait_claims(&lab, "n1", &["p"])[0].get("maxReadLatency").is_none().then_some(())
+    });
     operator.kill();
 }
 

@@ -62,6 +62,41 @@ fn what_this_release_does_not_have_is_refused_and_changes_nothing() {
 }
 
 #[test]
+fn volumes_without_a_storage_class_are_said_and_come_when_there_is_one() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    let managed = |storage: Value| json!({ "mode": "Managed", "managed": { "storage": storage } });
+    lab.cluster(json!({ "etcd": managed(json!({ "storageClassName": "fast" })) }));
+    // Of the default class; on no node.
+    lab.apply(&json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "d" },
+        "spec": { "etcd": managed(json!({})), "agents": { "nodeSelector": { "disk": "none" } } },
+    }));
+    let no_class = ["EtcdReady", "False", "NoStorageClass"];
+    let said = lab.wait_condition("KVCacheCluster", "c", no_class);
+    assert!(said.contains("storageClassName is fast") && said.contains("make that StorageClass"), "{said}");
+    let said = lab.wait_condition("KVCacheCluster", "d", no_class);
+    assert!(said.contains("is-default-class: \"true\""), "{said}");
+    lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "NoStorageClass"]);
+    // A volume may be made by hand, so everything is there that would use it.
+    lab.wait_for("StatefulSet", "c-etcd");
+    let class = |annotations: Value| {
+        lab.apply(&json!({
+            "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass",
+            "metadata": { "name": "fast", "annotations": annotations },
+            "provisioner": "kubernetes.io/no-provisioner",
+        }));
+    };
+    class(json!({}));
+    let coming = ["EtcdReady", "False", "Progressing"];
+    lab.wait_condition("KVCacheCluster", "c", coming);
+    lab.wait_condition("KVCacheCluster", "d", no_class);
+    class(json!({ "storageclass.kubernetes.io/is-default-class": "true" }));
+    lab.wait_condition("KVCacheCluster", "d", coming);
+    operator.kill();
+}
+
+#[test]
 fn a_managed_store_has_certificates_that_are_made_anew_when_they_are_spoiled() {
     let lab = Lab::new();
     let operator = lab.operator();

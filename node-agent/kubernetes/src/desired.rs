@@ -5,8 +5,9 @@
 //! of stays as it is on the node. Nothing of an object ends the agent.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode, Quantity};
+use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode, Quantity, Span};
 use reprise_crds::node::{PoolClaim, ProfileClaim};
 use reprise_crds::slack::content_file;
 use serde_json::Value;
@@ -64,6 +65,8 @@ pub struct Claim {
     pub fallback: FallbackEngine,
     /// What happens to devices with somebody else's data.
     pub foreign: ForeignSignatures,
+    /// Longest time that 99 of 100 reads of a minute may take.
+    pub max_read_latency: Option<Duration>,
     /// What becomes of the data.
     pub data: Data,
 }
@@ -201,6 +204,8 @@ fn read_claim(item: &Value) -> Result<Claim, Problem> {
         serde_json::from_value(item.clone()).map_err(|error| refused(&error.to_string()))?;
     let bytes = claim.size.as_ref().map(Quantity::bytes).transpose();
     let bytes = bytes.map_err(|error| refused(&format!("size: {error}")))?;
+    let max_read_latency = claim.max_read_latency.as_ref().map(Span::duration).transpose();
+    let max_read_latency = max_read_latency.map_err(|error| refused(&format!("maxReadLatency: {error}")))?;
     let source = match (claim.file, claim.globs.as_slice()) {
         (Some(file), []) => Source::File(PathBuf::from(file.to_string())),
         (None, globs @ [_, ..]) => Source::Devices {
@@ -221,6 +226,7 @@ fn read_claim(item: &Value) -> Result<Claim, Problem> {
         engine: claim.engine,
         fallback: claim.fallback_engine,
         foreign: claim.foreign_signatures,
+        max_read_latency,
         data: if claim.wipe { Data::Wiped } else { Data::Kept },
     })
 }
@@ -249,6 +255,11 @@ mod tests {
         let claim = &desired.claims[0];
         assert_eq!(claim.source, Source::File(PathBuf::from("/var/lib/reprise/pool")));
         assert_eq!((claim.bytes, claim.engine, claim.data), (Some(64 << 20), Engine::IoUring, Data::Kept));
+        assert_eq!(claim.max_read_latency, None);
+        let mut quick = file_claim();
+        quick["maxReadLatency"] = json!("50ms");
+        let desired = read(&json!({ "claims": [quick] }));
+        assert_eq!(desired.claims[0].max_read_latency, Some(Duration::from_millis(50)));
         assert_eq!(read(&json!({})).mode, Some(NodeMode::Active));
         let devices = json!({ "pool": "raw", "uid": "u", "generation": 1, "globs": ["/dev/disk/by-id/nvme-*"], "wipe": true });
         let desired = read(&json!({ "claims": [devices] }));
@@ -280,6 +291,7 @@ mod tests {
             (with("globs", json!(["/dev/disk/by-id/x"])), "exactly one"),
             (with("size", Value::Null), "a file needs one"),
             (with("file", json!(17)), "17"),
+            (with("maxReadLatency", json!("soon")), "maxReadLatency"),
         ] {
             let desired = read(&spec);
             assert_eq!(desired.claims.len(), 1, "the other claim is followed: {spec}");

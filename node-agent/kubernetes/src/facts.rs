@@ -29,6 +29,8 @@ pub struct Facts {
     pub control_plane: ControlPlane,
     /// Memory for blocks.
     pub memory: Memory,
+    /// Sessions of engines that are open.
+    pub sessions: u32,
     /// Claims that are followed.
     pub claims: Vec<ClaimFact>,
     /// Devices and files of them.
@@ -133,6 +135,10 @@ pub struct DeviceFact {
     pub engine: Option<Engine>,
     /// Whether the page cache is passed by.
     pub direct: bool,
+    /// Time in microseconds below which 99 of 100 reads of the last minute were, where the pool allows only so much.
+    pub read_p99_micros: Option<u32>,
+    /// That reads take longer than the pool allows, in words.
+    pub slow: Option<String>,
 }
 
 /// An NVMe controller.

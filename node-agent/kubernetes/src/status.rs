@@ -73,6 +73,8 @@ pub(crate) fn status(
         }),
         endpoints: Some(endpoints(facts)),
         registration: registration(facts.control_plane),
+        // They end with it.
+        sessions: Some(if facts.phase == Phase::Leaving { 0 } else { facts.sessions }),
         capacity: Some(capacity(facts)),
         devices: facts.devices.iter().take(DEVICES_MAX).map(device).collect(),
         controllers: facts.controllers.iter().take(CONTROLLERS_MAX).map(controller).collect(),
@@ -125,7 +127,8 @@ fn capacity(facts: &Facts) -> NodeCapacity {
 
 fn device(fact: &DeviceFact) -> Device {
     let is_open = fact.state == DeviceState::Open;
-    let message = fact.trouble.as_ref().map(|trouble| trouble.message.as_str()).unwrap_or_default();
+    let trouble = fact.trouble.as_ref().map(|trouble| trouble.message.as_str());
+    let message = trouble.into_iter().chain(fact.slow.as_deref()).collect::<Vec<_>>().join("; ");
     Device {
         path: DevicePath::new(&fact.path),
         pool: ShortName::new(&fact.pool),
@@ -139,7 +142,8 @@ fn device(fact: &DeviceFact) -> Device {
         direct: fact.direct,
         media_errors: None,
         spare_percent: None,
-        read_latency_p99_micros: None,
+        read_latency_p99_micros: fact.read_p99_micros,
+        slow: fact.slow.is_some(),
     }
 }
 
@@ -321,7 +325,10 @@ fn degraded(facts: &Facts) -> Finding {
         () if matches!(facts.control_plane, ControlPlane::Away { .. }) => {
             Finding::yes(kind, Reason::ControlPlaneUnreachable, "blocks of other nodes cannot be found")
         }
-        () => Finding::no(kind, Reason::AsDesired, ""),
+        () => match facts.devices.iter().find_map(|device| Some((&device.path, device.slow.as_ref()?))) {
+            Some((path, words)) => Finding::yes(kind, Reason::DeviceSlow, format!("{path}: {words}")),
+            None => Finding::no(kind, Reason::AsDesired, ""),
+        },
     }
 }
 

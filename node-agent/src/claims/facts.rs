@@ -1,9 +1,11 @@
 //! How the node is, out of what core, directory client, board and configuration know.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
+use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{
     ControlPlane, ControllerFact, Desired, DrainFact, Facts, GpuFact, Memory, NodeMode as SpecMode, PageKind,
     Phase,
@@ -13,6 +15,7 @@ use reprise_policy::NodeMode;
 use super::ClaimsParts;
 use super::board::Board;
 use super::profiles::Profiles;
+use super::slow::Slow;
 use crate::admin::AdminContext;
 use crate::core_loop::{CoreView, Input};
 use crate::directory::DirectoryStatus;
@@ -36,6 +39,7 @@ pub(super) struct Look<'a> {
     pub(super) controllers: &'a [ControllerFact],
     pub(super) gpus: &'a [GpuFact],
     pub(super) profiles: &'a Profiles,
+    pub(super) slow: &'a Slow,
 }
 
 /// How the core is; `None` when it does not answer.
@@ -44,6 +48,12 @@ pub(super) fn core_view(admin: &AdminContext) -> Option<CoreView> {
     let (answer, answered) = bounded(1);
     admin.inbox.send_within(Input::Inspect(answer), CORE_PATIENCE).ok()?;
     answered.recv_deadline(until).ok()
+}
+
+/// Devices that are open, and how long reads of them may take, where their pool says it.
+pub(super) fn allowed(board: &Board, desired: &Desired) -> BTreeMap<DeviceId, Duration> {
+    let of_pool = |pool: &str| desired.claims.iter().find(|claim| claim.pool == pool)?.max_read_latency;
+    board.devices().into_iter().filter_map(|(id, fact)| Some((id?, of_pool(&fact.pool)?))).collect()
 }
 
 /// What is told of the node.
@@ -58,6 +68,9 @@ pub(super) fn gather(
     let devices = board.devices().into_iter().map(|(id, mut fact)| {
         let usage = id.and_then(|id| view.device_usage.get(&id).copied()).unwrap_or_default();
         (fact.size, fact.used) = (usage.capacity_bytes, usage.slot_bytes_used);
+        if let Some(reading) = id.and_then(|id| look.slow.of(id)) {
+            (fact.read_p99_micros, fact.slow) = (reading.p99_micros, reading.slow);
+        }
         fact
     });
     let wanted = desired.configuration_digest.as_deref();
@@ -78,6 +91,7 @@ pub(super) fn gather(
             used: view.counters.arena_used_bytes,
             pages: pages(parts),
         },
+        sessions: u32::try_from(view.sessions.len()).unwrap_or(u32::MAX),
         claims: board.claims(),
         devices: devices.collect(),
         gpus: look.gpus.to_vec(),

@@ -228,6 +228,7 @@ mod tests {
             engine: Engine::IoUring,
             fallback: FallbackEngine::None,
             foreign: ForeignSignatures::Refuse,
+            max_read_latency: None,
             data: Data::Kept,
         }
     }

@@ -56,6 +56,8 @@ pub struct Found {
     pub said_by_members: Option<Look>,
     /// What runs: etcd.
     pub etcd: Option<Arc<DynamicObject>>,
+    /// What keeps volumes of etcd from coming, in words.
+    pub volumes: Option<String>,
     /// Which optional kinds can be made here.
     pub access: BTreeMap<ChildKind, Access>,
 }
@@ -103,7 +105,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
     let cache_nodes: Vec<Arc<CacheNode>> = cache_nodes.collect();
     let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
     let set = |name: &str| world.child(ChildKind::StatefulSet, Some(&names.namespace), name);
-    let members = set(&names.control_plane());
+    let (members, etcd) = (set(&names.control_plane()), set(&names.etcd()));
     let said_by_members = match members.as_deref() {
         Some(members) if has_ready_pods(members) => Some(look_at(members, names, context).await),
         _ => None,
@@ -116,7 +118,8 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         agents: world.child(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members,
         said_by_members,
-        etcd: set(&names.etcd()),
+        volumes: context.class_looks.missing(cluster, etcd.as_deref(), context).await,
+        etcd,
         access: optional.map(|kind| (kind, world.access(kind))).collect(),
         plan: own,
         referred,

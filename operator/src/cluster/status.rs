@@ -130,7 +130,7 @@ fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
                     external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
                 });
                 let message = format!(
-                    "etcd at {} does not answer: {said}. Look at endpoints, network policies, certificates and user",
+                    "etcd at {} cannot be used: {said}. Look at endpoints, network policies, certificates and user",
                     endpoints.unwrap_or_default()
                 );
                 Finding::no(kind, Reason::EtcdUnreachable, message)
@@ -138,24 +138,45 @@ fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
         },
         (None, EtcdMode::External) => Finding::unknown(kind, Reason::Progressing, "not looked at yet"),
         (None, EtcdMode::Managed) => {
-            let desired = u32::from(cluster.spec.etcd.managed.clone().unwrap_or_default().replicas);
-            let ready = number(found.etcd.as_deref(), "readyReplicas");
-            // A store answers while most of its members do.
-            if ready > desired / 2 {
+            let members = etcd_members(cluster, found.etcd.as_deref());
+            let EtcdMembers { desired, ready } = members;
+            if members.answer() {
                 return Finding::yes(
                     kind,
                     Reason::AsDesired,
                     format!("{ready} of {desired} members are ready"),
                 );
             }
+            if let Some(lacks) = &found.volumes {
+                return Finding::no(kind, Reason::NoStorageClass, lacks);
+            }
             let message = format!(
-                "{ready} of {desired} members of etcd are ready; if it stays so, look at pods and volume claims of {}: without a \
-                 default storage class, set etcd.managed.storage.storageClassName",
+                "{ready} of {desired} members of etcd are ready; if it stays so, look at pods and volume claims of {}",
                 found.referred.names.etcd()
             );
             Finding::no(kind, Reason::Progressing, message)
         }
     }
+}
+
+/// Members of an etcd that the operator runs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EtcdMembers {
+    desired: u32,
+    ready: u32,
+}
+
+impl EtcdMembers {
+    /// A store answers while most of its members do.
+    pub(super) fn answer(self) -> bool {
+        self.ready > self.desired / 2
+    }
+}
+
+/// How many there are.
+pub(super) fn etcd_members(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> EtcdMembers {
+    let desired = u32::from(cluster.spec.etcd.managed.clone().unwrap_or_default().replicas);
+    EtcdMembers { desired, ready: number(etcd, "readyReplicas") }
 }
 
 fn control_plane(members: &MemberCounts) -> Finding {

@@ -4,15 +4,19 @@
 //! something was wrong; in between the last look holds, whatever else makes a cluster reconcile.
 
 use std::collections::HashMap;
+use std::error::Error;
 use std::time::{Duration, Instant};
 
-use etcd_client::{Certificate, Client, ConnectOptions, GetOptions, Identity, TlsOptions};
+use etcd_client::{
+    Certificate, Client, ConnectOptions, Error as EtcdError, GetOptions, Identity, TlsOptions,
+};
 use k8s_openapi::api::core::v1::Secret;
 use kube::Api;
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, ExternalEtcd};
 use reprise_crds::status::Reason;
 use tokio::sync::Mutex;
+use tonic::transport::Endpoint;
 
 use crate::context::Context;
 use crate::digest;
@@ -86,7 +90,16 @@ async fn look(external: &ExternalEtcd, prefix: &str, names: &ClusterNames, conte
         }
         Ok(secrets) => {
             let asked = tokio::time::timeout(PATIENCE, ask(external, prefix, &secrets)).await;
-            let answer = asked.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}")));
+            let answer = match asked {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(error)) if is_denial(&error) => Err(denied(external, &error)),
+                failed => {
+                    let late = format!("no answer within {PATIENCE:?}");
+                    let said = failed
+                        .map_or(late, |asked| asked.map_or_else(|error| words(&error), |()| String::new()));
+                    Err(mistrust(external, &secrets).await.unwrap_or(said))
+                }
+            };
             StoreLook { secrets: Ok(secrets.digest()), answer }
         }
     }
@@ -149,26 +162,84 @@ async fn read(external: &ExternalEtcd, names: &ClusterNames, context: &Context) 
     Ok(secrets)
 }
 
+/// How to trust etcd, and to be trusted, where that is wanted.
+fn tls_options(external: &ExternalEtcd, secrets: &Secrets) -> Option<TlsOptions> {
+    let (tls, ca) = (external.tls.as_ref()?, secrets.ca.as_ref()?);
+    let mut wanted = TlsOptions::new().ca_certificate(Certificate::from_pem(ca));
+    if let Some((certificate, key)) = &secrets.identity {
+        wanted = wanted.identity(Identity::from_pem(certificate, key));
+    }
+    if let Some(name) = &tls.server_name {
+        wanted = wanted.domain_name(name.as_str());
+    }
+    Some(wanted)
+}
+
 /// Reads one key, as a member does at its start.
-async fn ask(external: &ExternalEtcd, prefix: &str, secrets: &Secrets) -> Result<(), String> {
+async fn ask(external: &ExternalEtcd, prefix: &str, secrets: &Secrets) -> Result<(), EtcdError> {
     let mut options = ConnectOptions::new().with_connect_timeout(PATIENCE).with_timeout(PATIENCE);
-    if let (Some(tls), Some(ca)) = (&external.tls, &secrets.ca) {
-        let mut wanted = TlsOptions::new().ca_certificate(Certificate::from_pem(ca));
-        if let Some((certificate, key)) = &secrets.identity {
-            wanted = wanted.identity(Identity::from_pem(certificate, key));
-        }
-        if let Some(name) = &tls.server_name {
-            wanted = wanted.domain_name(name.as_str());
-        }
+    if let Some(wanted) = tls_options(external, secrets) {
         options = options.with_tls(wanted);
     }
     if let (Some(user), Some(password)) = (&external.user, &secrets.password) {
         options = options.with_user(user.name.as_str(), password);
     }
     let endpoints: Vec<&str> = external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect();
-    let mut client = Client::connect(endpoints, Some(options)).await.map_err(|error| error.to_string())?;
+    let mut client = Client::connect(endpoints, Some(options)).await?;
     let first = GetOptions::new().with_prefix().with_keys_only().with_limit(1);
-    client.get(prefix, Some(first)).await.map(|_| ()).map_err(|error| error.to_string())
+    client.get(prefix, Some(first)).await.map(|_| ())
+}
+
+/// Whether etcd answered that it will not have our user.
+fn is_denial(error: &EtcdError) -> bool {
+    let EtcdError::GRpcStatus(status) = error else { return false };
+    let text = status.message();
+    let is_of_users = ["authentication", "user name is empty", "permission denied", "invalid auth token"];
+    is_of_users.iter().any(|words| text.contains(words))
+}
+
+fn denied(external: &ExternalEtcd, error: &EtcdError) -> String {
+    let user = external.user.as_ref();
+    let who = user.map_or_else(
+        || "who names no user (etcd.external.user)".to_owned(),
+        |user| format!("user {} with the password in Secret {}", user.name, user.password_secret_ref.name),
+    );
+    format!("it refuses {who}: {}", words(error))
+}
+
+/// Why no connection with TLS comes about: etcd's client tries again in silence, so one is made for its error.
+async fn mistrust(external: &ExternalEtcd, secrets: &Secrets) -> Option<String> {
+    let wanted = tls_options(external, secrets)?;
+    let first = external.endpoints.first()?;
+    let endpoint = Endpoint::from_shared(first.as_str().to_owned()).ok()?.tls_config(wanted).ok()?;
+    let tried = tokio::time::timeout(PATIENCE, endpoint.connect()).await.ok()?;
+    let error = tried.err()?;
+    Some(format!("no connection with TLS comes about: {}", chain(&error)))
+}
+
+fn words(error: &EtcdError) -> String {
+    match error {
+        EtcdError::GRpcStatus(status) => {
+            let source = status.source().map(|source| format!(": {}", chain(source))).unwrap_or_default();
+            format!("{}{source}", status.message())
+        }
+        EtcdError::TransportError(error) => chain(error),
+        other => other.to_string(),
+    }
+}
+
+/// What an error and its sources say, each once.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut told = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let text = error.to_string();
+        if !told.contains(&text) {
+            told = format!("{told}: {text}");
+        }
+        source = error.source();
+    }
+    told
 }
 
 impl Secrets {

@@ -10,6 +10,7 @@ use reprise_crds::pool::DEVICES_PER_NODE_MAX;
 use reprise_crds::{CacheNodeSpec, SSDPool};
 
 use super::dereference::{ClusterState, Found};
+use crate::in_use;
 
 /// The file of a pool in its directory.
 const POOL_FILE: &str = "pool";
@@ -74,7 +75,8 @@ fn claim(pool: &SSDPool) -> PoolClaim {
         engine: spec.engine,
         fallback_engine: spec.fallback_engine,
         foreign_signatures: devices.map(|devices| devices.foreign_signatures).unwrap_or_default(),
-        wipe: deleted && confirmed,
+        max_read_latency: spec.health.max_read_latency.clone(),
+        wipe: deleted && confirmed && !in_use::holds(pool),
     }
 }
 
@@ -158,6 +160,9 @@ mod tests {
         assert!(!wiped(&wipes, deleted.clone()));
         assert!(!wiped(&spec_of(json!({})), deleted.clone()));
         assert!(wiped(&confirmed, deleted));
+        let used =
+            json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["reprise.dev/in-use"] });
+        assert!(!wiped(&confirmed, used), "engines have sessions still");
     }
 
     #[test]

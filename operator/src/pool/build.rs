@@ -72,6 +72,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::in_use::Usage;
     use crate::plan::PoolPlan;
 
     fn pool(more: Value, deleted: bool) -> SSDPool {
@@ -101,7 +102,13 @@ mod tests {
         };
         let nodes = (0..states.len()).map(|index| format!("n{index}")).collect();
         let plan = PoolPlan { cluster: Some("n/c".to_owned()), nodes, refused: None };
-        Found { plan, cluster: None, nodes: states.iter().enumerate().map(node).collect(), reserved: 0 }
+        Found {
+            plan,
+            cluster: None,
+            nodes: states.iter().enumerate().map(node).collect(),
+            reserved: 0,
+            usage: Usage::default(),
+        }
     }
 
     #[test]

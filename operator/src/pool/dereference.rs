@@ -10,6 +10,7 @@ use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
 use crate::cluster::dereference::tenants;
 use crate::context::Context;
+use crate::in_use::{self, Usage};
 use crate::names::ClusterNames;
 use crate::plan::PoolPlan;
 
@@ -24,6 +25,8 @@ pub struct Found {
     pub nodes: Vec<PoolNode>,
     /// Bytes that tenants are sure of, on each node.
     pub reserved: u64,
+    /// Who uses it.
+    pub usage: Usage,
 }
 
 /// What one node says of the pool.
@@ -54,6 +57,7 @@ pub fn dereference(pool: &SSDPool, context: &Context) -> Found {
     Found {
         nodes: plan.nodes.iter().filter_map(node).collect(),
         reserved: reserved.unwrap_or_default(),
+        usage: in_use::of_pool(pool, context),
         cluster,
         plan,
     }

@@ -64,6 +64,8 @@ struct Counts {
     refused: BTreeMap<String, String>,
     /// With a device that failed, and why.
     failed: BTreeMap<String, String>,
+    /// With a device that is slower than the pool allows, and which.
+    slow: BTreeMap<String, String>,
     /// That have not said anything lately.
     silent: BTreeSet<String>,
     matched: u32,
@@ -121,6 +123,9 @@ impl Counts {
                 self.open += 1;
                 self.total = self.total.saturating_add(bytes(&device.size));
                 self.used = self.used.saturating_add(bytes(&device.used));
+                if device.slow {
+                    self.slow.entry(node.to_owned()).or_insert_with(why);
+                }
                 if let Some(engine) = device.engine {
                     self.engines.entry(engine).or_default().insert(node.to_owned());
                 }
@@ -291,6 +296,14 @@ fn degraded(counts: &Counts, found: &Found) -> Finding {
         );
         return Finding::yes(kind, Reason::NotReported, message);
     }
+    if let Some((node, why)) = counts.slow.first_key_value() {
+        let message = format!(
+            "devices of {} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They are used all the same: look at \
+             the device's health and at what else uses it, or allow more",
+            counts.slow.len()
+        );
+        return Finding::yes(kind, Reason::DeviceSlow, message);
+    }
     Finding::no(kind, Reason::AsDesired, "")
 }
 
@@ -320,6 +333,10 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
 /// Only while the pool is being deleted.
 fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
     let kind = Type::DeletionBlocked;
+    // Nothing is wiped before.
+    if let Some(used) = found.usage.blocked(pool) {
+        return Some(used);
+    }
     match wipe(pool, found) {
         Wipe::None | Wipe::Done => None,
         Wipe::Unconfirmed => {

@@ -34,6 +34,8 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
         wanted: Engine::IoUring,
         engine: (state == DeviceState::Open).then_some(Engine::IoUring),
         direct: state == DeviceState::Open,
+        read_p99_micros: None,
+        slow: None,
     }
 }
 
@@ -54,6 +56,7 @@ fn facts() -> Facts {
         socket_directory: PathBuf::from("/run/reprise"),
         control_plane: ControlPlane::Connected { node: 3, epoch: 9, members: 2, connected: 2 },
         memory: Memory { total: 8 * GIB, used: GIB, pages: PageKind::Huge },
+        sessions: 2,
         claims: vec![ClaimFact {
             pool: "fast".to_owned(),
             uid: "u".to_owned(),
@@ -119,6 +122,35 @@ fn a_node_that_is_as_wanted_says_so_in_every_field() {
     ] {
         assert_eq!(so(&facts(), kind), (wanted, "AsDesired".to_owned()), "{kind}");
     }
+}
+
+#[test]
+fn sessions_are_told_and_end_with_the_agent() {
+    assert_eq!(said(&facts()).sessions, Some(2));
+    assert_eq!(said(&Facts { phase: Phase::Leaving, ..facts() }).sessions, Some(0));
+}
+
+#[test]
+fn a_slow_device_is_open_and_said_to_be_slow() {
+    let slow = |trouble: Option<Trouble>| {
+        let device = DeviceFact {
+            slow: Some("reads take long".to_owned()),
+            read_p99_micros: Some(80_000),
+            trouble,
+            ..device("/pool", DeviceState::Open)
+        };
+        Facts { devices: vec![device], ..facts() }
+    };
+    let told = said(&slow(None)).devices[0].clone();
+    assert_eq!(
+        (told.state, told.slow, told.read_latency_p99_micros),
+        (DeviceState::Open, true, Some(80_000))
+    );
+    assert_eq!(told.message, "reads take long");
+    assert_eq!(so(&slow(None), ConditionType::Degraded), (TRUE, "DeviceSlow".to_owned()));
+    assert_eq!(so(&slow(None), ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
+    let other = Trouble { reason: Reason::EngineUnavailable, message: "another engine".to_owned() };
+    assert_eq!(said(&slow(Some(other))).devices[0].message, "another engine; reads take long");
 }
 
 #[test]

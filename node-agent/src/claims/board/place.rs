@@ -153,7 +153,7 @@ impl Place {
         }
     }
 
-    /// How it is told; what is used of it is for the caller to add.
+    /// How it is told; what is used of it, and how quick it is, is for the caller to add.
     pub(super) fn fact(&self, path: &str) -> (Option<DeviceId>, DeviceFact) {
         let waiting = |message: &str| Trouble { reason: Reason::Progressing, message: message.to_owned() };
         let (id, state, trouble) = match &self.state {
@@ -186,6 +186,8 @@ impl Place {
             wanted: self.recipe.engine,
             engine,
             direct,
+            read_p99_micros: None,
+            slow: None,
         };
         (id, fact)
     }

@@ -43,6 +43,7 @@ fn claim(uid: &str, generation: i64) -> Claim {
         engine: Engine::IoUring,
         fallback: FallbackEngine::None,
         foreign: ForeignSignatures::Refuse,
+        max_read_latency: None,
         data: Data::Kept,
     }
 }

@@ -43,6 +43,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         members: None,
         said_by_members: None,
         etcd: None,
+        volumes: None,
         access: std::collections::BTreeMap::new(),
     }
 }
@@ -242,6 +243,92 @@ fn members_reach_a_managed_etcd_by_names_that_its_certificate_has() {
         arguments.contains("--client-cert-auth=true") && arguments.contains("--peer-client-cert-auth=true")
     );
     assert_eq!(etcd["spec"]["replicas"], 3);
+}
+
+/// The values of an argument of etcd that is a list.
+fn listed(etcd: &Value, argument: &str) -> Vec<String> {
+    let arguments = pod(etcd)["containers"][0]["args"].as_array().expect("arguments").clone();
+    let of = |text: &str| text.strip_prefix(argument)?.strip_prefix('=').map(str::to_owned);
+    let mut found = arguments.iter().filter_map(Value::as_str).filter_map(of);
+    let value = found.next().unwrap_or_else(|| panic!("no {argument}"));
+    assert_eq!(found.next(), None, "{argument} is given once");
+    value.split(',').map(str::to_owned).collect()
+}
+
+#[test]
+fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
+    for replicas in [1_usize, 3] {
+        let cluster = cluster(json!({ "etcd": { "managed": {
+            "replicas": replicas, "storage": { "storageClassName": "fast", "size": "2Gi" },
+        } } }));
+        let children = build(&cluster, &found(&cluster), Some("digest"));
+        let set = child(&children, ChildKind::StatefulSet, "c-etcd");
+        assert_eq!(set["spec"]["replicas"], replicas);
+        // All of them, each once, by the name that its pod has behind the headless service.
+        let peers: Vec<String> = (0..replicas)
+            .map(|index| format!("c-etcd-{index}=https://c-etcd-{index}.c-etcd.n.svc:2380"))
+            .collect();
+        assert_eq!(listed(set, "--initial-cluster"), peers);
+        assert_eq!(listed(set, "--name"), ["$(POD_NAME)"]);
+        let own = ["https://$(POD_NAME).c-etcd.n.svc:2380"];
+        assert_eq!(listed(set, "--initial-advertise-peer-urls"), own);
+        assert_eq!(listed(set, "--advertise-client-urls"), ["https://$(POD_NAME).c-etcd.n.svc:2379"]);
+        // A cluster of the same name that comes later is another one.
+        assert_eq!(listed(set, "--initial-cluster-token"), ["uid-c"]);
+        assert_eq!(listed(set, "--initial-cluster-state"), ["new"]);
+        assert_eq!(
+            pod(set)["containers"][0]["env"][0]["valueFrom"]["fieldRef"]["fieldPath"],
+            "metadata.name"
+        );
+        // None of them waits for another to be ready, which it is only with the others.
+        assert_eq!(set["spec"]["podManagementPolicy"], "Parallel");
+        assert_eq!(set["spec"]["serviceName"], "c-etcd");
+        let service = &child(&children, ChildKind::Service, "c-etcd")["spec"];
+        assert_eq!(
+            (&service["clusterIP"], &service["publishNotReadyAddresses"]),
+            (&json!("None"), &json!(true))
+        );
+        let ports = |of: &Value| {
+            let ports = of.as_array().expect("ports").iter();
+            let named = ports.map(|port| {
+                let number =
+                    if port["containerPort"].is_null() { &port["port"] } else { &port["containerPort"] };
+                (port["name"].to_string(), number.as_u64().expect("a port"))
+            });
+            named.collect::<std::collections::BTreeMap<_, _>>()
+        };
+        let open = ports(&pod(set)["containers"][0]["ports"]);
+        for (name, number) in ports(&service["ports"]) {
+            assert_eq!(open.get(&name), Some(&number), "{name}");
+        }
+        // Of three one may be away, of one nobody is: an eviction is not held for ever.
+        let budget = &child(&children, ChildKind::PodDisruptionBudget, "c-etcd")["spec"];
+        assert_eq!(budget["maxUnavailable"], 1);
+        let labels = &set["spec"]["template"]["metadata"]["labels"];
+        for selector in [
+            &set["spec"]["selector"]["matchLabels"],
+            &budget["selector"]["matchLabels"],
+            &service["selector"],
+        ] {
+            let selector = selector.as_object().expect("labels");
+            assert!(!selector.is_empty() && selector.iter().all(|(key, value)| labels[key] == *value));
+        }
+        let claim = &set["spec"]["volumeClaimTemplates"][0]["spec"];
+        assert_eq!(claim["storageClassName"], "fast");
+        assert_eq!(claim["resources"]["requests"]["storage"], "2Gi");
+        let member =
+            toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
+        assert_eq!(member["store"]["endpoints"].as_array().map(Vec::len), Some(replicas));
+    }
+}
+
+#[test]
+fn volumes_of_etcd_ask_for_the_default_class_where_none_is_named() {
+    let cluster = cluster(json!({ "etcd": { "managed": {} } }));
+    let children = build(&cluster, &found(&cluster), Some("digest"));
+    let set = child(&children, ChildKind::StatefulSet, "c-etcd");
+    let claim = &set["spec"]["volumeClaimTemplates"][0]["spec"];
+    assert_eq!(claim.get("storageClassName"), None);
 }
 
 #[test]

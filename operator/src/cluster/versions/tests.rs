@@ -43,6 +43,7 @@ fn found(tags: [&str; 2]) -> Found {
         agents: None,
         members: None,
         said_by_members: None,
+        volumes: None,
         etcd: None,
         access: BTreeMap::new(),
     }

@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::in_use::Usage;
 use crate::plan::PoolPlan;
 
 /// Of the pool's spec that says `Draining`.
@@ -67,7 +68,13 @@ fn found(planned: &[&str], nodes: Vec<Value>) -> Found {
         nodes: planned.iter().map(|name| (*name).to_owned()).collect(),
         refused: None,
     };
-    Found { plan, cluster: None, nodes: nodes.into_iter().map(node).collect(), reserved: 0 }
+    Found {
+        plan,
+        cluster: None,
+        nodes: nodes.into_iter().map(node).collect(),
+        reserved: 0,
+        usage: Usage::default(),
+    }
 }
 
 fn said(found: &Found, refused: Option<&Refusal>) -> Finding {

@@ -1,0 +1,146 @@
+//! Deletions of what engines use: held, said, and let go.
+
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use kube::ResourceExt;
+use reprise_e2e::{PATIENCE, wait_until};
+use serde_json::{Value, json};
+
+use crate::lab::{Lab, SETTLED};
+use crate::pools::wait_claims;
+
+const FINALIZER: &str = "reprise.dev/in-use";
+const BLOCKED: [&str; 3] = ["DeletionBlocked", "True", "InUse"];
+
+/// Plays the agent of a node with so many sessions.
+fn sessions(lab: &Lab, node: &str, count: u32) {
+    lab.agent_says(node, "Open", |status| status["sessions"] = json!(count));
+}
+
+fn holds(lab: &Lab, kind: &str, name: &str) -> bool {
+    lab.get(kind, name).is_some_and(|found| found.finalizers().iter().any(|one| one == FINALIZER))
+}
+
+fn wait_held(lab: &Lab, kind: &str, name: &str) {
+    wait_until(&format!("{kind} {name} has the finalizer"), PATIENCE, || {
+        holds(lab, kind, name).then_some(())
+    });
+}
+
+fn wait_gone(lab: &Lab, kind: &str, name: &str) {
+    wait_until(&format!("{kind} {name} goes"), PATIENCE, || lab.get(kind, name).is_none().then_some(()));
+}
+
+fn confirm(lab: &Lab, kind: &str, name: &str) {
+    let yes = json!({ "metadata": { "annotations": { "reprise.dev/delete-in-use": "yes" } } });
+    lab.merge(kind, name, &yes);
+}
+
+/// A cluster with a pool on both nodes, whose agents have no sessions.
+fn running(lab: &Lab, pool: Value) {
+    lab.pool("p", "/var/lib/pool", pool);
+    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+    for node in ["n1", "n2"] {
+        wait_claims(lab, node, &["p"]);
+        sessions(lab, node, 0);
+    }
+    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
+}
+
+#[test]
+fn what_engines_use_waits_until_they_have_gone_and_keeps_what_it_has() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    running(&lab, json!({}));
+    assert!(!holds(&lab, "SSDPool", "p") && !holds(&lab, "KVCacheCluster", "c"), "nobody uses them");
+    sessions(&lab, "n1", 2);
+    wait_held(&lab, "SSDPool", "p");
+    wait_held(&lab, "KVCacheCluster", "c");
+
+    lab.delete("SSDPool", "p");
+    let said = lab.wait_condition("SSDPool", "p", BLOCKED);
+    assert!(said.contains("n1 (2)") && said.contains("reprise.dev/delete-in-use"), "{said}");
+    std::thread::sleep(SETTLED);
+    wait_claims(&lab, "n1", &["p"]);
+    wait_claims(&lab, "n2", &["p"]);
+    sessions(&lab, "n1", 0);
+    wait_gone(&lab, "SSDPool", "p");
+    wait_claims(&lab, "n1", &[]);
+    wait_until("the cluster has its finalizer no more", PATIENCE, || {
+        (!holds(&lab, "KVCacheCluster", "c")).then_some(())
+    });
+
+    // A cluster that waits keeps its nodes; who says yes has it gone at once.
+    sessions(&lab, "n2", 1);
+    wait_held(&lab, "KVCacheCluster", "c");
+    lab.delete("KVCacheCluster", "c");
+    let said = lab.wait_condition("KVCacheCluster", "c", BLOCKED);
+    assert!(said.contains("n2 (1)"), "{said}");
+    std::thread::sleep(SETTLED);
+    assert!(lab.get("CacheNode", "n2").is_some(), "its agents are told nothing else");
+    confirm(&lab, "KVCacheCluster", "c");
+    wait_gone(&lab, "KVCacheCluster", "c");
+    wait_until("its nodes are nobody's", PATIENCE, || lab.get("CacheNode", "n2").is_none().then_some(()));
+    operator.kill();
+}
+
+#[test]
+fn a_pool_in_use_is_wiped_after_engines_have_gone_and_not_before() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    running(&lab, json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
+    sessions(&lab, "n1", 1);
+    wait_held(&lab, "SSDPool", "p");
+    lab.delete("SSDPool", "p");
+    lab.wait_condition("SSDPool", "p", BLOCKED);
+    std::thread::sleep(SETTLED);
+    for node in ["n1", "n2"] {
+        assert_eq!(wait_claims(&lab, node, &["p"])[0]["wipe"], false, "{node}: nothing is destroyed before");
+    }
+    confirm(&lab, "SSDPool", "p");
+    lab.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "Releasing"]);
+    for node in ["n1", "n2"] {
+        wait_until("the claim says so", PATIENCE, || {
+            (wait_claims(&lab, node, &["p"])[0]["wipe"] == true).then_some(())
+        });
+        lab.agent_reports(node, "Wiped");
+    }
+    wait_gone(&lab, "SSDPool", "p");
+    operator.kill();
+}
+
+#[test]
+fn nobody_is_held_by_agents_that_are_gone_or_by_what_another_operator_left() {
+    let lab = Lab::new();
+    // Of an operator that has seen sessions; there are none by now.
+    for (kind, name, spec) in [
+        ("SSDPool", "left", json!({ "directory": { "path": "/left", "size": "64Mi" } })),
+        (
+            "KVCacheCluster",
+            "left",
+            json!({ "paused": true, "agents": { "nodeSelector": { "disk": "none" } } }),
+        ),
+    ] {
+        lab.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": kind,
+            "metadata": { "name": name, "finalizers": [FINALIZER] }, "spec": spec,
+        }));
+        lab.delete(kind, name);
+        assert!(lab.get(kind, name).is_some(), "{kind} waits for an operator");
+    }
+    let operator = lab.operator();
+    wait_gone(&lab, "SSDPool", "left");
+    wait_gone(&lab, "KVCacheCluster", "left");
+
+    running(&lab, json!({}));
+    // Twelve seconds before it counts as away.
+    let said = (Timestamp::now() - SignedDuration::from_secs(48)).to_string();
+    lab.agent_says("n1", "Open", |status| {
+        status["sessions"] = json!(3);
+        status["lastUpdated"] = json!(said);
+    });
+    wait_held(&lab, "SSDPool", "p");
+    lab.delete("SSDPool", "p");
+    lab.wait_condition("SSDPool", "p", BLOCKED);
+    wait_gone(&lab, "SSDPool", "p");
+    operator.kill();
+}
