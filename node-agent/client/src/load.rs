@@ -379,7 +379,7 @@ impl Load {
                 waited => return waited,
             }
             if Instant::now() >= deadline::from(patience.until, patience.stall) {
-                return Err(ClientError::Timeout { call: "wait_layer", after: waiting.since.elapsed() });
+                return Err(ClientError::Timeout { call: "wait_layer", after: patience.stall });
             }
         }
     }

@@ -421,7 +421,13 @@ def test_the_environment_names_the_socket_where_the_configuration_does_not(monke
 
 def test_without_an_agent_the_connector_comes_up_and_finds_nothing(weights: Path) -> None:
     made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
-    request = SimpleNamespace(request_id="r", block_hashes=[b"h" * 32] * 4, num_prompt_tokens=128, lora_request=None)
+    request = SimpleNamespace(
+        request_id="r",
+        block_hashes=[b"h" * 32] * 4,
+        num_prompt_tokens=128,
+        lora_request=None,
+        skip_reading_prefix_cache=False,
+    )
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     assert not made.requires_kv_delivery
     made.shutdown()
