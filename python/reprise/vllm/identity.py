@@ -192,14 +192,22 @@ def _read_anew(model: ModelConfig) -> PretrainedConfig:
 
 
 def _digest(described: Any) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_plain(described), sort_keys=True).encode()).hexdigest()
 
 
 def _plain(described: Any) -> Any:
-    """A model's configuration, and those within it, without what differs between nodes."""
-    if not isinstance(described, dict):
+    """A configuration, and those within it, as JSON has them, without what differs between nodes and processes."""
+    if isinstance(described, dict):
+        return {str(name): _plain(value) for name, value in described.items() if name not in NOT_ARCHITECTURE}
+    if isinstance(described, list | tuple):
+        return [_plain(value) for value in described]
+    if isinstance(described, set | frozenset):
+        return sorted(str(_plain(value)) for value in described)
+    if described is None or isinstance(described, str | int | float | bool):
         return described
-    return {str(name): _plain(value) for name, value in described.items() if name not in NOT_ARCHITECTURE}
+    words = str(described)
+    # By default Python says where an object lies in memory.
+    return type(described).__qualname__ if " at 0x" in words else words
 
 
 def _of_length(architecture: Any, model: ModelConfig) -> list[Any]:

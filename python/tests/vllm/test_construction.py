@@ -232,6 +232,21 @@ def test_a_model_that_changes_its_configuration_where_it_is_built_has_one_key(we
     assert digest(config) != before, "overrides are read again as well"
 
 
+def test_what_processes_say_differently_of_one_configuration_is_not_in_its_key(weights: Path) -> None:
+    class Rule:
+        """Something that says of itself where it lies in memory."""
+
+    def of(rule: Any) -> bytes:
+        return digest(engine_config(weights, architecture={"rule": rule, "labels": [{1: "one", "b": 2}]}))
+
+    one, other = Rule(), Rule()
+    assert str(one) != str(other)
+    assert of(one) == of(other) != of("another rule")
+    assert identity._plain({"names": {"c", "a", "b"}}) == {"names": ["a", "b", "c"]}, (
+        "whatever the seed of this process's hashes"
+    )
+
+
 def test_workers_whose_keys_are_not_the_scheduler_s_end_the_start_with_words(weights: Path) -> None:
     named = geometry.read(engine_config(weights), kv_cache(attention()), Options(), 0).namespace.digest
     Handshake.check({0: Handshake(named)}, {0: named})
