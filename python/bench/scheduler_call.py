@@ -144,6 +144,7 @@ class Bench:
             lora_request=None,
             num_tokens=self._tokens,
             num_prompt_tokens=self._tokens,
+            skip_reading_prefix_cache=False,
         )
         self._spent = 0.0
         self._timed(f"{kind}.on_new_request", lambda: self.connector.on_new_request(request))

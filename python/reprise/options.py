@@ -50,7 +50,10 @@ class SharedOptions:
     """After which the missing part of a load is computed."""
 
     load_stall_ms: float = 500.0
-    """After which a load that makes no progress is given up and computed."""
+    """After which a load is given up and computed whose agent makes no progress and does not answer."""
+
+    load_standstill_ms: float = 750.0
+    """After which a load is given up and computed of which nothing comes although the agent answers: another node hangs, or a device."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:

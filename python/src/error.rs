@@ -24,6 +24,12 @@ create_exception!(
     "The session is over: what is in flight is missed; connect again."
 );
 create_exception!(reprise, Timeout, RepriseError, "No answer in time. The session goes on.");
+create_exception!(
+    reprise,
+    Stalled,
+    RepriseError,
+    "Nothing came although the agent answers: another node or a device hangs. Recompute what is missing."
+);
 create_exception!(reprise, BadRequest, RepriseError, "The call was wrong: correct it.");
 create_exception!(
     reprise,
@@ -54,6 +60,7 @@ pub(crate) fn raised(error: &ClientError) -> PyErr {
         ClientError::Forbidden { .. } => Forbidden::new_err(words),
         ClientError::AgentLost { .. } => AgentLost::new_err(words),
         ClientError::Timeout { .. } => Timeout::new_err(words),
+        ClientError::Stalled { .. } => Stalled::new_err(words),
         ClientError::BadRequest(_) => BadRequest::new_err(words),
         ClientError::Version(_) => Version::new_err(words),
         ClientError::Busy(_) => Busy::new_err(words),

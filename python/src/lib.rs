@@ -24,7 +24,7 @@ mod _native {
     #[pymodule_export]
     use crate::error::{
         AgentAbsent, AgentLost, BadRequest, Busy, Forbidden, Internal, Memory, Protocol, RepriseError,
-        Timeout, Version,
+        Stalled, Timeout, Version,
     };
     #[pymodule_export]
     use crate::geometry::{Layout, Namespace, block_keys};

@@ -22,7 +22,9 @@ use crate::session::{Session, closed};
 ///     session: whose agent; without one, transfers end at once undone.
 ///     memory: of the engine.
 ///     load_deadline: seconds after which the missing part of a load is given up.
-///     load_stall: seconds after which a load without any progress is given up.
+///     load_stall: seconds after which a load is given up whose agent makes no progress and does not answer.
+///     load_standstill: seconds after which a load is given up of which nothing comes although the agent answers: another
+///         node hangs, or a device.
 ///     save_stall: seconds after which a save without an answer is given up.
 ///     room_wait: seconds that a save waits for room in a full arena.
 ///     layer_wait: seconds that a save by layers waits for the next one.
@@ -38,14 +40,15 @@ pub(crate) struct Transfers {
 #[pymethods]
 impl Transfers {
     #[new]
-    #[pyo3(signature = (session, memory, *, load_deadline=5.0, load_stall=0.5, save_stall=0.5, room_wait=0.5,
-        layer_wait=10.0, queued_max=1024, local=false))]
+    #[pyo3(signature = (session, memory, *, load_deadline=5.0, load_stall=0.5, load_standstill=0.75, save_stall=0.5,
+        room_wait=0.5, layer_wait=10.0, queued_max=1024, local=false))]
     #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
     fn new(
         session: &Session,
         memory: &KvMemory,
         load_deadline: f64,
         load_stall: f64,
+        load_standstill: f64,
         save_stall: f64,
         room_wait: f64,
         layer_wait: f64,
@@ -55,6 +58,7 @@ impl Transfers {
         let load = LoadOptions {
             deadline: seconds("load_deadline", load_deadline)?,
             stall_timeout: seconds("load_stall", load_stall)?,
+            standstill_timeout: Some(seconds("load_standstill", load_standstill)?),
             scope: scope(local),
             ..LoadOptions::default()
         };

@@ -41,7 +41,9 @@ def test_transfers_save_and_load_and_are_told_once(session: Session, namespace: 
     keys = keys_of(namespace, range(BLOCKS))
     engine = tensors(2 * BLOCKS, seed=1)
     saved_bytes = [layer[:BLOCKS].copy() for layer in engine]
-    with Transfers(session, memory_of(engine, layout), load_stall=LONG, save_stall=LONG) as transfers:
+    with Transfers(
+        session, memory_of(engine, layout), load_stall=LONG, load_standstill=LONG, save_stall=LONG
+    ) as transfers:
         assert transfers.finished() == []
         (save,) = ended(transfers, transfers.save(keys, range(BLOCKS)))
         assert (save.kind, save.committed, save.duplicates, save.unsaved) == ("save", BLOCKS, 0, 0)
@@ -65,7 +67,9 @@ def test_transfers_save_and_load_and_are_told_once(session: Session, namespace: 
 def test_transfers_by_layers_go_beside_a_computation(session: Session, namespace: Namespace, layout: Layout) -> None:
     keys = keys_of(namespace, range(BLOCKS))
     engine, computed = tensors(2 * BLOCKS), tensors(BLOCKS, seed=1)
-    with Transfers(session, memory_of(engine, layout), load_stall=LONG, save_stall=LONG, layer_wait=LONG) as transfers:
+    with Transfers(
+        session, memory_of(engine, layout), load_stall=LONG, load_standstill=LONG, save_stall=LONG, layer_wait=LONG
+    ) as transfers:
         save = transfers.save_by_layers(keys, range(BLOCKS))
         for layer in range(LAYERS):
             engine[layer][:BLOCKS] = computed[layer]
@@ -164,7 +168,9 @@ def test_an_agent_that_is_killed_is_found_again_with_what_was_durable(
     keys = keys_of(namespace, range(BLOCKS))
     engine = tensors(BLOCKS, seed=1)
     expected = [layer.copy() for layer in engine]
-    with Transfers(session, memory_of(engine, layout), load_stall=LONG, save_stall=LONG) as transfers:
+    with Transfers(
+        session, memory_of(engine, layout), load_stall=LONG, load_standstill=LONG, save_stall=LONG
+    ) as transfers:
         (save,) = ended(transfers, transfers.save(keys, range(BLOCKS)))
         with reprise.Client(cluster.agents[0].socket, namespace, layout) as client:
             # Blocks are written in the order in which they were saved: the last is there, so all are.
@@ -205,7 +211,7 @@ def test_an_agent_that_hangs_costs_one_transfer_its_patience_and_is_used_again_w
         thaw(cluster.agents[0])
         assert session.wait_connected(LONG)
         assert (session.suspected, session.sessions) == (False, 1)
-    with Transfers(session, memory, load_stall=LONG, save_stall=LONG) as transfers:
+    with Transfers(session, memory, load_stall=LONG, load_standstill=LONG, save_stall=LONG) as transfers:
         (save,) = ended(transfers, transfers.save(keys, range(BLOCKS)))
         assert save.unsaved == 0
 

@@ -7,5 +7,10 @@ const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// The instant `timeout` from now.
 pub(crate) fn after(timeout: Duration) -> Instant {
-    Instant::now() + timeout.min(FOREVER)
+    from(Instant::now(), timeout)
+}
+
+/// The instant `timeout` after another one.
+pub(crate) fn from(begin: Instant, timeout: Duration) -> Instant {
+    begin + timeout.min(FOREVER)
 }

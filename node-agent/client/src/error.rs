@@ -55,6 +55,15 @@ pub enum ClientError {
         /// How long it was waited for.
         after: Duration,
     },
+    /// The agent is there, and nothing comes: another node that it waits for, or a device, hangs. What is missing is
+    /// missed; the agent itself is not suspected.
+    #[error(
+        "nothing came for {after:?} although the agent answers (another node or a device hangs): recompute what is missing"
+    )]
+    Stalled {
+        /// How long it was waited for.
+        after: Duration,
+    },
     /// The call was wrong: fix it.
     #[error("wrong call: {0}")]
     BadRequest(String),
@@ -135,6 +144,7 @@ impl ClientError {
             ClientError::Forbidden { .. } => "Forbidden",
             ClientError::AgentLost { .. } => "AgentLost",
             ClientError::Timeout { .. } => "Timeout",
+            ClientError::Stalled { .. } => "Stalled",
             ClientError::BadRequest(_) => "BadRequest",
             ClientError::Version(_) => "Version",
             ClientError::Busy(_) => "Busy",

@@ -88,6 +88,18 @@ pub struct LayerReady {
     pub layers: u32,
 }
 
+/// How long whoever loads waits for the next sign of progress, and of whom.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For an agent that says nothing. After half of it the agent is asked whether it is there, and has the other half to
+    /// say so.
+    pub(crate) stall: Duration,
+    /// For progress of an agent that is there; `None`: as long as it is.
+    pub(crate) standstill: Option<Duration>,
+    /// When an agent that is there has to have ended the load.
+    pub(crate) until: Instant,
+}
+
 /// A load that was asked for. Dropping it releases the load when its answer comes.
 #[derive(Debug)]
 pub struct PendingLoad {
@@ -115,6 +127,40 @@ impl LoadRequest {
     }
 }
 
+/// A wait for the next sign of progress.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    patience: Patience,
+    since: Instant,
+}
+
+impl Waiting {
+    fn begin(patience: Patience) -> Waiting {
+        Waiting { patience, since: Instant::now() }
+    }
+
+    /// How long to wait until the agent is asked whether it is there.
+    fn next_look(self) -> Duration {
+        let half = self.patience.stall / 2;
+        let left = self.patience.standstill.map(|standstill| standstill.saturating_sub(self.since.elapsed()));
+        left.map_or(half, |left| left.min(half))
+    }
+
+    /// Nothing has come until now: whether to go on is for the agent to say.
+    ///
+    /// # Errors
+    /// `Timeout` when it says nothing, `Stalled` when it does and patience is over.
+    fn go_on(self, session: &Session) -> Result<(), ClientError> {
+        session.probe(self.patience.stall / 2)?;
+        match self.patience.standstill {
+            Some(standstill) if self.since.elapsed() >= standstill => {
+                Err(ClientError::Stalled { after: standstill })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl PendingLoad {
     pub(crate) fn start(session: &Arc<Session>, request: &LoadRequest) -> Result<PendingLoad, ClientError> {
         let body = local::Load {
@@ -138,19 +184,18 @@ impl PendingLoad {
         self.wait_traced(|pending| pending.ongoing.poll(Duration::MAX))
     }
 
-    /// As [`PendingLoad::wait`], for who does not want to wait for an agent that hangs: when there is no answer for half
-    /// of `stall_timeout`, the agent is asked whether it is there, and has the other half to say so.
+    /// As [`PendingLoad::wait`], for who does not want to wait for an agent, or for whom it waits for, that hangs.
     ///
     /// # Errors
-    /// As [`PendingLoad::wait`]; `Timeout` when the agent says nothing.
-    pub(crate) fn wait_unless_stalled(self, stall_timeout: Duration) -> Result<Load, ClientError> {
-        let half = stall_timeout / 2;
+    /// As [`PendingLoad::wait`]; `Timeout` when the agent says nothing; `Stalled` when it does, and nothing comes.
+    pub(crate) fn wait_with(self, patience: Patience) -> Result<Load, ClientError> {
         self.wait_traced(|pending| {
+            let waiting = Waiting::begin(patience);
             loop {
-                if let Some(answer) = pending.ongoing.poll(half)? {
+                if let Some(answer) = pending.ongoing.poll(waiting.next_look())? {
                     return Ok(Some(answer));
                 }
-                pending.session.probe(half)?;
+                waiting.go_on(&pending.session)?;
             }
         })
     }
@@ -317,6 +362,24 @@ impl Load {
                     return Err(ClientError::Timeout { call: "wait_layer", after: timeout });
                 }
                 WaitOutcome::Timeout => {}
+            }
+        }
+    }
+
+    /// As [`Load::wait_layer`], with patience for whom the agent waits for.
+    ///
+    /// # Errors
+    /// `Timeout` when the agent says nothing, or does not end the load in its time; `Stalled` when it is there, and nothing
+    /// comes; `AgentLost`, `BadRequest` (no such layer).
+    pub(crate) fn wait_layer_with(&self, layer: u32, patience: Patience) -> Result<LayerReady, ClientError> {
+        let waiting = Waiting::begin(patience);
+        loop {
+            match self.wait_layer(layer, waiting.next_look()) {
+                Err(ClientError::Timeout { .. }) => waiting.go_on(&self.session)?,
+                waited => return waited,
+            }
+            if Instant::now() >= deadline::from(patience.until, patience.stall) {
+                return Err(ClientError::Timeout { call: "wait_layer", after: patience.stall });
             }
         }
     }

@@ -26,8 +26,9 @@
 //! 256 MiB overlap with computation.
 //!
 //! Invariants: every block has a status in the end, whatever happens to the agent; nobody is waited for longer than
-//! `stall_timeout` without a sign of life, and an engine not longer than `layer_wait` for its next layer; what a failed
-//! block's memory holds is unspecified.
+//! `stall_timeout` without a sign of life, the next sign of progress of a load not longer than its `standstill_timeout`,
+//! and an engine not longer than `layer_wait` for its next layer; what a failed block's memory holds is unspecified, and
+//! nobody writes to it once the call has ended.
 //!
 //! Deliberately absent: order between blocks of one call (a caller that needs a prefix takes the leading ones), and
 //! a look at what is there already before a copy: the agent says `duplicate`.

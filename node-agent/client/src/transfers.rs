@@ -21,6 +21,10 @@
 //! which a computation waits, ends within its deadline from when it was submitted, and one `stall_timeout`. A save by
 //! layers whose engine stops telling ends unsaved after `layer_wait`; so long saves behind it wait.
 //!
+//! A load for which nothing comes for its `standstill_timeout` although the agent answers ends as well, and nobody suspects the
+//! agent: another node hangs, or a device. For [`PEERS_AVOIDED`] those behind it take what this node has, and have
+//! [`STANDSTILL_AGAIN`] for it; so a node that hangs costs an engine about one `standstill_timeout`, not one each request.
+//!
 //! A load's deadline counts from when it was submitted: who waits for it has waited for those before it as well. One whose
 //! time is over when its turn comes ends undone at once.
 //!
@@ -41,6 +45,7 @@ use reprise_policy::BlockKey;
 use crate::deadline;
 use crate::error::ClientError;
 use crate::keeper::SessionKeeper;
+use crate::matching::Scope;
 use crate::paged::{
     LoadOptions, LoadedBlocks, Order, Pace, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled,
     check_blocks, check_layout,
@@ -52,6 +57,14 @@ pub const QUEUED_MAX_DEFAULT: usize = 1024;
 
 /// Ends that are kept for [`Transfers::finished`] at the most; beyond it the oldest are forgotten.
 pub const FINISHED_MAX: usize = 65_536;
+
+/// How long after a load that stood still others leave out what other nodes have: in 2 s, unless told otherwise, the
+/// agent has noticed a node that hangs (`peers.stall_timeout`), and asks it for nothing.
+pub const PEERS_AVOIDED: Duration = Duration::from_secs(2);
+
+/// How long one of these may stand still at the most: its blocks may be on their way from the node that hangs for
+/// somebody else.
+pub const STANDSTILL_AGAIN: Duration = Duration::from_millis(200);
 
 /// How transfers are done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,6 +131,8 @@ struct Board {
     unfinished: BTreeMap<TransferId, Underway>,
     finished: VecDeque<Finished>,
     is_cancelled: bool,
+    /// Until when loads leave out what other nodes have.
+    peers_avoided_until: Option<Instant>,
 }
 
 /// How far a transfer is.
@@ -321,8 +336,10 @@ impl Job {
     fn run(mut self) {
         match self.attempt() {
             Ok(outcome) => {
-                if matches!(outcome.stopped_by(), Some(ClientError::Timeout { .. })) {
-                    self.shared.keeper.suspect();
+                match outcome.stopped_by() {
+                    Some(ClientError::Timeout { .. }) => self.shared.keeper.suspect(),
+                    Some(ClientError::Stalled { .. }) => self.shared.avoid_peers(),
+                    _ => {}
                 }
                 self.end(outcome);
             }
@@ -336,13 +353,14 @@ impl Job {
             return Err(cancelled());
         }
         let client = shared.keeper.answering().ok_or_else(|| shared.keeper.absence())?;
-        let (memory, options) = (&*shared.memory, &shared.options);
+        let memory = &*shared.memory;
         match self.direction {
             Direction::Save => {
-                client.save_blocks_paced(&self.blocks, memory, &options.save, self).map(Outcome::Saved)
+                let options = &shared.options.save;
+                client.save_blocks_paced(&self.blocks, memory, options, self).map(Outcome::Saved)
             }
             Direction::Load => {
-                let options = LoadOptions { deadline: self.load_deadline()?, ..options.load };
+                let options = LoadOptions { deadline: self.load_deadline()?, ..shared.load_options() };
                 client.load_blocks_paced(&self.blocks, memory, &options, self).map(Outcome::Loaded)
             }
         }
@@ -421,6 +439,24 @@ impl Shared {
         let id = TransferId(board.last);
         board.unfinished.insert(id, Underway { direction, layers: 0 });
         id
+    }
+
+    /// A load stood still.
+    fn avoid_peers(&self) {
+        self.lock().peers_avoided_until = Some(deadline::after(PEERS_AVOIDED));
+    }
+
+    /// How a load is done that begins now.
+    fn load_options(&self) -> LoadOptions {
+        let options = self.options.load;
+        match (self.lock().peers_avoided_until, options.standstill_timeout) {
+            (Some(until), Some(standstill)) if Instant::now() < until => LoadOptions {
+                scope: Scope::Local,
+                standstill_timeout: Some(standstill.min(STANDSTILL_AGAIN)),
+                ..options
+            },
+            _ => options,
+        }
     }
 
     /// A transfer has come to so many layers.

@@ -170,6 +170,7 @@ class Store:
             KvMemory(tensors, self.layout),
             load_deadline=self._options.load_deadline_ms / 1e3,
             load_stall=self._options.load_stall_ms / 1e3,
+            load_standstill=self._options.load_standstill_ms / 1e3,
             save_stall=self._options.save_stall_ms / 1e3,
         )
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise import weights
+from reprise.told import Told
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -59,6 +60,7 @@ class Adapters:
     """The thread's alone. Without a digest: its files have changed under vLLM."""
     _looks: queue.Queue[AdapterLook] = field(default_factory=lambda: queue.Queue(LOOKS_MAX))
     _thread: threading.Thread | None = None
+    _told: Told = field(default_factory=lambda: Told("KV of a LoRA adapter is neither loaded nor saved"))
 
     def look(self, lora: LoRARequest) -> AdapterLook:
         """Begins a look at the adapter of a request, as it is from now on."""
@@ -78,10 +80,14 @@ class Adapters:
             look = self._looks.get()
             try:
                 look.digest = self._digest(look)
-            except (OSError, ValueError):
-                look.digest = None
+                why = None if look.digest is not None else "no files of it are found, or they have changed under vLLM"
+            except Exception as error:
+                # Whatever it is: without this thread no adapter would be told from others any more.
+                why = f"{type(error).__name__}: {error}"
             finally:
                 look.end()
+            if why is not None:
+                self._told.note(f"{look.path}: {why}")
 
     def _digest(self, look: AdapterLook) -> bytes | None:
         folder = _folder(look.path)

@@ -7,8 +7,8 @@ ask ── answered in time ──▶ sources of the leading blocks
  └─ the step's budget is gone: not asked, so that it is asked about in a later step
 ```
 
-Asking costs as well: keys are derived and queued, about 1 ms for 1,024 blocks of eight ranks. Both it and the wait are charged. What
-a step waits is bounded further by the patience of whoever looks.
+Asking costs as well: keys are derived and queued, about 1 ms for 1,024 blocks of eight ranks. Both it and all waits are charged, those for
+other things than answers as well (:meth:`Asker.wait`). What a step waits is bounded further by the patience of whoever looks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from reprise import PendingMatch, Session
 from reprise.vllm.metrics import Counted
@@ -25,6 +25,8 @@ from reprise.vllm.ranks import RankSessions, RanksMatch
 
 if TYPE_CHECKING:
     from reprise.vllm.options import MatchOptions
+
+Found = TypeVar("Found")
 
 KEYS_PER_MATCH = 8192
 """Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
@@ -36,6 +38,8 @@ class Question:
 
     pending: PendingMatch | RanksMatch | None
     asked_at: float
+    waited: float = 0.0
+    """Seconds that steps have waited for it."""
 
 
 @dataclass
@@ -80,16 +84,31 @@ class Asker:
         """
         if question.pending is None:
             return ()
+        pending = question.pending
+        began = time.monotonic()
+        sources = self.wait(pending.poll, patience_ms)
         now = time.monotonic()
-        sources = question.pending.poll(max(min(self._budget_left, patience_ms / 1e3 - self._waited), 0.0))
-        waited = time.monotonic() - now
-        self._budget_left -= waited
-        self._waited += waited
-        self.counted.sample("match_seconds", waited)
+        question.waited += now - began
+        is_late = now - question.asked_at > self.options.match_deadline_ms / 1e3
+        if sources is None and not is_late:
+            return None
+        self.counted.sample("match_seconds", question.waited)
         if sources is not None:
             return sources
-        if time.monotonic() - question.asked_at > self.options.match_deadline_ms / 1e3:
-            self.session.suspect()
-            self.counted.add("queries_unanswered", 1)
-            return ()
-        return None
+        self.session.suspect()
+        self.counted.add("queries_unanswered", 1)
+        return ()
+
+    def wait(self, look: Callable[[float], Found], patience_ms: float = math.inf) -> Found:
+        """Waits for something, within what the step has left.
+
+        Args:
+            look: waits for so many seconds at the most.
+            patience_ms: how long the whole step waits at the most, in all its looks.
+        """
+        began = time.monotonic()
+        found = look(max(min(self._budget_left, patience_ms / 1e3 - self._waited), 0.0))
+        waited = time.monotonic() - began
+        self._budget_left -= waited
+        self._waited += waited
+        return found

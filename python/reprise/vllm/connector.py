@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -20,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from reprise import Session, Source
 from reprise.vllm import geometry
 from reprise.vllm.events import KvEvents
+from reprise.vllm.identity import Handshake
 from reprise.vllm.metadata import RepriseMetadata
 from reprise.vllm.metrics import PromMetrics, Stats
 from reprise.vllm.options import Options
@@ -175,6 +177,15 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling().over(request)
         return False, None
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Checks that the workers name blocks as the scheduler does.
+
+        Raises:
+            ValueError: they do not, and what to do.
+        """
+        namespaces = self._scheduling().geometry.namespaces
+        Handshake.check(metadata, {rank: namespace.digest for rank, namespace in enumerate(namespaces)})
+
     def reset_cache(self) -> bool | None:
         """The weights have changed: nothing that was saved before is loaded any more."""
         if self._scheduler is not None:
@@ -196,6 +207,10 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling().is_under_way()
 
     # Worker's side
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """How this worker names blocks."""
+        return Handshake(self._working().geometry.namespace.digest)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes vLLM's memory."""

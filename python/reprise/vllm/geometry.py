@@ -6,18 +6,16 @@ block hash covers (tokens, LoRA, multimodal inputs, cache salt) is not repeated 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from reprise import Layout, Namespace, weights
+from reprise import Layout, Namespace
+from reprise.vllm.identity import model_digest, model_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,9 +31,6 @@ DTYPES = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-
-NOT_ARCHITECTURE = ("_name_or_path", "transformers_version")
-"""What a configuration of transformers says of where and by what it was read: it differs between nodes."""
 
 SHARED_SEED_ALGORITHMS = ("sha256", "sha256_cbor")
 """Algorithms whose chains agree between processes without a seed from outside."""
@@ -224,70 +219,3 @@ def hash_seed(algorithm: str) -> str:
         f"block hashes of {algorithm!r} differ between processes, so nothing would ever be found: "
         "set --prefix-caching-hash-algo sha256_cbor, or the same PYTHONHASHSEED for every engine"
     )
-
-
-def model_digest(config: VllmConfig, weights_digest: str) -> str:
-    """What names the weights, and everything else about the model that changes its KV.
-
-    Args:
-        config: vLLM's configuration.
-        weights_digest: of the weights; empty: read from where they are.
-
-    Raises:
-        ValueError: weights that cannot be told apart from others.
-    """
-    model = config.model_config
-    architecture = json.dumps(_architecture(model.hf_text_config.to_dict()), sort_keys=True, default=str)
-    described: dict[str, Any] = {
-        "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
-        "dtype": str(model.dtype),
-        "kv_cache_dtype": str(config.cache_config.cache_dtype),
-        "quantization": str(model.quantization),
-        "revision": _revision(config),
-        "weights": weights_digest or _weights(config),
-    }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _architecture(described: Any) -> Any:
-    """A model's configuration, and those within it, without what differs between nodes."""
-    if not isinstance(described, dict):
-        return described
-    return {name: _architecture(value) for name, value in described.items() if name not in NOT_ARCHITECTURE}
-
-
-def _weights(config: VllmConfig) -> str:
-    """What names the weights, the same on every node.
-
-    vLLM resolves the revision of a model of the hub to a commit, once; offline it has the path of the commit's snapshot instead of the
-    model's name.
-    """
-    model = config.model_config
-    if config.load_config.load_format == "dummy":
-        return f"dummy:{model.seed}"
-    if (commit := getattr(model.revision, "resolved", None)) is not None:
-        return f"hub:{model.model}@{commit}"
-    if (snapshot := weights.hub_snapshot(model.model)) is not None:
-        repository, commit = snapshot
-        return f"hub:{repository}@{commit}"
-    found = weights.files(Path(model.model))
-    if not found:
-        raise ValueError(f"Reprise cannot tell which weights {model.model!r} has: set weights_digest")
-    return f"sample:{weights.sample(found)}"
-
-
-def _revision(config: VllmConfig) -> str:
-    """The revision where it says something that the weights' name does not: what it resolves to, or the words of who asked."""
-    revision = config.model_config.revision
-    commit = getattr(revision, "resolved", None)
-    if commit is not None:
-        return str(commit)
-    if (snapshot := weights.hub_snapshot(config.model_config.model)) is not None:
-        return snapshot[1]
-    return "" if revision in (None, "main") else str(revision)
-
-
-def model_name(config: VllmConfig) -> str:
-    """The model's name in keys: of the hub, where it comes from there."""
-    snapshot = weights.hub_snapshot(config.model_config.model)
-    return snapshot[0] if snapshot is not None else str(config.model_config.model)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
-    "queries": "Requests that were looked up.",
+    "queries": "Look-ups of requests; that of a very long prompt has several parts, each of which counts.",
     "queries_unanswered": "Look-ups that had no answer in time; their requests went on without.",
     "loads": "Loads that have ended.",
     "loaded_blocks": "Blocks that were loaded and verified.",
@@ -26,7 +26,7 @@ COUNTERS = {
 """Counters by name, with what they count."""
 
 TIMES = {
-    "match_seconds": "Time that the scheduler waited for one look-up.",
+    "match_seconds": "Time that the scheduler waited for one look-up, in all its steps.",
     "load_seconds": "Time from the submission of a load to its end.",
     "save_seconds": "Time from the submission of a save to its end.",
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from reprise.vllm import geometry
+from reprise.vllm import geometry, identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +60,6 @@ def identify(config: VllmConfig) -> None:
                 f"secondary_tiers: hash_algorithm is {tier['hash_algorithm']!r}, and this engine hashes with {algorithm!r} "
                 "(--prefix-caching-hash-algo): leave hash_algorithm out, RepriseOffloadingConnector fills it in"
             )
-        tier.setdefault("model_id", geometry.model_name(config))
+        tier.setdefault("model_id", identity.model_name(config))
         if "model_digest" not in tier:
-            tier["model_digest"] = geometry.model_digest(config, tier.get("weights_digest", ""))
+            tier["model_digest"] = identity.model_digest(config, tier.get("weights_digest", ""))

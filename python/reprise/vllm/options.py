@@ -28,7 +28,7 @@ class Options(MatchOptions):
     weights_digest: str = ""
     """Digest of the weights in keys; empty: the revision of the hub, or a sample of the files' bytes."""
 
-    match_busy_ms: float = 0.5
+    match_busy_ms: float = 0.25
     """How long a step waits for answers while other requests compute, which would wait as well; at the most ``match_budget_ms``. A
     question is sent when its request comes, so that its answer is mostly there; else the request is asked about again in the next
     step. An engine that has nothing to compute waits for ``match_budget_ms``."""

@@ -60,8 +60,12 @@ class RequestState:
 
     request: Request
     question: Question | None = None
+    asked: int = 0
+    """Blocks that it is about: a part of a long prompt."""
     looked: bool = False
     """Whether its answer was looked for."""
+    found: list[int] = field(default_factory=list)
+    """Sources of the parts before it, all of whose blocks are there."""
     answer: Answer | None = None
     local_blocks: int = 0
     """Blocks that vLLM had itself when it was asked about last."""
@@ -124,7 +128,8 @@ class SchedulerSide:
         """Notes a request and asks about it: the answer comes while the scheduler does other things."""
         state = self._state(request)
         self._settle(state, 0.0)
-        if self.may_load and state.adapter is not None and request.block_hashes:
+        may_load = self.may_load and not request.skip_reading_prefix_cache
+        if may_load and state.adapter is not None and request.block_hashes:
             self._ask(state)
 
     def over(self, request: Request) -> None:
@@ -133,14 +138,14 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond vLLM's own that can be loaded, and whether between steps; None: not known yet."""
-        if not self.may_load:
+        if not self.may_load or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self.geometry.block_tokens
         state = self._state(request)
         state.local_blocks = local_tokens // tokens
         if local_tokens == 0:
             state.is_stale = False
-        if not self._settle(state, 0.0 if self._computing else self.options.match_budget_ms / 1e3):
+        if not self._settle(state, 0.0 if self._computing else math.inf):
             is_waited_for = time.monotonic() - state.since < ADAPTER_WAIT_S
             return (None if is_waited_for else 0), False
         if state.gave_up or state.adapter is None or len(request.block_hashes) <= state.local_blocks:
@@ -184,6 +189,7 @@ class SchedulerSide:
         self._generation = uuid.uuid4().bytes
         for state in self._requests.values():
             state.question = state.answer = state.known = None
+            state.found = []
             # What it has computed so far is the old weights'.
             state.is_stale = True
 
@@ -253,11 +259,11 @@ class SchedulerSide:
             self._requests[request.request_id] = state
         return state
 
-    def _settle(self, state: RequestState, patience_s: float) -> bool:
-        """Takes what was found of a request's adapter; false: not known yet."""
+    def _settle(self, state: RequestState, patience_ms: float) -> bool:
+        """Takes what was found of a request's adapter; false: not known yet. The wait is the step's, as those for answers are."""
         if state.look is None:
             return True
-        if not state.look.wait(patience_s):
+        if not self._asker.wait(state.look.wait, patience_ms):
             return False
         state.adapter, state.look = state.look.digest, None
         return True
@@ -272,24 +278,34 @@ class SchedulerSide:
         is_old = question is not None and not state.looked and now - question.asked_at >= ANSWER_KEPT_S
         if question is None or is_old:
             self._ask(state)
-        if state.question is None:
-            return None
-        state.looked = True
         patience_ms = self.options.match_busy_ms if self._computing else math.inf
-        sources = self._asker.look(state.question, patience_ms)
-        if sources is None:
-            return None
-        return self._answered(state, sources)
+        while state.question is not None:
+            state.looked = True
+            sources = self._asker.look(state.question, patience_ms)
+            if sources is None:
+                return None
+            if self._take(state, sources):
+                return state.answer
+            self._ask(state)
+        return None
 
     def _ask(self, state: RequestState) -> None:
-        """Sends the question, if the step has time left for it."""
+        """Sends the question about what follows on what was found, if the step has time left for it."""
         state.looked = False
-        state.question = self._asker.ask(lambda: self._keys(self._hashes(state, 0, KEYS_PER_MATCH // self.ranks)))
+        first = len(state.found)
+        end = min(first + KEYS_PER_MATCH // self.ranks, len(state.request.block_hashes))
+        state.asked = end - first
+        state.question = self._asker.ask(lambda: self._keys(self._hashes(state, first, end)))
 
-    def _answered(self, state: RequestState, sources: Sequence[int]) -> Answer:
+    def _take(self, state: RequestState, sources: Sequence[int]) -> bool:
+        """Takes the answer about a part of a request; whether that was the last: another is asked about where all of it is there."""
         state.question = None
-        state.answer = Answer(sources=sources, at=time.monotonic())
-        return state.answer
+        state.found += sources
+        if 0 < state.asked == len(sources) and len(state.found) < len(state.request.block_hashes):
+            return False
+        state.answer = Answer(sources=tuple(state.found), at=time.monotonic())
+        state.found = []
+        return True
 
     def _hashes(self, state: RequestState, first: int, end: int) -> tuple[bytes, ...]:
         """What names blocks of a request, besides the namespace."""

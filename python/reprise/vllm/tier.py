@@ -126,6 +126,7 @@ class RepriseTier(SecondaryTierManager):
             memory,
             load_deadline=options.load_deadline_ms / 1e3,
             load_stall=options.load_stall_ms / 1e3,
+            load_standstill=options.load_standstill_ms / 1e3,
             save_stall=options.save_stall_ms / 1e3,
         )
         self._lookups = Lookups(Asker(self._session, options, self._counts), self._keys)

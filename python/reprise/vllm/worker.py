@@ -81,6 +81,7 @@ class WorkerSide:
             memory,
             load_deadline=self.options.load_deadline_ms / 1e3,
             load_stall=self.options.load_stall_ms / 1e3,
+            load_standstill=self.options.load_standstill_ms / 1e3,
         )
 
     def start_loads(self, metadata: RepriseMetadata) -> None:

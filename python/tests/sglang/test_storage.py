@@ -27,7 +27,10 @@ from reprise.sglang import RepriseStorage, generation
 LONG_S = 60.0
 """Nothing takes as long, unless it hangs."""
 
-PATIENT = {f"{name}_ms": LONG_S * 1e3 for name in ("match_deadline", "load_deadline", "load_stall", "save_stall")}
+PATIENT = {
+    f"{name}_ms": LONG_S * 1e3
+    for name in ("match_deadline", "load_deadline", "load_stall", "load_standstill", "save_stall")
+}
 NOWHERE = Path("/nonexistent/agent.sock")
 BUSY_MACHINE_S = 0.5
 """What other processes of a test machine may cost a call."""

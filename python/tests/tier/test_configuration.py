@@ -122,7 +122,10 @@ def test_the_connector_tells_its_tier_which_model_it_serves(weights: Path, closi
 def test_vllm_s_scheduler_side_finds_a_prompt_that_another_engine_has_stored(
     weights: Path, cluster: Cluster, closing: list[Any]
 ) -> None:
-    patient = {f"{name}_ms": LONG_S * 1e3 for name in ("match_deadline", "load_deadline", "load_stall", "save_stall")}
+    patient = {
+        f"{name}_ms": LONG_S * 1e3
+        for name in ("match_deadline", "load_deadline", "load_stall", "load_standstill", "save_stall")
+    }
     hash_blocks = get_hash_fn_by_name("sha256_cbor")
     init_none_hash(hash_blocks)
     request = Request(

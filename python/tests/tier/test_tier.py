@@ -17,7 +17,12 @@ PROMPT = 8
 """Chunks of a prompt."""
 
 BUDGET_S = 0.005
-PATIENT = {"load_stall_ms": LONG_S * 1e3, "load_deadline_ms": LONG_S * 1e3, "save_stall_ms": LONG_S * 1e3}
+PATIENT = {
+    "load_stall_ms": LONG_S * 1e3,
+    "load_standstill_ms": LONG_S * 1e3,
+    "load_deadline_ms": LONG_S * 1e3,
+    "save_stall_ms": LONG_S * 1e3,
+}
 """Where nothing is to be given up, however slow the machine is."""
 
 ANSWERED = {**PATIENT, "match_deadline_ms": LONG_S * 1e3}

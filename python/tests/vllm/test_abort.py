@@ -155,7 +155,10 @@ def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
 def stepped(own_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine whose loads wait for as long as its agent is stopped."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    patient = {f"{name}_ms": LONG_S * 1e3 for name in ("match_budget", "match_deadline", "load_deadline", "load_stall")}
+    patient = {
+        f"{name}_ms": LONG_S * 1e3
+        for name in ("match_budget", "match_deadline", "load_deadline", "load_stall", "load_standstill")
+    }
     made = Engine(model(tmp_path / "model"), own_cluster.agents[0], **patient)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made.worker)
     yield made

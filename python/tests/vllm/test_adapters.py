@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,46 @@ def test_the_scheduler_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch
     while (told := scheduler.matched_tokens(asked, 0)) == (None, False):
         scheduler.step(output({}, {}))
     assert told == (2 * TOKENS, True)
+
+
+def test_requests_that_wait_for_an_adapter_wait_for_one_step_s_budget_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read = threading.Event()
+
+    def hung(files: list[Path]) -> str:
+        assert is_read.wait(60.0)
+        return "told"
+
+    monkeypatch.setattr(weights, "sample", hung)
+    monkeypatch.setattr(scheduler_module, "ADAPTER_WAIT_S", 600.0)
+    scheduler = side(FakeSession(), match_budget_ms=20.0)
+    folder = adapter(tmp_path / "law", seed=1)
+    try:
+        before = time.monotonic()
+        for number in range(100):
+            assert scheduler.matched_tokens(adapted(folder, f"r{number}"), 0) == (None, False)
+        assert time.monotonic() - before < 1.0, "100 times 20 ms would be 2 s"
+    finally:
+        is_read.set()
+
+
+def test_an_adapter_that_cannot_be_read_does_not_end_the_looks_at_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample = weights.sample
+
+    def fails(files: list[Path]) -> str:
+        if "broken" in str(files[0]):
+            raise RuntimeError("nobody has thought of this")
+        return sample(files)
+
+    monkeypatch.setattr(weights, "sample", fails)
+    session = FakeSession(answer=[Source.OWN_DRAM] * 2)
+    scheduler = side(session)
+    assert scheduler.matched_tokens(adapted(adapter(tmp_path / "broken", seed=1), "a"), 0) == (0, False)
+    assert scheduler.matched_tokens(adapted(adapter(tmp_path / "law", seed=1), "b"), 0) == (2 * TOKENS, True)
+    assert "nobody has thought of this" in caplog.text
 
 
 def test_blocks_of_an_adapter_that_cannot_be_told_apart_are_neither_loaded_nor_saved(tmp_path: Path) -> None:

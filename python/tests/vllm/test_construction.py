@@ -15,7 +15,8 @@ from engine import connector as transfer_config
 from engine_model import model
 from huggingface_hub import ResolvedRevision
 from vllm.config import KVTransferConfig, ModelConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.config.multimodal import MultiModalConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -27,7 +28,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from reprise import BadRequest
-from reprise.vllm import RepriseConnector, geometry
+from reprise.vllm import RepriseConnector, geometry, identity
+from reprise.vllm.identity import Handshake
 from reprise.vllm.options import Options
 
 
@@ -55,6 +57,10 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         "prefix_caching": True,
         "load_format": "auto",
         "architecture": {"rope_theta": 10000.0},
+        "max_model_len": 4096,
+        "auto_length": False,
+        "inputs": None,
+        "speculation": None,
         "transfer": transfer_config(Path("/nonexistent/agent.sock")),
         **changes,
     }
@@ -74,9 +80,12 @@ def engine_config(weights: Path, **changes: Any) -> Any:
             dtype=flat["dtype"],
             quantization=None,
             seed=0,
-            hf_config=SimpleNamespace(),
-            hf_text_config=SimpleNamespace(to_dict=lambda: flat["architecture"]),
+            hf_config=SimpleNamespace(to_dict=lambda: flat["architecture"]),
+            max_model_len=flat["max_model_len"],
+            original_max_model_len=-1 if flat["auto_length"] else flat["max_model_len"],
+            multimodal_config=flat["inputs"],
         ),
+        speculative_config=flat["speculation"],
         kv_transfer_config=KVTransferConfig(**flat["transfer"]),
         kv_events_config=None,
     )
@@ -90,6 +99,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(tmp_path_factory.mktemp("weights") / "one", seed=2)
+
+
+@pytest.fixture(autouse=True)
+def as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations of these tests are in no file: they are taken as they are told."""
+    read_anew = identity._read_anew
+    monkeypatch.setattr(
+        identity, "_read_anew", lambda model: read_anew(model) if isinstance(model, ModelConfig) else model.hf_config
+    )
 
 
 def digest(config: Any, cache: KVCacheConfig | None = None, **options: Any) -> bytes:
@@ -129,6 +147,124 @@ def test_nothing_that_changes_kv_is_shared(weights: Path, other_weights: Path, m
         changed.setattr(vllm, "__version__", "99.1.0")
         digests["another release of vLLM"] = digest(engine_config(weights))
     assert len(set(digests.values())) == len(digests), digests
+
+
+LONGROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+DYNAMIC = {"text_config": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}}
+YARN = {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 4096}}
+BY_LAYER = {"rope_parameters": {"full_attention": LONGROPE["rope_parameters"], "rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "one", "other", "is_shared"),
+    [
+        ({"rope_theta": 1e4}, 4096, 8192, True),
+        (YARN, 4096, 8192, True),
+        (LONGROPE, 2048, 4096, True),
+        (LONGROPE, 8192, 16384, True),
+        (LONGROPE, 4096, 4097, False),
+        (BY_LAYER, 4096, 4097, False),
+        (DYNAMIC, 4096, 8192, False),
+        ({"rope_parameters": {"rope_type": "one that is yet to come"}}, 4096, 8192, False),
+    ],
+)
+def test_engines_of_different_lengths_share_where_positions_do_not_depend_on_it(
+    weights: Path, architecture: dict[str, Any], one: int, other: int, is_shared: bool
+) -> None:
+    first, second = (
+        digest(engine_config(weights, architecture=architecture, max_model_len=length)) for length in (one, other)
+    )
+    assert (first == second) is is_shared
+
+
+def test_a_length_that_is_found_while_the_engine_starts_is_not_taken_for_the_one_that_the_model_was_built_for(
+    weights: Path,
+) -> None:
+    def of(**changes: Any) -> bytes:
+        return digest(engine_config(weights, architecture=LONGROPE, **changes))
+
+    settled = {of(auto_length=True, max_model_len=length) for length in (2048, 8192)}
+    assert len(settled) == 1
+    assert settled.isdisjoint({of(max_model_len=2048), of(max_model_len=8192)})
+
+
+def test_what_an_engine_does_with_all_inputs_of_other_kinds_is_in_its_keys(tmp_path: Path) -> None:
+    weights = model(tmp_path / "sees")
+
+    def of(**settings: Any) -> bytes:
+        return digest(engine_config(weights, inputs=MultiModalConfig(**settings)))
+
+    alike = {of(), of(limit_per_prompt={"image": 2}), of(mm_processor_cache_gb=0), of(mm_processor_kwargs={})}
+    assert len(alike) == 1
+    others = {
+        "text only": digest(engine_config(weights)),
+        "other crops": of(mm_processor_kwargs={"num_crops": 4}),
+        "more crops": of(mm_processor_kwargs={"num_crops": 16}),
+        "other frames": of(media_io_kwargs={"video": {"num_frames": 40}}),
+        "fewer tokens of a video": of(video_pruning_rate=0.5),
+    }
+    (weights / "preprocessor_config.json").write_text('{"size": 448}')
+    others["another preparation of images"] = of()
+    assert len(alike | set(others.values())) == 1 + len(others), others
+
+
+def test_whose_guesses_lie_in_the_same_blocks_is_in_the_key(weights: Path, other_weights: Path) -> None:
+    def of(method: str, draft: Path | None) -> bytes:
+        described = engine_config(draft).model_config if draft is not None else None
+        speculation = SimpleNamespace(method=method, draft_model_config=described)
+        return digest(engine_config(weights, speculation=speculation))
+
+    assert of("ngram", None) == digest(engine_config(weights))
+    assert len({of("ngram", None), of("eagle", other_weights), of("eagle3", other_weights), of("mtp", weights)}) == 4
+
+
+def test_a_model_that_changes_its_configuration_where_it_is_built_has_one_key(weights: Path) -> None:
+    config = engine_config(weights)
+    config.model_config = ModelConfig(
+        model=str(weights), skip_tokenizer_init=True, hf_overrides={"rms_norm_eps": 1e-4, "note": {"nested": 1}}
+    )
+    before = digest(config)
+    # As MiniMax-M2 and Llama 4 do, in the processes of the workers.
+    config.model_config.hf_config.max_model_len = config.model_config.max_model_len
+    config.model_config.hf_config.attn_temperature_tuning = True
+    assert digest(config) == before
+    config.model_config = ModelConfig(model=str(weights), skip_tokenizer_init=True)
+    assert digest(config) != before, "overrides are read again as well"
+
+
+def test_what_processes_say_differently_of_one_configuration_is_not_in_its_key(weights: Path) -> None:
+    class Rule:
+        """Something that says of itself where it lies in memory."""
+
+    def of(rule: Any) -> bytes:
+        return digest(engine_config(weights, architecture={"rule": rule, "labels": [{1: "one", "b": 2}]}))
+
+    one, other = Rule(), Rule()
+    assert str(one) != str(other)
+    assert of(one) == of(other) != of("another rule")
+    assert identity._plain({"names": {"c", "a", "b"}}) == {"names": ["a", "b", "c"]}, (
+        "whatever the seed of this process's hashes"
+    )
+
+
+def test_workers_whose_keys_are_not_the_scheduler_s_end_the_start_with_words(weights: Path) -> None:
+    named = geometry.read(engine_config(weights), kv_cache(attention()), Options(), 0).namespace.digest
+    Handshake.check({0: Handshake(named)}, {0: named})
+    with pytest.raises(ValueError, match=r"worker of rank 1 .* different keys"):
+        Handshake.check({0: Handshake(named), 1: Handshake(b"another")}, {0: named, 1: named})
+    with pytest.raises(ValueError, match="same version of the package"):
+        Handshake.check({0: KVConnectorHandshakeMetadata()}, {0: named})
+
+
+def test_the_scheduler_s_side_compares_what_vllm_brings_it_from_the_workers(weights: Path) -> None:
+    made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
+    try:
+        namespace = geometry.read(engine_config(weights), kv_cache(attention()), Options(), 0).namespace
+        made.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(namespace.digest)})
+        with pytest.raises(ValueError, match="nothing would ever be found"):
+            made.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(b"another")})
+    finally:
+        made.shutdown()
 
 
 def test_weights_are_told_apart_by_their_bytes_not_by_where_they_lie(weights: Path, tmp_path: Path) -> None:
@@ -300,7 +436,13 @@ def test_the_environment_names_the_socket_where_the_configuration_does_not(monke
 
 def test_without_an_agent_the_connector_comes_up_and_finds_nothing(weights: Path) -> None:
     made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
-    request = SimpleNamespace(request_id="r", block_hashes=[b"h" * 32] * 4, num_prompt_tokens=128, lora_request=None)
+    request = SimpleNamespace(
+        request_id="r",
+        block_hashes=[b"h" * 32] * 4,
+        num_prompt_tokens=128,
+        lora_request=None,
+        skip_reading_prefix_cache=False,
+    )
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     assert not made.requires_kv_delivery
     made.shutdown()

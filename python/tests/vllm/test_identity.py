@@ -208,6 +208,30 @@ def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: E
     assert hung["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
 
 
+def test_another_node_s_agent_that_hangs_costs_a_second_at_the_most(
+    plain: Engine, engine: Engine, other: Engine, cluster: Cluster
+) -> None:
+    seeds = itertools.count(450)
+
+    def hangs_in_a_load() -> bool:
+        tokens = prompt(next(seeds))
+        expected = plain.generate([tokens])["tokens"]
+        recompute = plain.generate([tokens])["seconds"]
+        see(engine, tokens)
+        before = other.metrics().get("vllm:reprise_failed_blocks", 0)
+        freeze(cluster.agents[0])
+        try:
+            hung = other.generate([tokens])
+        finally:
+            thaw(cluster.agents[0])
+        assert hung["tokens"] == expected
+        assert hung["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
+        # Otherwise the directory had not heard of it yet, or the second node asks the first for nothing for a while.
+        return other.metrics().get("vllm:reprise_failed_blocks", 0) > before
+
+    eventually(hangs_in_a_load, within=60.0)
+
+
 def test_damage_on_nvme_costs_time_only_and_is_counted(plain: Engine, engine: Engine, cluster: Cluster) -> None:
     tokens = prompt(9)
     expected = plain.generate([tokens])["tokens"]

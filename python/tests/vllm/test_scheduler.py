@@ -119,6 +119,7 @@ def request(blocks: int, name: str = "r") -> Any:
         cache_salt=None,
         prompt_embeds=None,
         session_id=None,
+        skip_reading_prefix_cache=False,
     )
 
 
@@ -296,6 +297,72 @@ def test_an_answer_that_does_not_come_costs_the_budget_of_a_step_once_for_all_re
     before = time.monotonic()
     assert scheduler.matched_tokens(request(4, "late"), 0) == (None, False)
     assert time.monotonic() - before >= 0.015, "the next step has a budget of its own"
+
+
+@dataclass
+class Holding(FakeSession):
+    """A session whose agent has so many leading blocks of one prompt."""
+
+    there: int = 0
+
+    def start_match(self, keys: bytes, local: bool = False) -> Question | None:
+        before = sum(len(question.keys) // 16 for question in self.questions)
+        self.answer = [Source.OWN_DRAM] * max(min(len(keys) // 16, self.there - before), 0)
+        return super().start_match(keys, local)
+
+
+@pytest.mark.parametrize(("there", "questions"), [(3, 1), (8, 2), (20, 3), (24, 3)])
+def test_a_prompt_that_is_longer_than_a_question_is_asked_about_in_parts(
+    monkeypatch: pytest.MonkeyPatch, there: int, questions: int
+) -> None:
+    monkeypatch.setattr("reprise.vllm.scheduler.KEYS_PER_MATCH", 8)
+    session = Holding(there=there)
+    assert side(session).matched_tokens(request(24), 0) == (there * TOKENS, True)
+    assert len(session.questions) == questions
+    whole = block_keys(geometry().namespace, request(24).block_hashes)
+    assert whole.startswith(b"".join(question.keys for question in session.questions))
+
+
+def test_parts_of_a_long_prompt_that_a_step_has_no_time_for_are_asked_about_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("reprise.vllm.scheduler.KEYS_PER_MATCH", 8)
+    session = Holding(there=16)
+    scheduler = side(session, match_budget_ms=1.0)
+    asked = request(24)
+    give_up = time.monotonic() + 5
+    while (told := scheduler.matched_tokens(asked, 0)) == (None, False):
+        assert time.monotonic() < give_up
+        # Nothing is left of the next step either, once its first question is out.
+        scheduler.step(output({}, {}))
+        scheduler._asker._budget_left = 1e-9
+    assert told == (16 * TOKENS, True)
+    assert len(session.questions) == 3
+
+
+def test_the_wait_for_an_answer_is_counted_once_whatever_its_steps() -> None:
+    session = FakeSession(answer=None)
+    scheduler = side(session, match_budget_ms=5.0, match_deadline_ms=10_000.0)
+    asked = request(2)
+    for _ in range(3):
+        assert scheduler.matched_tokens(asked, 0) == (None, False)
+        scheduler.step(output({}, {}))
+    session.questions[0].answer = [Source.OWN_DRAM] * 2
+    assert scheduler.matched_tokens(asked, 0) == (2 * TOKENS, True)
+    told = scheduler.stats.take()
+    assert told is not None
+    (waited,) = told.data["match_seconds"]
+    assert waited >= 0.01, "in three steps"
+
+
+def test_a_request_that_is_to_compute_its_whole_prompt_is_not_asked_about() -> None:
+    session = FakeSession(answer=[Source.OWN_DRAM] * 2)
+    scheduler = side(session)
+    asked = request(2)
+    asked.skip_reading_prefix_cache = True
+    scheduler.begin(asked)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert session.questions == []
 
 
 def test_while_others_compute_a_step_waits_briefly_and_for_its_budget_when_they_are_over() -> None:

@@ -26,7 +26,8 @@ def test_an_engine_of_two_ranks_loads_what_it_has_computed_and_nothing_of_one_wi
     see(engine, tokens)
     small = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
     # Two ranks spin on all cores of a small machine: its agent may wait for one for seconds.
-    transfer = connector(cluster.agents[0].socket, match_deadline_ms=PATIENCE_MS, load_stall_ms=PATIENCE_MS)
+    patient = {f"{name}_ms": PATIENCE_MS for name in ("match_deadline", "load_stall", "load_standstill")}
+    transfer = connector(cluster.agents[0].socket, **patient)
     pair = Engine(weights, home / "pair.log", transfer, a_core_for_each_rank(), tensor_parallel_size=2, **small)
     try:
         cold = see(pair, tokens, ranks=2)

@@ -64,7 +64,8 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_its_loads(tmp_path: Pat
         for name, wait_s in (("long", LONG_S), ("short", SHORT_S)):
             session = Session(agent.socket, shape.namespace, shape.layout)
             assert session.wait_connected(LONG_S)
-            options = Options(idle_wait_ms=wait_s * 1e3, load_stall_ms=LONG_S * 1e3, load_deadline_ms=LONG_S * 1e3)
+            patient = {f"{name}_ms": LONG_S * 1e3 for name in ("load_stall", "load_standstill", "load_deadline")}
+            options = Options(idle_wait_ms=wait_s * 1e3, **patient)
             workers[name] = WorkerSide(geometry=shape, options=options, session=session)
             workers[name].register({name: torch.zeros(4, 2, 16, 8) for name in shape.layer_names})
         workers["long"].start_loads(RepriseMetadata(loads=[plan]))

@@ -11,7 +11,7 @@ use super::{
 use crate::client::Client;
 use crate::deadline;
 use crate::error::ClientError;
-use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, PendingLoad, Verify};
+use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, Patience, PendingLoad, Verify};
 use crate::matching::{Scope, Source};
 
 /// How to load.
@@ -19,8 +19,11 @@ use crate::matching::{Scope, Source};
 pub struct LoadOptions {
     /// What is not there by then is given up, from the call on. More than 600 s are refused (`BadRequest`).
     pub deadline: Duration,
-    /// How long the agent may show no progress.
+    /// How long the agent may show no progress and no sign of life: it is given up then (`Timeout`).
     pub stall_timeout: Duration,
+    /// How long nothing may come although the agent is there, because another node or a device hangs: what is missing then
+    /// is given up (`Stalled`). `None`: until the deadline.
+    pub standstill_timeout: Option<Duration>,
     /// Where to look.
     pub scope: Scope,
     /// Whether copies are checked.
@@ -66,6 +69,7 @@ impl Default for LoadOptions {
         LoadOptions {
             deadline: LOAD_DEADLINE_DEFAULT,
             stall_timeout: STALL_TIMEOUT_DEFAULT,
+            standstill_timeout: None,
             scope: Scope::default(),
             verify: Verify::default(),
         }
@@ -158,8 +162,7 @@ impl<'a> Loading<'a> {
     fn run(&mut self) -> Result<(), ClientError> {
         let mut coming = self.start_window()?;
         while let Some(Window { blocks, pending }) = coming {
-            let load =
-                pending.wait_unless_stalled(self.options.stall_timeout)?.with_verify(self.options.verify);
+            let load = pending.wait_with(self.patience())?.with_verify(self.options.verify);
             coming = self.start_window()?;
             self.finish_window(&blocks, &load)?;
             drop(load);
@@ -168,6 +171,12 @@ impl<'a> Loading<'a> {
             }
         }
         Ok(())
+    }
+
+    /// From the last progress on.
+    fn patience(&self) -> Patience {
+        let LoadOptions { stall_timeout: stall, standstill_timeout: standstill, .. } = self.options;
+        Patience { stall, standstill, until: self.until }
     }
 
     /// Asks for the next blocks; `None` when all were asked for.
@@ -198,7 +207,7 @@ impl<'a> Loading<'a> {
             if !self.pace.may_go_on() {
                 return Err(cancelled());
             }
-            load.wait_layer(layer, self.options.stall_timeout)?;
+            load.wait_layer_with(layer, self.patience())?;
             self.copy_layer(layer, blocks, &mut statuses, load);
             if is_last {
                 self.pace.note_copied(layer + 1);

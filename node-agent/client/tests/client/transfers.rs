@@ -147,6 +147,82 @@ fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
     agent.join();
 }
 
+/// Loads that an agent that answers all else leaves standing still.
+fn standing_still() -> TransferOptions {
+    let mut options = transfer_options(LONG);
+    options.load.standstill_timeout = Some(SHORT);
+    options
+}
+
+#[test]
+fn a_load_of_which_nothing_comes_ends_the_agent_is_not_suspected_and_the_next_asks_no_peers() {
+    let (asked, scopes) = mpsc::channel::<bool>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        while let Some((id, request)) = peer.receive() {
+            match request {
+                request::Body::Load(load) => asked.send(load.local_only).expect("the test looks"),
+                request::Body::Stats(_) => peer.reply_stats(id),
+                other => panic!("{other:?}"),
+            }
+        }
+    });
+    let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(2));
+    let keeper = connected(&agent);
+    let transfers = Transfers::new(Arc::clone(&keeper), memory, standing_still()).expect("threads");
+    let loads = [0, 1].map(|block| transfers.submit_load(placed([(block, 0)])).expect("a right call"));
+    assert!(transfers.wait(&loads, LONG / 2));
+    for ended in transfers.finished() {
+        assert_eq!(load_statuses(&ended.outcome), [BlockStatus::Failed]);
+        let reason = ended.outcome.stopped_by().expect("it ended before its end");
+        assert!(matches!(reason, ClientError::Stalled { .. }), "{reason}");
+        assert_eq!(reason.kind(), "Stalled");
+    }
+    assert!(!keeper.status().is_suspected, "it has answered all along");
+    assert_eq!(
+        scopes.iter().take(2).collect::<Vec<_>>(),
+        [false, true],
+        "whether only its own node is asked"
+    );
+    drop((transfers, keeper));
+    agent.join();
+}
+
+#[test]
+fn what_comes_after_a_load_stood_still_is_not_written_to_the_engine_s_memory_any_more() {
+    let (ended, told_that_it_has_ended) = mpsc::channel::<()>();
+    let agent = FakeAgent::start(move |peer| {
+        peer.greet();
+        let (id, _) = peer.expect_load();
+        peer.progress.begin(0, 1);
+        peer.progress.set_layers(0, 1);
+        let block = peer.place_block(0);
+        peer.reply_loaded(id, Answer { load: 1, entry: 0, grant: Grant::First }, vec![block]);
+        let id = peer.expect_stats();
+        peer.reply_stats(id);
+        assert_eq!(peer.expect_release(), 1);
+        told_that_it_has_ended.recv().expect("the test says when");
+        peer.progress.set_layers(0, 2);
+        assert!(peer.receive().is_none(), "the client closes");
+    });
+    let memory = Arc::new(Memory::new(1));
+    let shown: Arc<dyn PagedMemory> = Arc::<Memory>::clone(&memory);
+    let keeper = connected(&agent);
+    let transfers = Transfers::new(Arc::clone(&keeper), shown, standing_still()).expect("threads");
+    let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
+    assert!(transfers.wait(&[load], LONG / 2));
+    let finished = transfers.finished();
+    assert_eq!(load_statuses(&finished[0].outcome), [BlockStatus::Failed]);
+    assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Stalled { .. })), "{finished:?}");
+    assert!(!keeper.status().is_suspected);
+    let held = memory.block(0).clone();
+    assert_ne!(held, block_bytes(0), "only its first layer came in time");
+    ended.send(()).expect("the agent lives");
+    drop((transfers, keeper));
+    agent.join();
+    assert_eq!(*memory.block(0), held, "what came later was not copied");
+}
+
 #[test]
 fn a_load_s_time_counts_from_its_submission_and_one_without_any_left_is_not_begun() {
     let (go_on, told_to_go_on) = mpsc::channel::<()>();
