@@ -170,7 +170,7 @@ impl Election {
                     self.renewed = None;
                 }
                 Ok(Claim::Outdated) => {
-                    tracing::info!("the lease changes all the time; it is renewed again soon")
+                    tracing::info!("the lease changes all the time; it is renewed again soon");
                 }
                 Err(error) => tracing::warn!(%error, "the lease cannot be renewed"),
             }
