@@ -132,7 +132,10 @@ impl Interposer {
         let kubeconfig = folder.join(format!("interposer-{}.kubeconfig", address.port()));
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
-            "clusters": [{ "name": "test", "cluster": { "server": format!("http://{address}") } }],
+            // A program that is given no authority looks for those of the machine, even if it needs none.
+            "clusters": [{ "name": "test", "cluster": {
+                "server": format!("http://{address}"), "certificate-authority": server.certificate_authority(),
+            } }],
             "users": [{ "name": "test", "user": {} }],
             "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test" } }],
         });

@@ -158,6 +158,11 @@ impl ApiServer {
         AuthInfo { client_certificate, client_key, ..AuthInfo::default() }
     }
 
+    /// The certificate by which its own is verified.
+    pub(crate) fn certificate_authority(&self) -> PathBuf {
+        self.authority.file("ca.crt")
+    }
+
     /// With what requests of somebody else are passed on: it waits for as long as they do, and tries nothing twice.
     pub(crate) fn passing(&self) -> Config {
         let mut config = self.config(self.credentials(&User::ADMIN));

@@ -63,6 +63,8 @@ pub(crate) async fn serve(answers: Vec<Answer>) -> (Client, Script) {
     });
     let mut config = Config::new(url.parse().expect("an address"));
     config.default_retry = false;
+    // Nothing here is encrypted; without any the machine's own would be looked for.
+    config.root_cert = Some(Vec::new());
     (Client::try_from(config).expect("it needs no certificates"), script)
 }
 
