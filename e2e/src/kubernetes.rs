@@ -148,10 +148,26 @@ impl ApiServer {
     /// # Panics
     /// When its certificate cannot be written.
     pub fn client(&self, user: &User<'_>) -> Client {
+        self.connect(self.credentials(user))
+    }
+
+    fn credentials(&self, user: &User<'_>) -> AuthInfo {
         let Issued { certificate, key } = self.authority.user(user);
         let path = |path: PathBuf| Some(path.to_str().expect("folders of tests are UTF-8").to_owned());
         let (client_certificate, client_key) = (path(certificate), path(key));
-        self.connect(AuthInfo { client_certificate, client_key, ..AuthInfo::default() })
+        AuthInfo { client_certificate, client_key, ..AuthInfo::default() }
+    }
+
+    /// The certificate by which its own is verified.
+    pub(crate) fn certificate_authority(&self) -> PathBuf {
+        self.authority.file("ca.crt")
+    }
+
+    /// With what requests of somebody else are passed on: it waits for as long as they do, and tries nothing twice.
+    pub(crate) fn passing(&self) -> Config {
+        let mut config = self.config(self.credentials(&User::ADMIN));
+        (config.read_timeout, config.default_retry) = (None, false);
+        config
     }
 
     /// A file by which programs talk to it as a user, who may do what has been granted.
@@ -181,13 +197,17 @@ impl ApiServer {
         self.connect(AuthInfo { token: Some(token.into()), ..AuthInfo::default() })
     }
 
-    fn connect(&self, auth_info: AuthInfo) -> Client {
+    fn config(&self, auth_info: AuthInfo) -> Config {
         let mut config = Config::new(self.url().parse().expect("an address"));
         config.root_cert = Some(vec![self.authority.der()]);
         config.read_timeout = Some(PATIENCE);
         config.auth_info = auth_info;
+        config
+    }
+
+    fn connect(&self, auth_info: AuthInfo) -> Client {
         let _inside = self.runtime.enter();
-        Client::try_from(config).expect("its own certificates are valid")
+        Client::try_from(self.config(auth_info)).expect("its own certificates are valid")
     }
 
     /// SIGKILL. The etcd goes on.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::admin::Admin;
+use crate::interposer::Interposer;
 use crate::kubernetes::{ApiServer, User};
 use crate::process::{Refused, Running, Starting, binary};
 
@@ -43,6 +44,13 @@ impl OperatorFiles {
         self
     }
 
+    /// That reaches the API server through something in between.
+    #[must_use]
+    pub fn through(mut self, interposer: &Interposer) -> OperatorFiles {
+        self.kubeconfig = interposer.kubeconfig().to_owned();
+        self
+    }
+
     /// Where it logs.
     pub fn log(&self) -> &Path {
         &self.log
@@ -73,6 +81,11 @@ impl Operator {
     /// Its admin port.
     pub fn admin(&self) -> &Admin {
         &self.admin
+    }
+
+    /// Whether it has not ended.
+    pub fn is_alive(&mut self) -> bool {
+        self.running.is_alive()
     }
 
     /// SIGKILL.

@@ -1,7 +1,7 @@
-//! Randomness of the tests: from one number, which is printed and can be given back.
+//! Randomness of the tests: from one number, which is printed and can be given back; and how long tests go on that could do so for ever.
 
 use std::io::Write;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -23,6 +23,15 @@ pub fn seeded(test: &str) -> StdRng {
     };
     say(&format!("{test}: replay with {SEED_VARIABLE}={seed}"));
     StdRng::seed_from_u64(seed)
+}
+
+/// Seconds of a test that goes on for as long as it may: by a variable, or so many.
+///
+/// # Panics
+/// When the variable holds no number.
+pub fn seconds(variable: &str, otherwise: u64) -> Duration {
+    let text = std::env::var(variable).ok();
+    Duration::from_secs(text.map_or(otherwise, |text| text.parse().expect("seconds are a number")))
 }
 
 /// Writes a line that is shown even when the test passes.

@@ -16,6 +16,7 @@ use crate::config::{AgentConfig, AgentFiles, StartedWith};
 use crate::control_plane::{ControlPlane, Store};
 use crate::etcd::Etcd;
 use crate::host::Host;
+use crate::interposer::Interposer;
 use crate::kubernetes::{self, ApiServer};
 use crate::logs::Logs;
 use crate::operator::OperatorFiles;
@@ -162,6 +163,11 @@ impl World {
         let files = OperatorFiles::new(self.folder(), server, name, namespace);
         self.logs().add(files.log().to_owned());
         files
+    }
+
+    /// Something between an operator and an API server, open and without faults.
+    pub fn interposer(&self, server: &ApiServer) -> Interposer {
+        Interposer::to(server, self.folder())
     }
 
     /// Says the ends of all logs, for whoever looks at a failure. A world that is dropped in a panic does so by itself.

@@ -5,6 +5,8 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
+#[path = "operator/chaos.rs"]
+mod chaos;
 #[path = "operator/children.rs"]
 mod children;
 #[path = "operator/control_planes.rs"]
@@ -15,6 +17,8 @@ mod convergence;
 mod in_use;
 #[path = "operator/injection.rs"]
 mod injection;
+#[path = "operator/kills.rs"]
+mod kills;
 #[path = "operator/lab.rs"]
 mod lab;
 #[path = "operator/pools.rs"]

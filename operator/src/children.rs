@@ -6,25 +6,20 @@
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
 
-use kube::api::{
-    Api, DeleteParams, DynamicObject, Patch, PatchParams, Preconditions, PropagationPolicy,
-    ValidationDirective,
-};
-
+use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
 use kube::{Client, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
 
 use crate::child::{Child, ChildKind, Ownership};
+use crate::conflict::{self, Removed};
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::CLUSTER_UID;
 use crate::plan::Refusal;
 
-/// HTTP's codes, as the API server uses them.
-const CONFLICT: u16 = 409;
-const NOT_FOUND: u16 = 404;
+/// HTTP's code for an object that is not valid.
 const UNPROCESSABLE: u16 = 422;
 
 /// What came of writing children.
@@ -92,7 +87,7 @@ async fn apply_one(
     }
     let mut params = PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict);
     params.force = child.ownership == Ownership::OursAlone;
-    match api.patch(&child.name, &params, &Patch::Apply(&child.body)).await {
+    match conflict::apply(&api, &child.name, &params, &child.body).await {
         Ok(written) => {
             context.metrics.wrote(child.kind.as_str(), Write::Apply);
             tracing::info!(object = %key, "written");
@@ -101,7 +96,7 @@ async fn apply_one(
             normalised.insert(key, (child.digest.clone(), version));
             Ok(None)
         }
-        Err(kube::Error::Api(status)) if status.code == CONFLICT && !params.force => {
+        Err(kube::Error::Api(status)) if conflict::is_of_fields(&status) => {
             Ok(Some(field_conflict(&key, &status.message)))
         }
         Err(kube::Error::Api(status)) if status.code == UNPROCESSABLE => {
@@ -166,7 +161,7 @@ async fn remove_unwanted(
     Ok(())
 }
 
-/// Deletes exactly this object, unless it goes already.
+/// Deletes this object, unless it goes already, or what has its name by now if that is of the same cluster.
 ///
 /// # Errors
 /// The API server did not answer.
@@ -175,23 +170,16 @@ pub(crate) async fn remove(
     kind: ChildKind,
     child: &DynamicObject,
 ) -> Result<(), OperatorError> {
-    if child.metadata.deletion_timestamp.is_some() {
-        return Ok(());
-    }
-    let params = DeleteParams {
-        preconditions: Some(Preconditions { uid: child.uid(), resource_version: None }),
-        propagation_policy: Some(PropagationPolicy::Background),
-        ..DeleteParams::default()
-    };
-    let name = child.name_any();
-    match api(&context.client, kind, child.namespace().as_deref()).delete(&name, &params).await {
-        Ok(_) => {
+    let (name, of) = (child.name_any(), child.labels().get(CLUSTER_UID));
+    let is_theirs = |live: &DynamicObject| of.is_some() && live.labels().get(CLUSTER_UID) == of;
+    let api = api(&context.client, kind, child.namespace().as_deref());
+    match conflict::remove(&api, child, is_theirs).await {
+        Ok(Removed::Now) => {
             context.metrics.wrote(kind.as_str(), Write::Delete);
             tracing::info!(kind = kind.as_str(), name, "removed, since it is wanted no more");
             Ok(())
         }
-        // Gone already, or another one of the same name by now.
-        Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(()),
+        Ok(Removed::Already) => Ok(()),
         Err(error) => Err(OperatorError::api(format!("delete {} {name}", kind.as_str()))(error)),
     }
 }

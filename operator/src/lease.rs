@@ -1,14 +1,18 @@
 //! Which of the replicas works: the one that holds a Lease.
 //!
 //! ```text
-//! waits ──lease free, or not renewed for LASTS──► holds ──renews every RENEWS──► holds
-//!                                                   │
-//!                                  another holds it, or no renewal for GIVES_UP ──► the process ends
+//! waits ──lease free, or not renewed for `lasts`──► holds ──renews every `renews`──► holds
+//!                                                     │
+//!                                    another holds it, or no renewal for `gives_up` ──► the process ends
 //! ```
 //!
 //! Whether a lease was renewed is told by a change of its fields, and how long ago by our own clock: clocks of other machines are not
-//! compared. A holder that runs gives up before others take over ([`GIVES_UP`] < [`LASTS`]). Identities are names of pods: no two processes that
+//! compared. A holder that runs gives up before others take over (`gives_up` < `lasts`, [`Pace`]), and counts from before it asked: an answer that
+//! comes late makes nobody a holder for longer. So no request is waited for without a bound. Identities are names of pods: no two processes that
 //! run have the same.
+//!
+//! A write that the API server refuses since the lease has changed (409) says nothing about who holds it: it may be our own write, of which the
+//! answer was lost. It is read again, and what is there decides.
 //!
 //! What is not excluded: a process that was stopped, or whose machine was, takes itself for the holder when it wakes, until it looks at the lease
 //! again, and what it had sent may arrive late. What such a one does:
@@ -35,14 +39,36 @@ use crate::error::OperatorError;
 
 /// The lease's name.
 pub const NAME: &str = "reprise-operator";
-/// A lease that was not renewed for so long is free.
-pub const LASTS: Duration = Duration::from_secs(15);
-/// How often it is renewed, and looked at.
-const RENEWS: Duration = Duration::from_secs(3);
-/// A holder that could not renew for so long ends.
-const GIVES_UP: Duration = Duration::from_secs(10);
+/// Reads and writes of one attempt, at the most: each time somebody else has written in between.
+const TRIES_MAX: usize = 3;
 /// HTTP's code when somebody else was first.
 const CONFLICT: u16 = 409;
+
+/// Times of an election.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// A lease that was not renewed for so long is free.
+    pub lasts: Duration,
+    /// How often it is renewed, and looked at.
+    pub renews: Duration,
+    /// After an attempt that failed the next one comes so soon.
+    pub retries: Duration,
+    /// An attempt that takes longer has failed. Two fit in before a holder gives up.
+    pub answers: Duration,
+    /// A holder that could not renew for so long ends.
+    pub gives_up: Duration,
+}
+
+impl Pace {
+    /// Of every replica: they must agree.
+    pub const OURS: Pace = Pace {
+        lasts: Duration::from_secs(15),
+        renews: Duration::from_secs(3),
+        retries: Duration::from_secs(1),
+        answers: Duration::from_secs(3),
+        gives_up: Duration::from_secs(10),
+    };
+}
 
 /// The service account of the operator's pods.
 pub struct Account {
@@ -82,45 +108,71 @@ pub struct Election {
     api: Api<Lease>,
     identity: String,
     account: Option<Account>,
+    pace: Pace,
     /// What was seen last, and since when it is so.
     seen: Option<(LeaseSpec, Instant)>,
+    /// Before the request that took or renewed it last, while it is held.
+    renewed: Option<Instant>,
+}
+
+/// Whose the lease is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Claim {
+    Ours,
+    Theirs,
+    /// Somebody has written between our read and our write.
+    Outdated,
 }
 
 impl Election {
     /// A replica that holds nothing.
     pub fn new(api: Api<Lease>, identity: impl Into<String>, account: Option<Account>) -> Election {
-        Election { api, identity: identity.into(), account, seen: None }
+        Election { api, identity: identity.into(), account, pace: Pace::OURS, seen: None, renewed: None }
     }
 
     /// Waits until this replica holds the lease.
     pub async fn won(&mut self) {
         loop {
-            match self.try_take().await {
-                Ok(true) => return,
-                Ok(false) => {}
+            let begun = Instant::now();
+            match self.attempt(self.pace.answers).await {
+                Ok(Claim::Ours) => {
+                    self.renewed = Some(begun);
+                    return;
+                }
+                Ok(Claim::Theirs | Claim::Outdated) => {}
                 Err(error) => tracing::warn!(%error, "the lease cannot be looked at"),
             }
-            tokio::time::sleep(RENEWS).await;
+            tokio::time::sleep(self.pace.renews).await;
         }
     }
 
-    /// Renews for ever; ends when the lease is lost.
+    /// Renews for ever; ends when the lease is lost, at once when it is not held.
     pub async fn lost(&mut self) {
-        let mut renewed = Instant::now();
-        loop {
-            tokio::time::sleep(RENEWS).await;
-            let left = GIVES_UP.saturating_sub(renewed.elapsed());
-            match tokio::time::timeout(left, self.try_take()).await {
-                Ok(Ok(true)) => renewed = Instant::now(),
-                Ok(Ok(false)) => {
+        let mut wait = self.pace.renews;
+        while let Some(renewed) = self.renewed {
+            let left = |pace: Pace| pace.gives_up.saturating_sub(renewed.elapsed());
+            tokio::time::sleep(wait.min(left(self.pace))).await;
+            let left = left(self.pace);
+            if left.is_zero() {
+                tracing::error!("the lease could not be renewed for {:?}", self.pace.gives_up);
+                self.renewed = None;
+                return;
+            }
+            let begun = Instant::now();
+            wait = self.pace.retries;
+            match self.attempt(left.min(self.pace.answers)).await {
+                Ok(Claim::Ours) => {
+                    self.renewed = Some(begun);
+                    wait = self.pace.renews;
+                }
+                Ok(Claim::Theirs) => {
                     tracing::error!("another replica holds the lease");
-                    return;
+                    self.renewed = None;
                 }
-                Ok(Err(error)) => tracing::warn!(%error, "the lease cannot be renewed"),
-                Err(_) => {
-                    tracing::error!("the lease could not be renewed for {GIVES_UP:?}");
-                    return;
+                Ok(Claim::Outdated) => {
+                    tracing::info!("the lease changes all the time; it is renewed again soon");
                 }
+                Err(error) => tracing::warn!(%error, "the lease cannot be renewed"),
             }
         }
     }
@@ -130,6 +182,12 @@ impl Election {
     /// # Errors
     /// The API server did not take it; it runs out by itself.
     pub async fn release(&mut self) -> Result<(), OperatorError> {
+        self.renewed = None;
+        let within = self.pace.answers;
+        tokio::time::timeout(within, self.give_up()).await.unwrap_or(Err(OperatorError::Late(within)))
+    }
+
+    async fn give_up(&self) -> Result<(), OperatorError> {
         let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
         let Some(mut lease) = found.filter(|lease| holder(lease) == Some(self.identity.as_str())) else {
             return Ok(());
@@ -141,8 +199,22 @@ impl Election {
         released.map(|_| ()).map_err(OperatorError::api("release the lease"))
     }
 
-    /// Takes or renews it, if that may be. Whether this replica holds it.
-    async fn try_take(&mut self) -> Result<bool, OperatorError> {
+    /// Takes or renews it, if that may be; what is refused since it is outdated is read again.
+    async fn attempt(&mut self, within: Duration) -> Result<Claim, OperatorError> {
+        let trying = async {
+            for _ in 1..TRIES_MAX {
+                match self.try_take().await? {
+                    Claim::Outdated => {}
+                    known => return Ok(known),
+                }
+            }
+            self.try_take().await
+        };
+        tokio::time::timeout(within, trying).await.unwrap_or(Err(OperatorError::Late(within)))
+    }
+
+    /// Reads it, and takes or renews it if that may be.
+    async fn try_take(&mut self) -> Result<Claim, OperatorError> {
         let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("look at the lease"))?;
         let Some(mut lease) = found else {
             let owner_references = self.owner().await.map(|owner| vec![owner]);
@@ -150,11 +222,11 @@ impl Election {
                 ObjectMeta { name: Some(NAME.to_owned()), owner_references, ..ObjectMeta::default() };
             let lease = Lease { metadata, spec: Some(self.spec(None)) };
             let made = self.api.create(&PostParams::default(), &lease).await.map(|_| ());
-            return or_conflict(made, "make the lease");
+            return or_outdated(made, "make the lease");
         };
         let spec = lease.spec.clone().unwrap_or_default();
         if !self.may_take(&spec, Instant::now()) {
-            return Ok(false);
+            return Ok(Claim::Theirs);
         }
         lease.spec = Some(self.spec(Some(&spec)));
         if lease.metadata.owner_references.is_none() {
@@ -162,7 +234,7 @@ impl Election {
         }
         // With the version that was read: of two that take it at once, one is refused.
         let taken = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
-        or_conflict(taken, "take the lease")
+        or_outdated(taken, "take the lease")
     }
 
     /// Whose end is the lease's end. None where nobody can say: then it stays.
@@ -178,14 +250,20 @@ impl Election {
         })
     }
 
-    /// Whether a lease is ours, or free.
+    /// Whether a lease is ours, or free and we hold none: who had it, and finds it free, has been followed by somebody who has given it up.
     fn may_take(&mut self, spec: &LeaseSpec, now: Instant) -> bool {
         let holder = spec.holder_identity.as_deref().unwrap_or_default();
-        if holder.is_empty() || holder == self.identity {
+        if holder == self.identity {
+            return true;
+        }
+        if self.renewed.is_some() {
+            return false;
+        }
+        if holder.is_empty() {
             return true;
         }
         match &self.seen {
-            Some((seen, since)) if seen == spec => now.duration_since(*since) > LASTS,
+            Some((seen, since)) if seen == spec => now.duration_since(*since) > self.pace.lasts,
             _ => {
                 self.seen = Some((spec.clone(), now));
                 false
@@ -202,7 +280,7 @@ impl Election {
             holder_identity: Some(self.identity.clone()),
             acquire_time: own.and_then(|own| own.acquire_time.clone()).or_else(|| Some(now.clone())),
             renew_time: Some(now),
-            lease_duration_seconds: i32::try_from(LASTS.as_secs()).ok(),
+            lease_duration_seconds: i32::try_from(self.pace.lasts.as_secs()).ok(),
             lease_transitions: Some(transitions + i32::from(own.is_none() && before.is_some())),
             ..LeaseSpec::default()
         }
@@ -213,11 +291,14 @@ fn holder(lease: &Lease) -> Option<&str> {
     lease.spec.as_ref()?.holder_identity.as_deref()
 }
 
-/// Whether it was done; that somebody else was first is no error.
-fn or_conflict(outcome: Result<(), kube::Error>, what: &str) -> Result<bool, OperatorError> {
+/// That somebody else was first is no error.
+fn or_outdated(outcome: Result<(), kube::Error>, what: &str) -> Result<Claim, OperatorError> {
     match outcome {
-        Ok(()) => Ok(true),
-        Err(kube::Error::Api(status)) if status.code == CONFLICT => Ok(false),
+        Ok(()) => Ok(Claim::Ours),
+        Err(kube::Error::Api(status)) if status.code == CONFLICT => Ok(Claim::Outdated),
         Err(error) => Err(OperatorError::api(what)(error)),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -28,6 +28,7 @@ pub mod child;
 pub mod children;
 pub mod clock;
 pub mod cluster;
+mod conflict;
 pub mod context;
 pub mod control_plane;
 pub mod definitions;
@@ -45,6 +46,8 @@ pub mod pool;
 pub mod profile;
 pub mod queue;
 pub mod run;
+#[cfg(test)]
+mod scripted;
 pub mod selection;
 pub mod settings;
 pub mod status;

@@ -1,8 +1,8 @@
 //! One replica of the operator, from its start to its end.
 //!
 //! In order: the admin port, the watches, the lease, the queues. A replica that waits for the lease has filled its stores, so that it takes over
-//! at once. On SIGTERM the queues end what runs, and the lease is given up. A lease that is lost ends the process without more: another one works
-//! already.
+//! at once. On SIGTERM the queues end what runs, while the lease is still renewed, and then it is given up. A lease that is lost ends the process
+//! without more: another one works already.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -93,9 +93,15 @@ pub async fn run(
     ended?;
     tracing::info!("stopping: what runs is ended first");
     stopping.send(true).context("the queues have ended")?;
-    let ended = tokio::time::timeout(STOPS_WITHIN, futures_util::future::join_all(queues)).await;
-    if ended.is_err() {
-        tracing::info!("what still runs is given up; the next replica does it again");
+    let aborts: Vec<_> = queues.iter().map(tokio::task::JoinHandle::abort_handle).collect();
+    tokio::select! {
+        _ = futures_util::future::join_all(queues) => {}
+        () = tokio::time::sleep(STOPS_WITHIN) => {
+            tracing::info!("what still runs is given up; the next replica does it again");
+            // Before the lease is: nothing of it is written once another replica works.
+            aborts.iter().for_each(tokio::task::AbortHandle::abort);
+        }
+        () = election.lost() => anyhow::bail!("the lease is lost"),
     }
     watches.shutdown().await;
     if let Err(error) = election.release().await {

@@ -1,8 +1,10 @@
 //! Removes what belonged to a cluster that is gone.
 //!
 //! What lies in a cluster's namespace has the cluster as its owner, and Kubernetes removes it. A binding of rights or an admission policy has
-//! no namespace and so cannot have that owner. Without a finalizer on clusters, which would hold them while the operator is away, it is removed here: at the start and
-//! whenever a cluster goes.
+//! no namespace and so cannot have that owner. Without a finalizer on clusters, which would hold them while the operator is away, it is removed here: at the start,
+//! whenever a cluster goes, and once a minute, for what no event tells of.
+
+use std::time::Duration;
 
 use kube::ResourceExt;
 
@@ -12,10 +14,14 @@ use crate::context::Context;
 use crate::error::OperatorError;
 use crate::names::CLUSTER_UID;
 
-/// Sweeps for ever, whenever something may have been orphaned.
+/// Time between two sweeps, at the most. One looks at stores only, unless it finds something.
+const EVERY: Duration = Duration::from_secs(60);
+
+/// Sweeps for ever, whenever something may have been orphaned and from time to time.
 pub async fn run(context: &Context) {
     loop {
-        context.world.until_orphaned().await;
+        // Ends either way: then it is time.
+        let _ = tokio::time::timeout(EVERY, context.world.until_orphaned()).await;
         while let Err(error) = once(context).await {
             let wait = context.backoff.failed("sweep");
             tracing::warn!(%error, ?wait, "what belongs to no cluster could not be removed");

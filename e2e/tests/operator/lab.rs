@@ -318,6 +318,8 @@ pub(crate) fn essence(objects: &Objects) -> BTreeMap<String, Value> {
         fields.remove("status");
         let metadata = fields["metadata"].as_object_mut().expect("metadata");
         metadata.retain(|key, _| ["name", "namespace", "labels"].contains(&key.as_str()));
+        let owners = object.owner_references().iter().map(|owner| format!("{}/{}", owner.kind, owner.name));
+        metadata.insert("owners".to_owned(), owners.collect());
         if kind == "Secret" {
             let names: Vec<String> = whole["data"].as_object().expect("data").keys().cloned().collect();
             whole["data"] = json!(names);

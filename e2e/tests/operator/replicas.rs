@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use reprise_e2e::{PATIENCE, wait_until};
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::api::Api;
+use reprise_e2e::{Fault, PATIENCE, wait_until};
 use serde_json::json;
 
-use crate::lab::Lab;
+use crate::lab::{Lab, SYSTEM};
 
 /// A lease that nobody renews runs out after 15 s, which is looked at every 3 s.
 const TAKES_OVER_WITHIN: Duration = Duration::from_secs(60);
@@ -38,6 +40,32 @@ fn one_replica_works_and_another_takes_over_when_it_is_killed_or_stops() {
     assert!(second.terminate().success());
     wait_until("the third one works", Duration::from_secs(12), || is_leader(&third).then_some(()));
     third.kill();
+}
+
+#[test]
+fn a_renewal_that_is_refused_or_not_answered_costs_nobody_the_lease() {
+    let lab = Lab::new();
+    // An answer that is lost is an error of that attempt.
+    lab.world.allow("the lease cannot be");
+    let gate = lab.world.interposer(&lab.server);
+    let operator = lab.operator_files("operator").through(&gate).start().expect("the operator starts");
+    let works = || operator.metric("reprise_operator_leader", "") > 0.0;
+    wait_until("it works", PATIENCE, || works().then_some(()));
+    let leases: Api<Lease> = Api::namespaced(lab.client(), SYSTEM);
+    let renewed = || {
+        let lease = lab.server.block_on(leases.get("reprise-operator")).expect("the operator has it");
+        lease.spec.and_then(|spec| spec.renew_time)
+    };
+    for fault in [Fault::Conflict, Fault::TimedOut, Fault::Unanswered] {
+        gate.fail_next("/leases/", fault, 1);
+        wait_until("a renewal has failed", PATIENCE, || gate.has_failed().then_some(()));
+        let before = renewed();
+        wait_until("the lease is renewed", PATIENCE, || (renewed() != before).then_some(()));
+    }
+    assert!(works(), "it is the same process, with the lease that it had");
+    lab.cluster(json!({}));
+    lab.wait_for("DaemonSet", "c-agent");
+    assert!(operator.terminate().success());
 }
 
 #[test]

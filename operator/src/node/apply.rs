@@ -2,20 +2,17 @@
 
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, Patch, PatchParams, Preconditions};
+use kube::api::{Api, PatchParams};
 use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde_json::{Value, json};
 
 use super::build::Wanted;
 use super::dereference::Found;
+use crate::conflict::{self, Removed};
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::{MANAGED_BY, OPERATOR};
-
-/// HTTP's codes for what is not there, and for another object than the one meant.
-const NOT_FOUND: u16 = 404;
-const CONFLICT: u16 = 409;
 
 /// Makes it what is wanted. The spec is ours alone: what somebody else writes there is put back.
 ///
@@ -42,9 +39,8 @@ pub async fn apply(
 }
 
 fn is_as_wanted(live: &CacheNode, node: &Node, spec: &CacheNodeSpec) -> bool {
-    let ours = live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR);
     let owned = live.owner_references().iter().any(|owner| Some(&owner.uid) == node.metadata.uid.as_ref());
-    ours && owned && in_order(live.spec.clone()) == in_order(spec.clone())
+    is_ours(live) && owned && in_order(live.spec.clone()) == in_order(spec.clone())
 }
 
 /// Lists that are sets may come back in another order.
@@ -72,7 +68,7 @@ async fn write(node: &Node, spec: &CacheNodeSpec, context: &Context) -> Result<(
     });
     let api: Api<CacheNode> = Api::all(context.client.clone());
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-    api.patch(&name, &params, &Patch::Apply(&body))
+    conflict::apply(&api, &name, &params, &body)
         .await
         .map_err(OperatorError::api(format!("apply CacheNode {name}")))?;
     context.metrics.wrote("CacheNode", Write::Apply);
@@ -83,23 +79,19 @@ async fn write(node: &Node, spec: &CacheNodeSpec, context: &Context) -> Result<(
 
 /// Only what we made: a CacheNode that somebody wrote by hand stays.
 async fn remove(live: &CacheNode, context: &Context) -> Result<(), OperatorError> {
-    let ours = live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR);
-    if !ours || live.metadata.deletion_timestamp.is_some() {
+    if !is_ours(live) {
         return Ok(());
     }
     let api: Api<CacheNode> = Api::all(context.client.clone());
-    let params = DeleteParams {
-        preconditions: Some(Preconditions { uid: live.uid(), resource_version: None }),
-        ..DeleteParams::default()
-    };
     let name = live.name_any();
-    match api.delete(&name, &params).await {
-        Ok(_) => {
-            context.metrics.wrote("CacheNode", Write::Delete);
-            tracing::info!(node = name, "no cluster has the node any more");
-            Ok(())
-        }
-        Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(()),
-        Err(error) => Err(OperatorError::api(format!("delete CacheNode {name}"))(error)),
+    let removed = conflict::remove(&api, live, is_ours).await;
+    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == Removed::Now {
+        context.metrics.wrote("CacheNode", Write::Delete);
+        tracing::info!(node = name, "no cluster has the node any more");
     }
+    Ok(())
+}
+
+fn is_ours(live: &CacheNode) -> bool {
+    live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR)
 }

@@ -1,0 +1,382 @@
+//! Between the operator and the API server: counts requests, answers some of them wrong, and closes at a chosen write.
+//!
+//! ```text
+//!            ┌─ count, look what is due ─┐
+//! operator ──┤                           ├──► API server
+//!            └─ fault, or hold for ever ─┘
+//! ```
+//!
+//! What is closed passes nothing on any more, neither requests nor answers: to the API server it looks as if the operator had been killed there, so
+//! a test has the time to do that. Requests that are held end with the connection of who was killed.
+//!
+//! Leases and events are no writes of objects: leases are renewed by the clock, and events are said after something was written. They are
+//! passed on and disturbed like everything else, and not counted.
+//!
+//! It speaks plain HTTP to the operator, and TLS as who may do everything to the API server. Watches pass through piece by piece.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::extract::{Request, State};
+use axum::response::Response;
+use futures_util::stream;
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{HeaderMap, Method, StatusCode, Uri};
+use kube::Client;
+use rand::RngExt;
+use rand::rngs::StdRng;
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+
+use crate::kubernetes::ApiServer;
+
+/// No object is larger.
+const BODY_MAX: usize = 8 << 20;
+
+/// What happens to a request instead of what should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing is done, and the answer is 409, as when somebody else has written at the same moment.
+    Conflict,
+    /// It is done, and the answer is 504: the API server's own words when it takes too long.
+    TimedOut,
+    /// It is done, and the connection ends without an answer.
+    Unanswered,
+    /// Nothing is done, and the connection ends.
+    Cut,
+}
+
+/// Where it closes, counted in writes of objects since it was opened, from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// The write is not done.
+    Before(u64),
+    /// It is done, and nobody hears of it.
+    After(u64),
+}
+
+/// Faults that come by chance.
+#[derive(Debug)]
+struct Weather {
+    random: StdRng,
+    percent: u32,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    /// Requests by method.
+    asked: BTreeMap<String, u64>,
+    /// Requests that got a fault.
+    faults: u64,
+    writes: u64,
+    last_write: Option<Instant>,
+    moment: Option<Moment>,
+    is_closed: bool,
+    weather: Option<Weather>,
+    /// Writes whose path has these words get this fault, so many times.
+    due: Option<(String, Fault, u32)>,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    book: Mutex<Book>,
+    changed: Condvar,
+}
+
+/// What is done with a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Course {
+    /// It is passed on; if it is a write of an object, this is its number.
+    Pass(Option<u64>),
+    Fault(Fault),
+    Hold,
+}
+
+#[derive(Clone)]
+struct Shared {
+    gate: Arc<Gate>,
+    client: Client,
+}
+
+/// An interposer; dropped, it passes nothing on any more.
+#[derive(Debug)]
+pub struct Interposer {
+    gate: Arc<Gate>,
+    kubeconfig: PathBuf,
+    _runtime: Runtime,
+}
+
+impl Interposer {
+    /// One in front of a server, open and without faults, with its file in a folder.
+    ///
+    /// # Panics
+    /// When there is no port.
+    pub(crate) fn to(server: &ApiServer, folder: &Path) -> Interposer {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let runtime = runtime.expect("threads can be started");
+        let inside = runtime.enter();
+        let client = Client::try_from(server.passing()).expect("its own certificates are valid");
+        drop(inside);
+        let gate = Arc::new(Gate::default());
+        let shared = Shared { gate: Arc::clone(&gate), client };
+        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let router = Router::new().fallback(answer).with_state(shared);
+        runtime.spawn(async move { axum::serve(listener, router).await });
+        let kubeconfig = folder.join(format!("interposer-{}.kubeconfig", address.port()));
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            // A program that is given no authority looks for those of the machine, even if it needs none.
+            "clusters": [{ "name": "test", "cluster": {
+                "server": format!("http://{address}"), "certificate-authority": server.certificate_authority(),
+            } }],
+            "users": [{ "name": "test", "user": {} }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test" } }],
+        });
+        // JSON is YAML.
+        fs::write(&kubeconfig, config.to_string()).expect("one's own folder takes files");
+        Interposer { gate, kubeconfig, _runtime: runtime }
+    }
+
+    /// The file by which programs are led here.
+    pub(crate) fn kubeconfig(&self) -> &Path {
+        &self.kubeconfig
+    }
+
+    /// Passes everything on, until it closes at a moment; counts writes from zero.
+    pub fn open(&self, moment: Option<Moment>) {
+        let mut book = self.gate.book();
+        (book.writes, book.last_write, book.is_closed) = (0, None, false);
+        book.moment = moment;
+    }
+
+    /// From now on so many of a hundred requests get a fault, drawn from this generator; none after `None`.
+    pub fn disturb(&self, weather: Option<(StdRng, u32)>) {
+        self.gate.book().weather = weather.map(|(random, percent)| Weather { random, percent });
+    }
+
+    /// The next writes whose path has these words get this fault, so many of them.
+    pub fn fail_next(&self, words: &str, fault: Fault, times: u32) {
+        self.gate.book().due = Some((words.to_owned(), fault, times));
+    }
+
+    /// Whether everything that was to fail has.
+    pub fn has_failed(&self) -> bool {
+        self.gate.book().due.is_none()
+    }
+
+    /// Writes of objects since it was opened.
+    pub fn writes(&self) -> u64 {
+        self.gate.book().writes
+    }
+
+    /// How long ago the last write of an object was; none since it was opened: nothing.
+    pub fn quiet_for(&self) -> Option<Duration> {
+        self.gate.book().last_write.map(|last| last.elapsed())
+    }
+
+    /// Requests by method, since the beginning.
+    pub fn asked(&self) -> BTreeMap<String, u64> {
+        self.gate.book().asked.clone()
+    }
+
+    /// Faults, since the beginning.
+    pub fn faults(&self) -> u64 {
+        self.gate.book().faults
+    }
+
+    /// Waits until it has closed. False when it has not within that time.
+    pub fn wait_closed(&self, within: Duration) -> bool {
+        let book = self.gate.book();
+        let waited = self.gate.changed.wait_timeout_while(book, within, |book| !book.is_closed);
+        waited.unwrap_or_else(PoisonError::into_inner).0.is_closed
+    }
+}
+
+impl Gate {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a request, and says what becomes of it.
+    fn admit(&self, method: &Method, path: &str) -> Course {
+        let mut book = self.book();
+        *book.asked.entry(method.to_string()).or_default() += 1;
+        let course = book.admit(method, path);
+        if course == Course::Hold {
+            self.changed.notify_all();
+        }
+        course
+    }
+
+    /// A request was done. Whether it may be answered.
+    fn done(&self, write: Option<u64>) -> bool {
+        let mut book = self.book();
+        if write.is_some() {
+            book.last_write = Some(Instant::now());
+        }
+        if let (Some(Moment::After(last)), Some(write)) = (book.moment, write)
+            && write == last
+        {
+            book.is_closed = true;
+            self.changed.notify_all();
+        }
+        !book.is_closed
+    }
+}
+
+impl Book {
+    fn admit(&mut self, method: &Method, path: &str) -> Course {
+        if self.is_closed {
+            return Course::Hold;
+        }
+        let is_write = method != Method::GET && method != Method::HEAD;
+        let is_of_object = is_write && !path.contains("/leases") && !path.contains("/events");
+        if is_of_object && self.moment == Some(Moment::Before(self.writes + 1)) {
+            self.is_closed = true;
+            return Course::Hold;
+        }
+        if let Some(fault) = self.fault(is_write, path) {
+            self.faults += 1;
+            return Course::Fault(fault);
+        }
+        if is_of_object {
+            self.writes += 1;
+            self.last_write = Some(Instant::now());
+        }
+        Course::Pass(is_of_object.then_some(self.writes))
+    }
+
+    fn fault(&mut self, is_write: bool, path: &str) -> Option<Fault> {
+        if let Some((words, fault, times)) = &mut self.due
+            && is_write
+            && path.contains(words.as_str())
+        {
+            let fault = *fault;
+            *times -= 1;
+            if *times == 0 {
+                self.due = None;
+            }
+            return Some(fault);
+        }
+        let Weather { random, percent } = self.weather.as_mut()?;
+        if !random.random_ratio(*percent, 100) {
+            return None;
+        }
+        // The API server refuses nobody who reads.
+        let faults = [Fault::TimedOut, Fault::Unanswered, Fault::Cut, Fault::Conflict];
+        let choices = if is_write { faults.len() } else { faults.len() - 1 };
+        Some(faults[random.random_range(0..choices)])
+    }
+}
+
+async fn answer(State(shared): State<Shared>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let Ok(body) = to_bytes(body, BODY_MAX).await else { return said(StatusCode::PAYLOAD_TOO_LARGE, "") };
+    let course = shared.gate.admit(&parts.method, parts.uri.path());
+    let pass_on = pass_on(&shared.client, &parts.method, &parts.uri, &parts.headers, body.to_vec());
+    match course {
+        Course::Pass(write) => {
+            let answered = pass_on.await;
+            if shared.gate.done(write) { answered } else { held().await }
+        }
+        Course::Fault(Fault::Conflict) => said(StatusCode::CONFLICT, "Conflict"),
+        Course::Fault(Fault::Cut) => cut(),
+        Course::Fault(Fault::Unanswered) => {
+            drop(pass_on.await);
+            cut()
+        }
+        Course::Fault(Fault::TimedOut) => {
+            drop(pass_on.await);
+            said(StatusCode::GATEWAY_TIMEOUT, "Timeout")
+        }
+        Course::Hold => held().await,
+    }
+}
+
+/// Until the connection ends, and this with it.
+async fn held() -> Response {
+    std::future::pending().await
+}
+
+async fn pass_on(
+    client: &Client,
+    method: &Method,
+    uri: &Uri,
+    headers: &HeaderMap,
+    body: Vec<u8>,
+) -> Response {
+    let path = uri.path_and_query().map_or("/", |path| path.as_str());
+    let mut request = http::Request::builder().method(method).uri(path);
+    for name in [ACCEPT, CONTENT_TYPE] {
+        if let Some(value) = headers.get(&name) {
+            request = request.header(name, value);
+        }
+    }
+    let request = request.body(kube::client::Body::from(body)).expect("made of one that was read");
+    // A server that is away cuts the connection.
+    let Ok(answered) = client.send(request).await else { return cut() };
+    let mut response = Response::builder().status(answered.status());
+    if let Some(kind) = answered.headers().get(CONTENT_TYPE) {
+        response = response.header(CONTENT_TYPE, kind);
+    }
+    response.body(Body::new(answered.into_body())).expect("made of one that was read")
+}
+
+/// An answer that breaks off.
+fn cut() -> Response {
+    let broken = stream::once(async { Err::<Vec<u8>, _>(std::io::Error::other("cut by a test")) });
+    Response::new(Body::from_stream(broken))
+}
+
+/// What the API server says when it does not do something.
+fn said(code: StatusCode, reason: &str) -> Response {
+    let status = json!({
+        "apiVersion": "v1", "kind": "Status", "status": "Failure", "code": code.as_u16(), "reason": reason,
+        "message": "as the test says",
+    });
+    let response = Response::builder().status(code).header(CONTENT_TYPE, "application/json");
+    response.body(Body::from(status.to_string())).expect("a code and a text")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OBJECT: &str = "/api/v1/namespaces/n/configmaps/c";
+    const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/n/leases/l";
+
+    #[test]
+    fn it_closes_at_the_write_that_was_chosen_and_holds_what_follows() {
+        let gate = Gate::default();
+        gate.book().moment = Some(Moment::After(2));
+        assert_eq!(gate.admit(&Method::PATCH, OBJECT), Course::Pass(Some(1)));
+        assert!(gate.done(Some(1)));
+        assert_eq!(gate.admit(&Method::PUT, LEASE), Course::Pass(None), "leases are not counted");
+        assert_eq!(gate.admit(&Method::GET, OBJECT), Course::Pass(None));
+        assert_eq!(gate.admit(&Method::DELETE, OBJECT), Course::Pass(Some(2)));
+        assert!(!gate.done(Some(2)));
+        assert_eq!(gate.admit(&Method::GET, OBJECT), Course::Hold);
+        let gate = Gate::default();
+        gate.book().moment = Some(Moment::Before(1));
+        assert_eq!(gate.admit(&Method::POST, OBJECT), Course::Hold);
+        assert_eq!(gate.book().writes, 0);
+    }
+
+    #[test]
+    fn faults_that_are_due_come_so_often_and_only_to_writes_of_that_path() {
+        let gate = Gate::default();
+        gate.book().due = Some(("/leases/".to_owned(), Fault::Conflict, 1));
+        assert_eq!(gate.admit(&Method::GET, LEASE), Course::Pass(None));
+        assert_eq!(gate.admit(&Method::PUT, OBJECT), Course::Pass(Some(1)));
+        assert_eq!(gate.admit(&Method::PUT, LEASE), Course::Fault(Fault::Conflict));
+        assert_eq!(gate.admit(&Method::PUT, LEASE), Course::Pass(None));
+        assert_eq!(gate.book().faults, 1);
+    }
+}
