@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use reprise_controlplane_core::{self as core, HeldTogether, KnownNode, OwnPlace, Told};
+use reprise_controlplane_core::{self as core, HeldTogether, KnownNode, OwnPlace, TenantSaid};
 use reprise_policy::{Epoch, NodeId, TenantName, Tick};
 
 use crate::cluster::EXPECTED_FOR;
@@ -15,7 +15,7 @@ pub struct Holdings {
 
 impl Holdings {
     /// A node reports, by the map that `place` is in.
-    pub fn report(&self, now: Tick, place: &OwnPlace<'_>, node: (NodeId, Epoch), told: Vec<Told>) {
+    pub fn report(&self, now: Tick, place: &OwnPlace<'_>, node: (NodeId, Epoch), told: Vec<TenantSaid>) {
         self.inner().report(now, place, node, told);
     }
 

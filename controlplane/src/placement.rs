@@ -128,6 +128,6 @@ impl Placement for PlacementService {
         &self,
         request: Request<ListHoldingsRequest>,
     ) -> Result<Response<ListHoldingsReply>, Status> {
-        holdings::list(self, request.into_inner()).map(Response::new)
+        holdings::list(self, &request.into_inner()).map(Response::new)
     }
 }

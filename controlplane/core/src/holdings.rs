@@ -53,7 +53,7 @@ pub struct Held {
 
 /// What a node says of a tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum TenantSaid {
     /// To the owner of its slot.
     Held(TenantName, Held),
     /// That another is the owner.
@@ -95,18 +95,18 @@ impl Holdings {
         now: Tick,
         place: &OwnPlace<'_>,
         (node, epoch): (NodeId, Epoch),
-        told: Vec<Told>,
+        told: Vec<TenantSaid>,
     ) {
         self.begin(now, place);
-        let differs = |told: &Told| matches!(told, Told::Elsewhere(tenant) if place.owns(tenant));
+        let differs = |told: &TenantSaid| matches!(told, TenantSaid::Elsewhere(tenant) if place.owns(tenant));
         if told.iter().any(differs) {
             // It reports by another list, so of tenants that it does not name it may hold something too.
             self.heard.remove(&node);
             return;
         }
         let own = told.into_iter().filter_map(|told| match told {
-            Told::Held(tenant, held) if place.owns(&tenant) => Some((tenant, held)),
-            Told::Held(..) | Told::Elsewhere(_) => None,
+            TenantSaid::Held(tenant, held) if place.owns(&tenant) => Some((tenant, held)),
+            TenantSaid::Held(..) | TenantSaid::Elsewhere(_) => None,
         });
         self.heard.insert(node, Heard { epoch, tenants: own.collect() });
     }
@@ -181,8 +181,8 @@ mod tests {
         Held { used: Amounts::both(bytes), blocks: Some(Amounts::both(blocks)) }
     }
 
-    fn told(name: &str, bytes: u64, blocks: u64) -> Vec<Told> {
-        vec![Told::Held(tenant(name), held(bytes, blocks))]
+    fn told(name: &str, bytes: u64, blocks: u64) -> Vec<TenantSaid> {
+        vec![TenantSaid::Held(tenant(name), held(bytes, blocks))]
     }
 
     fn here(node: u16, epoch: u64) -> KnownNode {
@@ -210,7 +210,7 @@ mod tests {
             Only { map: map(&["m"]), name: member("m"), incarnation: 1, holdings: Holdings::default() }
         }
 
-        fn say(&mut self, (node, epoch): (u16, u64), told: Vec<Told>) {
+        fn say(&mut self, (node, epoch): (u16, u64), told: Vec<TenantSaid>) {
             let Only { map, name, incarnation, holdings } = self;
             let place = OwnPlace { map, name, incarnation: *incarnation };
             holdings.report(at(0), &place, (NodeId(node), Epoch(epoch)), told);
@@ -287,7 +287,7 @@ mod tests {
     fn a_node_that_takes_another_member_for_the_owner_is_not_heard() {
         let mut only = Only::new();
         only.say((1, 1), told("t", 10, 1));
-        only.say((1, 1), vec![Told::Elsewhere(tenant("t"))]);
+        only.say((1, 1), vec![TenantSaid::Elsewhere(tenant("t"))]);
         assert_eq!(only.list(0, &[here(1, 1)]), (held(0, 0), vec![1], 0));
     }
 
@@ -295,9 +295,9 @@ mod tests {
     fn slots_are_not_counted_when_somebody_who_holds_something_does_not_say_how_many() {
         let mut only = Only::new();
         only.say((1, 1), told("t", 10, 1));
-        only.say((2, 1), vec![Told::Held(tenant("t"), Held { used: Amounts::both(0), blocks: None })]);
+        only.say((2, 1), vec![TenantSaid::Held(tenant("t"), Held { used: Amounts::both(0), blocks: None })]);
         assert_eq!(only.list(0, &[here(1, 1), here(2, 1)]).0, held(10, 1));
-        only.say((2, 1), vec![Told::Held(tenant("t"), Held { used: Amounts::both(5), blocks: None })]);
+        only.say((2, 1), vec![TenantSaid::Held(tenant("t"), Held { used: Amounts::both(5), blocks: None })]);
         let sum = only.list(0, &[here(1, 1), here(2, 1)]).0;
         assert_eq!(sum, Held { used: Amounts::both(15), blocks: None });
     }

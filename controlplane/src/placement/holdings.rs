@@ -15,7 +15,7 @@ const NAMED_MAX: usize = 16;
 /// Answers for this member's tenants, and for none while somebody else may have them.
 pub(super) fn list(
     service: &PlacementService,
-    request: ListHoldingsRequest,
+    request: &ListHoldingsRequest,
 ) -> Result<ListHoldingsReply, Status> {
     let tenants = names(&request.tenants)?;
     let cluster = &service.cluster;

@@ -4,7 +4,7 @@
 //! something of; whose map is older may be granted one that it does not name, by the member that it takes for the owner.
 //! What is compared is the list of members: two members may know one list under two epochs.
 
-use reprise_controlplane_core::{Amounts, Held, NodeReport, Order, OwnPlace, Said, TenantReport, Told};
+use reprise_controlplane_core::{Amounts, Held, NodeReport, Order, OwnPlace, Said, TenantReport, TenantSaid};
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
@@ -19,7 +19,7 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
     // Older agents do not say by which map they report.
     let is_by = |view: &MemberView| [0, view.map.digest()].contains(&request.map_digest);
-    let (said, told): (Vec<Said>, Vec<Told>) = said(request.tenants)?.into_iter().unzip();
+    let (said, told): (Vec<Said>, Vec<TenantSaid>) = said(request.tenants)?.into_iter().unzip();
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
     if !service.cluster.report(node, epoch, report) {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
@@ -55,7 +55,7 @@ fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport
 }
 
 /// What is said of each tenant, to the ledger and to the holdings.
-fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<(Said, Told)>, Status> {
+fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<(Said, TenantSaid)>, Status> {
     if reports.len() > TENANTS_MAX {
         return Err(Status::invalid_argument(format!(
             "{} tenants in a report: a node knows at most {TENANTS_MAX}",
@@ -68,11 +68,11 @@ fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<(Said, Told)>, Status> {
                 Status::invalid_argument(error.to_string())
             })?;
         if report.elsewhere {
-            return Ok((Said::Elsewhere(tenant.clone()), Told::Elsewhere(tenant)));
+            return Ok((Said::Elsewhere(tenant.clone()), TenantSaid::Elsewhere(tenant)));
         }
         let used = amounts(report.used);
         let blocks = report.blocks.map(|wire::Blocks { dram, nvme }| Amounts { dram, nvme });
-        let told = Told::Held(tenant.clone(), Held { used, blocks });
+        let told = TenantSaid::Held(tenant.clone(), Held { used, blocks });
         let said = Said::Here(TenantReport {
             tenant,
             version: report.version,

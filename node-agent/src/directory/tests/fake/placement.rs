@@ -2,9 +2,9 @@
 
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
-    ListHoldingsReply, ListHoldingsRequest, ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest, RemoveTenantReply, RemoveTenantRequest,
-    ReportReply, ReportRequest, RouteReply, RouteRequest, SetNodeReply, SetNodeRequest, SetTenantReply,
-    SetTenantRequest,
+    ListHoldingsReply, ListHoldingsRequest, ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest,
+    RemoveTenantReply, RemoveTenantRequest, ReportReply, ReportRequest, RouteReply, RouteRequest,
+    SetNodeReply, SetNodeRequest, SetTenantReply, SetTenantRequest,
 };
 use tonic::{Request, Response, Status};
 
