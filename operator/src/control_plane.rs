@@ -34,7 +34,7 @@ use crate::names::ClusterNames;
 mod holders;
 mod holdings;
 
-pub use holdings::{Held, Unmeasured};
+pub use holdings::{Holding, Unmeasured};
 
 /// How long a look holds at which all was well.
 const STAYS_GOOD: Duration = Duration::from_secs(25);

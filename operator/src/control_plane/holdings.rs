@@ -35,7 +35,7 @@ const NAMED_MAX: usize = 4;
 
 /// What a tenant holds in a cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct Holding {
     /// Bytes.
     pub used: Room,
     /// Slots, where everybody says them.
@@ -64,7 +64,7 @@ pub(super) struct Look {
 /// What all members have said.
 #[derive(Clone, Debug, Default)]
 struct Answers {
-    tenants: BTreeMap<String, Result<Held, Unmeasured>>,
+    tenants: BTreeMap<String, Result<Holding, Unmeasured>>,
     /// Members that did not answer, each with why.
     silent: Vec<String>,
 }
@@ -80,7 +80,7 @@ impl ControlPlanes {
         tenant: &str,
         tenants: &[String],
         metrics: &Metrics,
-    ) -> Result<Held, Unmeasured> {
+    ) -> Result<Holding, Unmeasured> {
         let plane = self.plane(cluster);
         let mut last = plane.holdings.lock().await;
         let holds = |look: &&Look| Instant::now() < look.until && look.asked.contains(tenant);
@@ -111,7 +111,7 @@ impl Answers {
         let ListHoldingsReply { tenants, unheard, unheard_nodes, away_nodes } = reply;
         let words = (unheard_nodes > 0).then(|| unheard_words(&unheard, unheard_nodes));
         for TenantHolding { tenant, used, blocks } in tenants {
-            let held = Held {
+            let held = Holding {
                 used: used.map(Room::from).unwrap_or_default(),
                 blocks: blocks.map(|wire::Blocks { dram, nvme }| Room { dram, ssd: nvme }),
                 away: away_nodes,
@@ -121,7 +121,7 @@ impl Answers {
         }
     }
 
-    fn of(&self, tenant: &str) -> Result<Held, Unmeasured> {
+    fn of(&self, tenant: &str) -> Result<Holding, Unmeasured> {
         let unanswered = || {
             Err(Unmeasured::Unasked(if self.silent.is_empty() {
                 "no member is sure at the moment that it keeps the tenant".to_owned()
@@ -220,7 +220,7 @@ mod tests {
         answers.take(reply(&[("c", 30)], &[], 0));
         assert!(answers.is_whole(&asked(&["a", "b", "c"])));
         let held =
-            |ssd, away| Held { used: Room { dram: 1, ssd }, blocks: Some(Room { dram: 2, ssd: 3 }), away };
+            |ssd, away| Holding { used: Room { dram: 1, ssd }, blocks: Some(Room { dram: 2, ssd: 3 }), away };
         assert_eq!(answers.of("a"), Ok(held(10, 1)));
         assert_eq!(answers.of("b"), Ok(held(0, 1)), "it holds nothing, which somebody has said");
         assert_eq!(answers.of("c"), Ok(held(30, 0)));

@@ -20,7 +20,7 @@ use super::budget;
 use crate::clock;
 use crate::cluster::dereference::knows;
 use crate::context::Context;
-use crate::control_plane::{Held, LOOK_AGAIN, LOOK_SOON, Room, Unmeasured};
+use crate::control_plane::{Holding, LOOK_AGAIN, LOOK_SOON, Room, Unmeasured};
 use crate::names::ClusterNames;
 use crate::plan::Refusal;
 
@@ -41,7 +41,7 @@ pub struct Measured {
     /// `namespace/name` of the cluster.
     pub cluster: String,
     /// What was found.
-    pub held: Result<Held, Unmeasured>,
+    pub held: Result<Holding, Unmeasured>,
 }
 
 /// What to say of it.
@@ -181,8 +181,8 @@ fn finding(condition: &Condition) -> Option<Finding> {
     })
 }
 
-fn figures<'a>(held: impl Iterator<Item = &'a Held>, now: &Time) -> TenantUsage {
-    let mut sum = Held { blocks: Some(Room::default()), ..Held::default() };
+fn figures<'a>(held: impl Iterator<Item = &'a Holding>, now: &Time) -> TenantUsage {
+    let mut sum = Holding { blocks: Some(Room::default()), ..Holding::default() };
     let plus =
         |a: Room, b: Room| Room { dram: a.dram.saturating_add(b.dram), ssd: a.ssd.saturating_add(b.ssd) };
     for held in held {

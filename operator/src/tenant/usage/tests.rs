@@ -25,7 +25,7 @@ fn limited() -> CacheTenant {
 
 fn holds(cluster: &str, mib: u64) -> Measured {
     let used = Room { dram: MIB, ssd: mib * MIB };
-    let held = Held { used, blocks: Some(Room { dram: 1, ssd: mib }), away: 0 };
+    let held = Holding { used, blocks: Some(Room { dram: 1, ssd: mib }), away: 0 };
     Measured { cluster: cluster.to_owned(), held: Ok(held) }
 }
 
@@ -66,7 +66,7 @@ fn ssd(tenant: &CacheTenant) -> String {
 #[test]
 fn clusters_are_added_up_and_rounded_up_to_whole_mi() {
     let one = Measured {
-        held: Ok(Held { used: Room { dram: 0, ssd: MIB + 1 }, blocks: None, away: 2 }),
+        held: Ok(Holding { used: Room { dram: 0, ssd: MIB + 1 }, blocks: None, away: 2 }),
         ..holds("n/d", 0)
     };
     let told = tell(&tenant(json!({})), &[holds("n/c", 3), one.clone()], None, &at(7));
@@ -78,7 +78,7 @@ fn clusters_are_added_up_and_rounded_up_to_whole_mi() {
     assert!(known.message.contains("n/c, n/d") && known.message.contains("2 are away"), "{}", known.message);
     let told = tell(&tenant(json!({})), &[holds("n/c", 3)], None, &at(7));
     assert_eq!(told.usage.expect("it is known").ssd_blocks, Some(3));
-    let all = Held { used: Room { dram: u64::MAX, ssd: u64::MAX }, blocks: None, away: 0 };
+    let all = Holding { used: Room { dram: u64::MAX, ssd: u64::MAX }, blocks: None, away: 0 };
     let most =
         tell(&tenant(json!({})), &[Measured { held: Ok(all), ..one }], None, &at(7)).usage.expect("known");
     assert!(most.ssd.as_str().trim_end_matches("Mi").len() <= 12, "the schema takes no more: {most:?}");
