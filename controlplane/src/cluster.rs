@@ -5,7 +5,8 @@
 //! * None is held across an await, nor members' and directory's at once.
 //! * The locks of modes and of the table for look-ups ([`choosing`]) are taken inside of the members', and take none
 //!   themselves; that of the moves is taken outside of them.
-//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of no other, because it is held for long, and takes none itself.
+//! * The ledgers' lock ([`crate::ledgers`]) is taken inside of no other, because it is held for long, and takes none itself. The same
+//!   is so of the holdings' ([`crate::holdings`]).
 //! * The lock of the event log ([`crate::events`]) is taken inside of the directory's, and takes none itself.
 //! * News is sent under the lock that the change was made under, so that watchers see changes in their order.
 
@@ -27,6 +28,7 @@ use tokio::sync::broadcast;
 use tonic::Status;
 
 use crate::events::Events;
+use crate::holdings::Holdings;
 use crate::ledgers::Ledgers;
 use crate::metrics::{BeatResult, Metrics, WatchLabels, WatchOf};
 use choosing::PeersKept;
@@ -61,6 +63,8 @@ pub struct Cluster {
     pub events: Events,
     /// Of the tenants whose slot is this member's.
     pub ledgers: Ledgers,
+    /// Of the same tenants, and of those without a budget.
+    pub holdings: Holdings,
     /// All metrics of the process.
     pub metrics: Metrics,
 }
@@ -98,6 +102,7 @@ impl Cluster {
             watchers_max,
             events,
             ledgers: Ledgers::default(),
+            holdings: Holdings::default(),
             metrics,
         }
     }
@@ -313,7 +318,7 @@ impl Cluster {
         EXPECTED_FOR.saturating_sub(self.start.elapsed())
     }
 
-    /// All nodes, as ledgers want to know them.
+    /// All nodes, as ledgers and holdings want to know them.
     pub fn known_nodes(&self) -> Vec<KnownNode> {
         self.members().known().collect()
     }

@@ -37,6 +37,7 @@ mod document;
 pub mod events;
 pub mod followed;
 pub mod fronts;
+pub mod holdings;
 pub mod identity;
 pub mod ledgers;
 pub mod membership;

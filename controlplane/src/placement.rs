@@ -1,5 +1,6 @@
 //! The Placement service: what nodes report and are told, where blocks and prompts go, and what tenants may have.
 
+mod holdings;
 mod nodes;
 mod places;
 mod reports;
@@ -12,9 +13,9 @@ use std::time::Instant;
 use reprise_controlplane_store::Store;
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
-    ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest, RemoveTenantReply, RemoveTenantRequest,
-    ReportReply, ReportRequest, RouteReply, RouteRequest, SetNodeReply, SetNodeRequest, SetTenantReply,
-    SetTenantRequest,
+    ListHoldingsReply, ListHoldingsRequest, ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest,
+    RemoveTenantReply, RemoveTenantRequest, ReportReply, ReportRequest, RouteReply, RouteRequest,
+    SetNodeReply, SetNodeRequest, SetTenantReply, SetTenantRequest,
 };
 use tonic::{Request, Response, Status};
 
@@ -121,5 +122,12 @@ impl Placement for PlacementService {
         _: Request<ListTenantsRequest>,
     ) -> Result<Response<ListTenantsReply>, Status> {
         tenants::list(self).map(Response::new)
+    }
+
+    async fn list_holdings(
+        &self,
+        request: Request<ListHoldingsRequest>,
+    ) -> Result<Response<ListHoldingsReply>, Status> {
+        holdings::list(self, &request.into_inner()).map(Response::new)
     }
 }

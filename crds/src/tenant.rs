@@ -4,6 +4,7 @@
 //! into the configuration of every agent. Who a session is, is still believed (docs/ARCHITECTURE.md, invariant 7): namespaces and
 //! service accounts say which pods are told to be this tenant.
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
@@ -165,17 +166,39 @@ pub struct CacheTenantStatus {
     #[serde(default)]
     #[schemars(range(min = 0))]
     pub observed_generation: i64,
-    /// What it holds in the whole cluster. Not written in this release.
+    /// What it holds in its clusters together, as their nodes have said. As long as `UsageKnown` is true it holds so much still, within a 64th;
+    /// otherwise it is what was found last.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Usage>,
+    pub usage: Option<TenantUsage>,
     /// What it can really have at the moment, where that is less than its budget. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effective_quota: Option<Usage>,
-    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `OverQuota`, `DeletionBlocked`.
+    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `UsageKnown`, `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
+}
+
+/// What a tenant holds of memory and of devices.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TenantUsage {
+    /// Bytes of the arenas, rounded up to whole Mi.
+    pub dram: Quantity,
+    /// Bytes on devices with the headers of blocks, rounded up to whole Mi.
+    pub ssd: Quantity,
+    /// Blocks in the arenas, those that are being filled included. Absent while an agent of an older version holds some.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub dram_blocks: Option<i64>,
+    /// Blocks on devices, those that are being written included; a block that is on two nodes counts twice. Absent as `dramBlocks`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub ssd_blocks: Option<i64>,
+    /// When these figures were found. Others are written after a minute if they differ by more than a 64th, after 5 minutes if by less, and not
+    /// at all if they are the same.
+    pub observed_time: Time,
 }
 
 /// Bytes of memory and of devices.

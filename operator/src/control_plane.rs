@@ -6,7 +6,9 @@
 //! since. After a call that was not answered nobody calls for a time that grows. Every call is a connection of its own, so the next one goes
 //! to another member, and ends within [`PATIENCE`].
 //!
-//! Nothing here decides what is wanted: see [`crate::node::mode`] and [`crate::tenant::budget`].
+//! What tenants hold is asked of every member, once a minute for all tenants ([`holdings`]).
+//!
+//! Nothing here decides what is wanted: see [`crate::node::mode`], [`crate::tenant::budget`] and [`crate::tenant::usage`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
@@ -30,6 +32,9 @@ use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
 
 mod holders;
+mod holdings;
+
+pub use holdings::{Holding, Unmeasured};
 
 /// How long a look holds at which all was well.
 const STAYS_GOOD: Duration = Duration::from_secs(25);
@@ -115,6 +120,8 @@ pub struct ControlPlanes {
 struct Plane {
     /// Held while it is asked: the others wait for the answer.
     last: Mutex<Last>,
+    /// The same, of what tenants hold.
+    holdings: Mutex<Option<holdings::Look>>,
     /// When somebody was interested in it last.
     asked: StdMutex<Instant>,
 }
@@ -301,7 +308,9 @@ impl ControlPlanes {
             }
             stays
         });
-        let new = || Arc::new(Plane { last: Mutex::default(), asked: StdMutex::new(now) });
+        let new = || {
+            Arc::new(Plane { last: Mutex::default(), holdings: Mutex::default(), asked: StdMutex::new(now) })
+        };
         let plane = planes.entry(cluster.uid.clone()).or_insert_with(new);
         *plane.asked.lock().unwrap_or_else(PoisonError::into_inner) = now;
         Arc::clone(plane)

@@ -57,6 +57,8 @@ pub struct CallLabels {
 pub enum Call {
     /// What it knows of nodes and tenants.
     List,
+    /// What tenants hold.
+    ListHoldings,
     /// The mode of a node.
     SetNode,
     /// The budget of a tenant.
@@ -69,6 +71,7 @@ impl Call {
     fn as_str(self) -> &'static str {
         match self {
             Call::List => "list",
+            Call::ListHoldings => "list_holdings",
             Call::SetNode => "set_node",
             Call::SetTenant => "set_tenant",
             Call::RemoveTenant => "remove_tenant",

@@ -1,4 +1,4 @@
-//! `CacheTenant`: whether it is right, whether reservations fit what there is, and its budget at the control planes of its clusters. Its limits on
+//! `CacheTenant`: whether it is right, whether reservations fit what there is, its budget at the control planes of its clusters, and what it holds there. Its limits on
 //! each node reach the agents with their configuration ([`crate::cluster`]), so nothing is built here.
 //!
 //! Deliberately absent: telling pods which tenant they are, which is refused with words.
@@ -9,6 +9,7 @@ use kube::Api;
 use kube::runtime::controller::Action;
 use reprise_crds::CacheTenant;
 
+use crate::clock;
 use crate::cluster::REPORTED_WITHIN;
 use crate::context::Context;
 use crate::error::OperatorError;
@@ -18,6 +19,7 @@ use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 pub mod budget;
 pub mod dereference;
 pub mod status;
+pub mod usage;
 pub mod validate;
 
 /// Makes control planes have a tenant's budget, and says what is so of it.
@@ -58,7 +60,11 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
         return Ok(Action::await_change());
     }
     let rooms = dereference::dereference(&tenant, &context);
-    let (fresh, findings) = status::of(&tenant, &rooms, &settled, refused.as_ref());
+    let measured = usage::measure(&tenant, &context).await;
+    let (mut fresh, mut findings) = status::of(&tenant, &rooms, &settled, refused.as_ref());
+    let told = usage::tell(&tenant, &measured, refused.as_ref(), &clock::now());
+    fresh.usage = told.usage;
+    findings.extend(told.findings);
     let found = crate::status::Found {
         object: &*tenant,
         api: &api,
@@ -67,6 +73,6 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     };
     let wait = crate::status::write(&context, found, fresh).await?;
     // Capacities change with what nodes say, and nodes are many: they are looked at again rather than followed.
-    let next = budget::next(&settled).unwrap_or(REPORTED_WITHIN);
+    let next = budget::next(&settled).unwrap_or(REPORTED_WITHIN).min(told.next);
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

@@ -18,6 +18,7 @@ pub mod budgets;
 pub mod choosing;
 pub mod directory;
 pub mod follower;
+pub mod holdings;
 pub mod ledgers;
 pub mod live;
 pub mod log;
@@ -32,6 +33,7 @@ pub use directory::{
     Operation, Replica, Standing, Update, Updated, Voided,
 };
 pub use follower::{Follower, Reason, Source, Step, Told};
+pub use holdings::{Held, HeldTogether, Holdings, TenantSaid};
 pub use ledgers::{KnownNode, LedgerState, Ledgers, OwnPlace, Presence, Said, ShareState};
 pub use live::LiveNodes;
 pub use log::{Log, LogId, Position, ReplicaChange, Run, Scope};

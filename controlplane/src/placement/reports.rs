@@ -1,10 +1,10 @@
-//! Reports of nodes: what they have and do goes to the members' table, what they say of tenants to the ledgers.
+//! Reports of nodes: what they have and do goes to the members' table, what they say of tenants to the ledgers and the holdings.
 //!
-//! The ledgers hear only reports that were made by the map that they are kept by. A node names the tenants that it holds
+//! Ledgers and holdings hear only reports that were made by the map that they are kept by. A node names the tenants that it holds
 //! something of; whose map is older may be granted one that it does not name, by the member that it takes for the owner.
 //! What is compared is the list of members: two members may know one list under two epochs.
 
-use reprise_controlplane_core::{Amounts, NodeReport, Order, OwnPlace, Said, TenantReport};
+use reprise_controlplane_core::{Amounts, Held, NodeReport, Order, OwnPlace, Said, TenantReport, TenantSaid};
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
@@ -19,7 +19,7 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
     // Older agents do not say by which map they report.
     let is_by = |view: &MemberView| [0, view.map.digest()].contains(&request.map_digest);
-    let said = said(request.tenants)?;
+    let (said, told): (Vec<Said>, Vec<TenantSaid>) = said(request.tenants)?.into_iter().unzip();
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
     if !service.cluster.report(node, epoch, report) {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
@@ -27,11 +27,13 @@ pub(super) fn take(service: &PlacementService, request: ReportRequest) -> Result
     let mut orders = Vec::new();
     if let Some(view) = service.shards.certain_map().filter(|view| is_by(view))
         && let Some(incarnation) = service.shards.incarnation(&view)
-        && let Some(budgets) = service.tenants.budgets()
     {
         let place = OwnPlace { map: &view.map, name: service.shards.name(), incarnation };
-        let made = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &said);
-        orders.extend(made.iter().map(order));
+        service.cluster.holdings.report(service.cluster.now(), &place, (node, epoch), told);
+        if let Some(budgets) = service.tenants.budgets() {
+            let made = service.cluster.ledgers.report(&place, &budgets, (node, epoch), &said);
+            orders.extend(made.iter().map(order));
+        }
     }
     let r#move = service.decides_moves().then(|| service.cluster.move_of(node)).flatten();
     Ok(ReportReply { orders, r#move, ..service.cluster.directions(node) })
@@ -52,7 +54,8 @@ fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport
     }
 }
 
-fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<Said>, Status> {
+/// What is said of each tenant, to the ledger and to the holdings.
+fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<(Said, TenantSaid)>, Status> {
     if reports.len() > TENANTS_MAX {
         return Err(Status::invalid_argument(format!(
             "{} tenants in a report: a node knows at most {TENANTS_MAX}",
@@ -64,17 +67,20 @@ fn said(reports: Vec<wire::TenantReport>) -> Result<Vec<Said>, Status> {
             report.tenant.parse().map_err(|error: reprise_policy::tenant::TenantError| {
                 Status::invalid_argument(error.to_string())
             })?;
-        Ok(if report.elsewhere {
-            Said::Elsewhere(tenant)
-        } else {
-            Said::Here(TenantReport {
-                tenant,
-                version: report.version,
-                limit: amounts(report.limit),
-                used: amounts(report.used),
-                limited: amounts(report.limited),
-            })
-        })
+        if report.elsewhere {
+            return Ok((Said::Elsewhere(tenant.clone()), TenantSaid::Elsewhere(tenant)));
+        }
+        let used = amounts(report.used);
+        let blocks = report.blocks.map(|wire::Blocks { dram, nvme }| Amounts { dram, nvme });
+        let told = TenantSaid::Held(tenant.clone(), Held { used, blocks });
+        let said = Said::Here(TenantReport {
+            tenant,
+            version: report.version,
+            limit: amounts(report.limit),
+            used,
+            limited: amounts(report.limited),
+        });
+        Ok((said, told))
     };
     reports.into_iter().map(read).collect()
 }

@@ -7,6 +7,7 @@ mod events;
 mod failing;
 mod forgetting;
 mod harness;
+mod holdings;
 mod kv_events;
 mod membership;
 mod placement;

@@ -80,7 +80,9 @@ words! {
         Drifted,
         /// The reservations of all tenants together fit what is there.
         QuotaFeasible,
-        /// The tenant holds more than it may, and gives way. Not written in this release.
+        /// What the tenant holds was found lately, of all nodes that are not away. Otherwise `status.usage` is what was found before.
+        UsageKnown,
+        /// The tenant holds more in a cluster than its budget allows, and gives way.
         OverQuota,
         /// The agent of the node serves engines.
         AgentReady,
@@ -154,6 +156,8 @@ words! {
         OverBudget,
         /// More is reserved than there is.
         OverCapacity,
+        /// More is held than the limit allows.
+        AboveLimit,
         /// The time of the grant is over.
         Expired,
         /// What it had was needed by one that is guaranteed.

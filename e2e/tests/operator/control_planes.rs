@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use reprise_client::Scope;
-use reprise_e2e::content::small;
+use reprise_e2e::content::{device_slot_bytes, small};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
 use reprise_e2e::{Agent, AgentConfig, ControlPlane, Loading, PATIENCE, wait_until};
@@ -272,5 +272,70 @@ fn a_purged_tenant_goes_when_every_node_has_said_that_it_holds_nothing_of_it() {
     });
     assert!(a.matches(&of_a[..1], Scope::Local).is_empty());
     b.load_all(&of_b, &Loading::LOCAL);
+    operator.kill();
+}
+
+#[test]
+fn what_a_tenant_holds_is_told_once_with_or_without_a_budget_and_whether_that_is_too_much() {
+    let mut plane = Plane::new();
+    let operator = plane.operator();
+    let (of_a, of_b): (Vec<u64>, Vec<u64>) = ((0..32).collect(), (100..116).collect());
+    let [a, b] = ["team-a", "team-b"].map(|tenant| plane.agent.engine_of(small(), tenant));
+    b.save_durably(&of_b);
+    a.save_durably(&of_a);
+    // The control plane has heard of all of it once it has heard of the last.
+    plane.reprise(&["tenant", "set", "team-a", "--nvme", "1GiB"]);
+    let bytes = of_a.len() as u64 * device_slot_bytes(&small());
+    wait_until("the node has reported its blocks", PATIENCE, || {
+        std::thread::sleep(Duration::from_millis(50));
+        let listed = plane.reprise(&["tenant", "list"]);
+        (listed["tenants"][0]["ledger"]["used"]["nvme"] == bytes).then_some(())
+    });
+    let limited = |limit: &str| json!({ "budget": { "ssd": { "limit": limit } } });
+    plane.tenant("team-a", limited("1Gi"));
+    plane.tenant("team-b", json!({}));
+    let usage = |tenant: &str| {
+        plane.lab.wait_condition("CacheTenant", tenant, ["UsageKnown", "True", "AsDesired"]);
+        plane.lab.get("CacheTenant", tenant).expect("it is there").data["status"]["usage"].clone()
+    };
+    let (used_a, used_b) = (usage("team-a"), usage("team-b"));
+    assert_eq!((&used_a["ssd"], &used_a["ssdBlocks"]), (&json!("2Mi"), &json!(32)), "32 × 36 Ki: {used_a}");
+    assert_eq!((&used_b["ssd"], &used_b["ssdBlocks"]), (&json!("1Mi"), &json!(16)), "16 × 36 Ki: {used_b}");
+    plane.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "False", "AsDesired"]);
+    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+
+    // Looked at again and again, it is not written again.
+    let of_tenants = |metric: &str| operator.metric(metric, "kind=\"CacheTenant\"");
+    let mut written = of_tenants("reprise_operator_writes_total");
+    wait_until("what is new to be told", PATIENCE, || {
+        std::thread::sleep(SETTLED);
+        let before = std::mem::replace(&mut written, of_tenants("reprise_operator_writes_total"));
+        (before == written).then_some(())
+    });
+    for resync in 0..10 {
+        let already = of_tenants("reprise_operator_reconciles_total");
+        let mark = json!({ "metadata": { "annotations": { "test/resync": resync.to_string() } } });
+        plane.lab.merge("CacheTenant", "team-a", &mark);
+        let again = || (of_tenants("reprise_operator_reconciles_total") > already).then_some(());
+        wait_until("it is reconciled", PATIENCE, again);
+    }
+    assert_eq!(of_tenants("reprise_operator_writes_total"), written);
+    assert_eq!(usage("team-a"), used_a);
+
+    // A limit below what it holds, and one above.
+    plane.tenant("team-a", limited("1Mi"));
+    let said = plane.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "True", "AboveLimit"]);
+    assert!(said.contains("cache/c") && said.contains("budget.ssd.limit (1Mi)"), "{said}");
+    plane.tenant("team-a", limited("2Gi"));
+    plane.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "False", "AsDesired"]);
+
+    // Of whom nobody could be asked nothing is told, rather than that he holds nothing.
+    plane.members.kill();
+    plane.tenant("team-c", json!({}));
+    let wanted = ["UsageKnown", "Unknown", "ControlPlaneUnreachable"];
+    let said = plane.lab.wait_condition("CacheTenant", "team-c", wanted);
+    assert!(said.contains("cache/c") && said.contains("refused"), "{said}");
+    let status = plane.lab.get("CacheTenant", "team-c").expect("it is there").data["status"].clone();
+    assert_eq!(status["usage"], Value::Null);
     operator.kill();
 }

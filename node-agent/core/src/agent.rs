@@ -68,7 +68,7 @@ mod writeback;
 pub use counters::Counters;
 pub use describe::{BlockDescription, BlockOrigin, DramCopy};
 pub use settings::Settings;
-pub use tenants::{TenantCounts, TenantQuotas, TenantUsage};
+pub use tenants::{Blocks, TenantCounts, TenantQuotas, TenantUsage};
 pub use usage::NodeUsage;
 
 use arena::Arena;

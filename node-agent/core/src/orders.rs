@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::TenantName;
 
-use crate::agent::{NodeUsage, TenantUsage};
+use crate::agent::{Blocks, NodeUsage, TenantUsage};
 use crate::event::Grant;
 
 /// Bytes of both kinds.
@@ -57,6 +57,8 @@ pub struct Holding {
     pub limit: Bytes,
     /// What it uses.
     pub used: Bytes,
+    /// In so many slots.
+    pub blocks: Blocks,
     /// Bytes dropped or refused for its limit, counted from the start of the agent.
     pub limited: Bytes,
 }
@@ -161,6 +163,7 @@ fn holding(usage: &TenantUsage, node: &NodeUsage) -> Holding {
         version: usage.grant.map_or(0, |grant| grant.version),
         limit,
         used: Bytes { dram: usage.dram.used, nvme: usage.nvme.used },
+        blocks: usage.blocks,
         limited: Bytes { dram: counts.dram_limited_bytes, nvme: counts.nvme_limited_bytes },
     }
 }
@@ -187,7 +190,8 @@ mod tests {
 
     fn usage(grant: Option<Grant>, used: u64) -> TenantUsage {
         let held = Held { quota: Quota::UNLIMITED, used };
-        TenantUsage { tenant: TenantId(1), grant, dram: held, nvme: held, counts: TenantCounts::default() }
+        let (blocks, counts) = (Blocks { dram: used, nvme: used }, TenantCounts::default());
+        TenantUsage { tenant: TenantId(1), grant, dram: held, nvme: held, blocks, counts }
     }
 
     fn report(

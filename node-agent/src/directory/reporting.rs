@@ -141,7 +141,8 @@ fn tenant_report(name: &TenantName, said: &Said) -> TenantReport {
     };
     let bytes = |Bytes { dram, nvme }| Some(wire::Bytes { dram, nvme });
     let (limit, used, limited) = (bytes(held.limit), bytes(held.used), bytes(held.limited));
-    TenantReport { tenant, version: held.version, limit, used, limited, elsewhere: false }
+    let blocks = Some(wire::Blocks { dram: held.blocks.dram, nvme: held.blocks.nvme });
+    TenantReport { tenant, version: held.version, limit, used, limited, elsewhere: false, blocks }
 }
 
 /// Takes the answer to a report.

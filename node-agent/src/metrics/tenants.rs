@@ -72,7 +72,7 @@ impl TenantRows {
 
 #[cfg(test)]
 mod tests {
-    use reprise_agent_core::agent::TenantCounts;
+    use reprise_agent_core::agent::{Blocks, TenantCounts};
     use reprise_policy::Quota;
     use reprise_policy::quota::Holding;
 
@@ -81,7 +81,8 @@ mod tests {
     fn usage(tenant: u16) -> TenantUsage {
         let holding = Holding { quota: Quota::UNLIMITED, used: 10 };
         let counts = TenantCounts { dram_evictions: 1, ..TenantCounts::default() };
-        TenantUsage { tenant: TenantId(tenant), grant: None, dram: holding, nvme: holding, counts }
+        let blocks = Blocks::default();
+        TenantUsage { tenant: TenantId(tenant), grant: None, dram: holding, nvme: holding, blocks, counts }
     }
 
     #[test]

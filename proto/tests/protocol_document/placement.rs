@@ -6,7 +6,7 @@ use reprise_proto::controlplane as cluster;
 use super::{row, run};
 
 /// Messages that others carry.
-pub(super) const CARRIED: [&str; 10] = [
+pub(super) const CARRIED: [&str; 12] = [
     "Bytes",
     "NodeUsage",
     "DrainProgress",
@@ -17,10 +17,16 @@ pub(super) const CARRIED: [&str; 10] = [
     "Tenant",
     "TenantState",
     "TenantShare",
+    "Blocks",
+    "TenantHolding",
 ];
 
 fn both(dram: u64, nvme: u64) -> Option<cluster::Bytes> {
     Some(cluster::Bytes { dram, nvme })
+}
+
+fn blocks(dram: u64, nvme: u64) -> Option<cluster::Blocks> {
+    Some(cluster::Blocks { dram, nvme })
 }
 
 pub(super) fn usage() -> cluster::NodeUsage {
@@ -45,6 +51,7 @@ fn report_rows() -> Vec<String> {
         used: both(1, 2),
         limited: both(5, 6),
         elsewhere: true,
+        blocks: blocks(7, 8),
     };
     let report = cluster::ReportRequest {
         node: 7,
@@ -67,7 +74,7 @@ fn report_rows() -> Vec<String> {
         row(
             "`ReportRequest`",
             "node 7, epoch 3; of 1 KiB and 2 KiB uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7; tenant \"t\": version 9, \
-             limit 3, 4, used 1, 2, limited 5, 6, elsewhere; map 0x0102030405060708",
+             limit 3, 4, used 1, 2, limited 5, 6, elsewhere, blocks 7, 8; map 0x0102030405060708",
             &report,
         ),
         row(
@@ -156,6 +163,28 @@ fn setting_rows() -> Vec<String> {
     ]
 }
 
+fn holding_rows() -> Vec<String> {
+    let held = cluster::TenantHolding { tenant: "t".to_owned(), used: both(1, 2), blocks: blocks(3, 4) };
+    let listed = cluster::ListHoldingsReply {
+        tenants: vec![held],
+        unheard: vec!["n".to_owned()],
+        unheard_nodes: 5,
+        away_nodes: 6,
+    };
+    vec![
+        row(
+            "`ListHoldingsRequest`",
+            "\"t\", \"u\"",
+            &cluster::ListHoldingsRequest { tenants: vec!["t".to_owned(), "u".to_owned()] },
+        ),
+        row(
+            "`ListHoldingsReply`",
+            "\"t\" uses 1, 2, blocks 3, 4; \"n\" not heard, 5 of these, 6 away",
+            &listed,
+        ),
+    ]
+}
+
 pub(super) fn rows() -> Vec<String> {
-    [report_rows(), question_rows(), setting_rows()].concat()
+    [report_rows(), question_rows(), setting_rows(), holding_rows()].concat()
 }

@@ -23,6 +23,13 @@ macro_rules! ensure {
     };
 }
 
+/// What a tenant has of one kind of room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Counted {
+    slots: u64,
+    bytes: u64,
+}
+
 impl AgentCore {
     /// Checks every invariant of the core. Costs time proportional to everything there is.
     ///
@@ -245,21 +252,27 @@ impl AgentCore {
 
     /// Every tenant has what it is said to have, and no more than it may.
     fn audit_tenants(&self) -> Result<(), String> {
-        let mut held: BTreeMap<TenantId, (u64, u64)> = BTreeMap::new();
+        let mut held: BTreeMap<TenantId, [Counted; 2]> = BTreeMap::new();
+        let mut count = |tenant: TenantId, room: usize, bytes: u64| {
+            let Counted { slots, bytes: all } = &mut held.entry(tenant).or_default()[room];
+            (*slots, *all) = (*slots + 1, *all + bytes);
+        };
         for (_, frame) in self.frames.iter() {
             let shape = self.shapes.get(frame.shape);
-            held.entry(shape.tenant).or_default().0 += shape.slot_bytes;
+            count(shape.tenant, 0, shape.slot_bytes);
         }
         for (_, entry) in self.index.iter().filter(|(_, entry)| entry.stored().is_some()) {
             let shape = self.shapes.get(entry.shape());
-            held.entry(shape.tenant).or_default().1 += nvme_bytes(shape.slot_bytes);
+            count(shape.tenant, 1, nvme_bytes(shape.slot_bytes));
         }
         for frame in self.writeback.being_written() {
             let shape = self.shapes.get(self.frames.get(frame).shape);
-            held.entry(shape.tenant).or_default().1 += nvme_bytes(shape.slot_bytes);
+            count(shape.tenant, 1, nvme_bytes(shape.slot_bytes));
         }
         for usage in self.tenant_usage() {
-            let (tenant, used) = (usage.tenant, (usage.dram.used, usage.nvme.used));
+            let dram = Counted { slots: usage.blocks.dram, bytes: usage.dram.used };
+            let nvme = Counted { slots: usage.blocks.nvme, bytes: usage.nvme.used };
+            let (tenant, used) = (usage.tenant, [dram, nvme]);
             let counted = held.remove(&tenant).unwrap_or_default();
             ensure!(used == counted, "{tenant:?} holds {counted:?}, {used:?} are kept");
             let excess = usage.dram.excess() + usage.nvme.excess();

@@ -56,8 +56,19 @@ pub struct TenantUsage {
     pub dram: Holding,
     /// NVMe in use and its quota.
     pub nvme: Holding,
+    /// Slots in use, of both.
+    pub blocks: Blocks,
     /// What happened so far.
     pub counts: TenantCounts,
+}
+
+/// Slots of both kinds of room; each has a block, or is being filled with one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Blocks {
+    /// Of the arena.
+    pub dram: u64,
+    /// Of the devices.
+    pub nvme: u64,
 }
 
 /// Counters of one tenant; they only grow.
@@ -92,6 +103,7 @@ struct Account {
     /// By the last grant.
     granted: Option<Quota>,
     used: u64,
+    slots: u64,
 }
 
 /// All tenants.
@@ -129,12 +141,25 @@ impl TenantUsage {
 
 impl Account {
     fn new(configured: Quota) -> Account {
-        Account { configured, granted: None, used: 0 }
+        Account { configured, granted: None, used: 0, slots: 0 }
     }
 
     fn holding(&self) -> Holding {
         let quota = self.granted.map_or(self.configured, |granted| self.configured.with(granted));
         Holding { quota, used: self.used }
+    }
+
+    /// A slot of so many bytes is taken.
+    fn take(&mut self, bytes: u64) {
+        self.used += bytes;
+        self.slots += 1;
+    }
+
+    /// It is given back.
+    fn give(&mut self, bytes: u64) {
+        let taken = "what is given back was taken";
+        self.used = self.used.checked_sub(bytes).expect(taken);
+        self.slots = self.slots.checked_sub(1).expect(taken);
     }
 }
 
@@ -206,31 +231,31 @@ impl Tenants {
 
     /// A slot of the arena is taken for a tenant.
     pub(super) fn take_dram(&mut self, index: TenantIndex, bytes: u64) {
-        self.get_mut(index).dram.used += bytes;
+        self.get_mut(index).dram.take(bytes);
     }
 
     /// It is given back.
     pub(super) fn give_dram(&mut self, index: TenantIndex, bytes: u64) {
-        let used = &mut self.get_mut(index).dram.used;
-        *used = used.checked_sub(bytes).expect("what is given back was taken");
+        self.get_mut(index).dram.give(bytes);
     }
 
     /// A slot on a device is taken for a block of a tenant.
     pub(super) fn take_nvme(&mut self, index: TenantIndex, payload_bytes: u64) {
-        self.get_mut(index).nvme.used += nvme_bytes(payload_bytes);
+        self.get_mut(index).nvme.take(nvme_bytes(payload_bytes));
     }
 
     /// The block ends, or was not written.
     pub(super) fn give_nvme(&mut self, index: TenantIndex, payload_bytes: u64) {
-        let used = &mut self.get_mut(index).nvme.used;
-        *used = used.checked_sub(nvme_bytes(payload_bytes)).expect("what is given back was taken");
+        self.get_mut(index).nvme.give(nvme_bytes(payload_bytes));
     }
 
     /// What a tenant holds and may hold.
     pub(super) fn usage(&self, index: TenantIndex) -> TenantUsage {
-        let &Tenant { id, grant, counts, .. } = self.get(index);
+        let tenant = self.get(index);
+        let &Tenant { id, grant, counts, .. } = tenant;
+        let blocks = Blocks { dram: tenant.dram.slots, nvme: tenant.nvme.slots };
         let (dram, nvme) = (self.dram(index), self.nvme(index));
-        TenantUsage { tenant: id, grant, dram, nvme, counts }
+        TenantUsage { tenant: id, grant, dram, nvme, blocks, counts }
     }
 
     /// Whether a tenant may hold more than its limits at the moment.

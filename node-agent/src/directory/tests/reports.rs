@@ -1,6 +1,6 @@
 //! What a node reports, and which of the answers it follows.
 
-use reprise_agent_core::agent::{NodeUsage, TenantCounts, TenantUsage};
+use reprise_agent_core::agent::{Blocks, NodeUsage, TenantCounts, TenantUsage};
 use reprise_agent_core::event::Move as Given;
 use reprise_policy::quota::{Holding, Quota};
 use reprise_policy::shards::{MemberName, ShardMap};
@@ -25,6 +25,7 @@ fn own_state(agent: &Agent, grant: Option<Grant>) -> OwnState {
         grant,
         dram: holding(10),
         nvme: holding(20),
+        blocks: Blocks { dram: 1, nvme: 2 },
         counts: TenantCounts::default(),
     };
     let room = NodeUsage { dram_capacity: 100, nvme_capacity: 1000, ..NodeUsage::default() };
@@ -57,6 +58,7 @@ fn a_node_reports_its_tenants_and_follows_the_orders_that_answer() {
         "what the node has bounds what it allows"
     );
     assert_eq!(report.used, Some(Bytes { dram: 10, nvme: 20 }));
+    assert_eq!(report.blocks.map(|blocks| (blocks.dram, blocks.nvme)), Some((1, 2)));
     let drain = fake.read(|state| state.reports.last().and_then(|report| report.drain)).expect("told");
     assert_eq!((drain.walked_blocks, drain.nowhere_blocks, drain.drained), (3, 1, false));
     let quota = |reserved, limit| Quota::new(reserved, limit).expect("not above the limit");

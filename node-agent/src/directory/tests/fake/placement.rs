@@ -2,9 +2,9 @@
 
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
-    ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest, RemoveTenantReply, RemoveTenantRequest,
-    ReportReply, ReportRequest, RouteReply, RouteRequest, SetNodeReply, SetNodeRequest, SetTenantReply,
-    SetTenantRequest,
+    ListHoldingsReply, ListHoldingsRequest, ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest,
+    RemoveTenantReply, RemoveTenantRequest, ReportReply, ReportRequest, RouteReply, RouteRequest,
+    SetNodeReply, SetNodeRequest, SetTenantReply, SetTenantRequest,
 };
 use tonic::{Request, Response, Status};
 
@@ -51,6 +51,10 @@ impl Placement for Shared {
     }
 
     async fn list_tenants(&self, _: Request<ListTenantsRequest>) -> Answer<ListTenantsReply> {
+        no_part_of_it()
+    }
+
+    async fn list_holdings(&self, _: Request<ListHoldingsRequest>) -> Answer<ListHoldingsReply> {
         no_part_of_it()
     }
 }
