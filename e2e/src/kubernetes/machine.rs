@@ -10,7 +10,8 @@
 //! /proc/sys/…       files in place of settings that a kubelet would change for the whole machine
 //! ```
 //!
-//! The rest of the file system is the machine's that runs the test. A program that ends is not started again: a test sees it.
+//! The rest of the file system is the machine's that runs the test. A program that ends is not started again: a test sees it. Only while
+//! they start, they are: containerd listens a while before it answers, and a kubelet that is told so ends.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -48,6 +49,10 @@ const SETTINGS: [(&str, &str); 6] = [
 
 /// How long a program may take to listen.
 const LISTENS_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long programs that end are started again, and after which pause.
+const STARTS_WITHIN: Duration = Duration::from_secs(15);
+const START_PAUSE: Duration = Duration::from_millis(500);
 
 /// What a machine does, in a file that it is given.
 #[derive(Debug, Serialize, Deserialize)]
@@ -88,14 +93,19 @@ pub fn run(plan: &Path) -> Result<()> {
     fs::write("/proc/sys/net/ipv4/ip_forward", "1")?;
     let mut running = BTreeMap::new();
     for service in &plan.services {
-        running.insert(service.start()?, service.name.as_str());
+        running.insert(service.start()?, service);
         service.listens()?;
     }
+    let started = Instant::now();
     loop {
         match wait(WaitOptions::empty()) {
             Ok(Some((process, status))) => {
-                if let Some(name) = running.remove(&process.as_raw_nonzero().get()) {
-                    writeln!(std::io::stderr(), "{name} has ended: {status:?}")?;
+                if let Some(service) = running.remove(&process.as_raw_nonzero().get()) {
+                    writeln!(std::io::stderr(), "{} has ended: {status:?}", service.name)?;
+                    if started.elapsed() < STARTS_WITHIN {
+                        std::thread::sleep(START_PAUSE);
+                        running.insert(service.start()?, service);
+                    }
                 }
             }
             Ok(None) | Err(Errno::INTR) => {}
