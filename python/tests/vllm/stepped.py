@@ -248,7 +248,7 @@ class SteppedEngine:
         count = len(request.block_hashes)
         memory = [torch.full((count, HEADS, TOKENS, 2 * HEAD_SIZE), UNWRITTEN) for _ in range(LAYERS)]
         with Client(self.agent.socket, geometry.namespace, geometry.layout, timeout=LONG_S) as client:
-            loaded = client.load(keys, KvMemory(memory, geometry.layout), range(count), deadline=LONG_S)
+            loaded = client.load(keys, KvMemory(memory, geometry.layout), range(count), deadline=LONG_S / 2)
         for number in range(count):
             for layer in range(LAYERS):
                 wanted = block_of(request.all_token_ids, number, layer)
@@ -324,9 +324,7 @@ def spoil(agent: Agent, tokens: Sequence[int], number: int) -> None:
 
 
 @contextlib.contextmanager
-def stepped_engine(
-    weights: Path, agent: Agent, patch: pytest.MonkeyPatch, **options: Any
-) -> Iterator[SteppedEngine]:
+def stepped_engine(weights: Path, agent: Agent, patch: pytest.MonkeyPatch, **options: Any) -> Iterator[SteppedEngine]:
     """An engine whose questions and loads wait for as long as its agent is stopped."""
     patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     patient = {f"{name}_ms": LONG_S * 1e3 for name in ("match_budget", "match_deadline", "load_deadline", "load_stall")}
