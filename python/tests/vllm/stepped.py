@@ -12,7 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -41,6 +41,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from reprise import Client, KvMemory, block_keys
 from reprise.vllm.metadata import RepriseMetadata
+from reprise.vllm.options import Options
 
 TOKENS, BLOCKS, LAYERS, HEADS, HEAD_SIZE = 32, 64, 4, 4, 32
 ROW = HEADS * 2 * HEAD_SIZE
@@ -97,25 +98,41 @@ def block_of(tokens: Sequence[int], number: int, layer: int) -> torch.Tensor:
     return rows.view(1, TOKENS, 1).expand(HEADS, TOKENS, 2 * HEAD_SIZE).contiguous()
 
 
+def layer_names() -> list[str]:
+    """As vLLM names them, in their order."""
+    return [f"layer.{layer}" for layer in range(LAYERS)]
+
+
+def kv_cache(*others: KVCacheSpec) -> KVCacheConfig:
+    """Memory as vLLM has resolved it: of one group of full attention, or of others."""
+    attention = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(layer_names(), spec) for spec in others or (attention,)]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def engine_config(weights: Path, transfer: dict[str, Any]) -> VllmConfig:
+    """vLLM's own configuration of a small engine, with a connector."""
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(weights), skip_tokenizer_init=True, dtype="float32", max_model_len=1024),
+        cache_config=CacheConfig(block_size=TOKENS, prefix_caching_hash_algo="sha256_cbor"),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=1024, max_num_seqs=4, max_model_len=1024, is_encoder_decoder=False
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(**transfer),
+    )
+    config.cache_config.num_gpu_blocks = BLOCKS
+    return config
+
+
 class SteppedEngine:
     """An engine's scheduler and worker in one process, a step at a time."""
 
     def __init__(self, weights: Path, agent: Agent, **options: Any) -> None:
-        self.config = VllmConfig(
-            model_config=ModelConfig(model=str(weights), skip_tokenizer_init=True, dtype="float32", max_model_len=1024),
-            cache_config=CacheConfig(block_size=TOKENS, prefix_caching_hash_algo="sha256_cbor"),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=1024, max_num_seqs=4, max_model_len=1024, is_encoder_decoder=False
-            ),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(**connector(agent.socket, **options)),
-        )
-        self.config.cache_config.num_gpu_blocks = BLOCKS
+        self.config = engine_config(weights, connector(agent.socket, **options))
         self.agent = agent
-        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
-        self.names = [f"layer.{layer}" for layer in range(LAYERS)]
-        groups = [KVCacheGroupSpec(self.names, spec)]
-        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.names = layer_names()
+        cache = kv_cache()
         self.scheduler = Scheduler(self.config, cache, StructuredOutputManager(self.config), block_size=TOKENS)
         self.worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cache)
         self.memory = [torch.full((BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE), UNWRITTEN) for _ in self.names]
@@ -327,7 +344,8 @@ def spoil(agent: Agent, tokens: Sequence[int], number: int) -> None:
 def stepped_engine(weights: Path, agent: Agent, patch: pytest.MonkeyPatch, **options: Any) -> Iterator[SteppedEngine]:
     """An engine whose questions and loads wait for as long as its agent is stopped."""
     patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    patient = {f"{name}_ms": LONG_S * 1e3 for name in ("match_budget", "match_deadline", "load_deadline", "load_stall")}
+    waits = ("match_budget", "match_deadline", "load_")
+    patient = {option.name: LONG_S * 1e3 for option in fields(Options) if option.name.startswith(waits)}
     made = SteppedEngine(weights, agent, **{**patient, **options})
     patch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made.worker)
     try:
