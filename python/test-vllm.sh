@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Builds the wheel and runs the tests with vLLM's CPU engine, and those of the adapters for engines that need a GPU against
 # these engines' own Python classes, with the debug binaries: test-vllm.sh [vllm|tier|sglang [pytest arguments]]. Skips,
-# and says so, what cannot be installed.
+# and says so, what cannot be installed here (exit status 3 of the script that installs it); every other failure fails the run.
 set -euo pipefail
 cd "$(dirname "$0")"
 skip() { printf '\n%s\n\n' "######## SKIPPED: $1 (the reason is above) ########" >&2; }
-if ! python=$(./vllm-venv.sh); then
+python=$(./vllm-venv.sh) || {
+    [ $? -eq 3 ] || exit 1
     skip "the tests with a real vLLM engine, and of the adapters for engines on GPUs"
     exit 0
-fi
+}
 wheel=$(./wheel.sh)
 package=$(mktemp -d)
 trap 'rm -rf "$package"' EXIT
@@ -25,13 +26,21 @@ run() {
         --rootdir "$suite" -ra --durations=10 "${@:-.}")
 }
 
+# sources ENGINE TESTS: `found` is the folder of an engine's sources. False where they cannot be had, which it says.
+sources() {
+    found=$(./engine-sources.sh "$1") && return
+    [ $? -eq 3 ] || exit 1
+    skip "$2"
+    return 1
+}
+
 suites=${1:-vllm tier sglang}
 [ $# -eq 0 ] || shift
 for suite in $suites; do
     case $suite in
         vllm) run vllm "" "$@" ;;
-        tier) if sources=$(./engine-sources.sh vllm); then run tier "$sources" "$@"; else skip "the tests of vLLM's secondary tier"; fi ;;
-        sglang) if sources=$(./engine-sources.sh sglang); then run sglang "$sources" "$@"; else skip "the tests of SGLang's storage"; fi ;;
+        tier) if sources vllm "the tests of vLLM's secondary tier"; then run tier "$found" "$@"; fi ;;
+        sglang) if sources sglang "the tests of SGLang's storage"; then run sglang "$found" "$@"; fi ;;
         *) echo "there is no suite $suite: vllm, tier or sglang" >&2; exit 2 ;;
     esac
 done

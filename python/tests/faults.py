@@ -102,15 +102,34 @@ def served(agent: Client) -> int:
     return stats["hit_blocks_own_dram"] + stats["hit_blocks_own_nvme"]
 
 
+Moment = Callable[[Client], Callable[[], bool]]
+"""Looks at an agent, and says from then on whether it has come."""
+
+
+def has_served(blocks: int) -> Moment:
+    """When an agent has served so many blocks more."""
+
+    def begin(seen: Client) -> Callable[[], bool]:
+        wanted = served(seen) + blocks
+        return lambda: served(seen) >= wanted
+
+    return begin
+
+
+def is_saving(seen: Client) -> Callable[[], bool]:
+    """When blocks have room in an agent's memory, and are being filled."""
+    return lambda: seen.stats()["reserved_bytes"] > 0
+
+
 @contextlib.contextmanager
-def agent_that_goes(agent: Agent, number: signal.Signals, served_blocks: int) -> Iterator[None]:
-    """Sends a signal to an agent when it has served so many blocks; afterwards it is there again."""
+def agent_that_goes(agent: Agent, number: signal.Signals, moment: Moment) -> Iterator[None]:
+    """Sends a signal to an agent at a moment; afterwards it is there again."""
     with observer(agent) as seen:
-        wanted = served(seen) + served_blocks
+        has_come = moment(seen)
         is_over = threading.Event()
 
         def watch() -> None:
-            while served(seen) < wanted and not is_over.wait(0.001):
+            while not has_come() and not is_over.wait(0.001):
                 pass
             agent.signal(number)
 
@@ -148,10 +167,10 @@ def crawling(agent: Agent) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def agent_that_hangs(agent: Agent, served_blocks: int) -> Iterator[None]:
-    """Lets an agent run a small part of the time until it has served so many blocks, then not at all; afterwards it runs again."""
+def agent_that_hangs(agent: Agent, moment: Moment) -> Iterator[None]:
+    """Lets an agent run a small part of the time until a moment, then not at all; afterwards it runs again."""
     with observer(agent) as seen:
-        wanted = served(seen) + served_blocks
+        has_come = moment(seen)
         is_enough, is_over = threading.Event(), threading.Event()
 
         def crawl() -> None:
@@ -163,7 +182,7 @@ def agent_that_hangs(agent: Agent, served_blocks: int) -> Iterator[None]:
                 thaw(agent)
 
         def watch() -> None:
-            while served(seen) < wanted and not is_over.wait(0.001):
+            while not has_come() and not is_over.wait(0.001):
                 pass
             is_enough.set()
 

@@ -70,3 +70,19 @@ def grown(before: dict[str, float], after: dict[str, float], *names: str) -> boo
 def kept(counts: dict[str, float]) -> float:
     """Blocks that are in Reprise after a save, new or not; each rank counts its own."""
     return counts["saved_blocks"] + counts["duplicate_blocks"]
+
+
+def preempt_each_other(plain: Engine, engine: Engine, seed: int) -> None:
+    """Has an engine of 63 blocks serve more than they hold, twice: requests that share prefixes, and say what they say alone."""
+    stems = [prompt(seed + stem, blocks=4, tail=0) for stem in range(3)]
+    prompts = [stems[index % 3] + prompt(seed + 10 + index, blocks=2) for index in range(12)]
+    # 9.2 blocks in the end, of which 4 are shared: 12 + 12 x 6 of the engine's 63, while the first is still at work.
+    max_tokens = 96
+    expected = plain.generate(prompts, max_tokens=max_tokens)["tokens"]
+    preempted = engine.metrics()["vllm:num_preemptions"]
+    for _ in range(2):
+        engine.forget()
+        told = engine.generate(prompts, max_tokens=max_tokens)
+        assert told["tokens"] == expected
+        assert told["reasons"] == ["length"] * len(prompts)
+    assert engine.metrics()["vllm:num_preemptions"] > preempted, "the engine has too much memory for this test"

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
-from collections.abc import Iterator
 
+import outages
 import pytest
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
-from faults import (
-    agent_that_goes,
-    agent_that_hangs,
-    crawling,
-    damage,
-    damage_memory,
-    drop_dram,
-    eventually,
-    freeze,
-    observer,
-    thaw,
-)
-from serving import PROMPT_BLOCKS, prompt, see, see_again
+from faults import damage, damage_memory, drop_dram, eventually, observer
+from serving import PROMPT_BLOCKS, preempt_each_other, prompt, see, see_again
 
-BUSY_MACHINE_S = 1.0
-"""What other processes of a test machine may cost a request."""
+OUTAGES = [signal.SIGKILL, signal.SIGSTOP]
 
 
 def test_a_prompt_that_was_seen_is_loaded_from_dram_and_gives_the_same_tokens(plain: Engine, engine: Engine) -> None:
@@ -98,17 +85,7 @@ def test_a_prompt_that_is_on_nvme_only_gives_the_same_tokens(plain: Engine, engi
 def test_many_requests_that_share_prefixes_and_preempt_each_other_give_the_same_tokens(
     plain: Engine, engine: Engine
 ) -> None:
-    stems = [prompt(40 + stem, blocks=4, tail=0) for stem in range(3)]
-    prompts = [stems[index % 3] + prompt(50 + index, blocks=2) for index in range(12)]
-    # 9.2 blocks in the end, of which 4 are shared: 12 + 12 x 6 of the engine's 63, while the first is still at work.
-    max_tokens = 96
-    expected = plain.generate(prompts, max_tokens=max_tokens)["tokens"]
-    for _ in range(2):
-        engine.forget()
-        told = engine.generate(prompts, max_tokens=max_tokens)
-        assert told["tokens"] == expected
-        assert told["reasons"] == ["length"] * len(prompts)
-    assert engine.metrics()["vllm:num_preemptions"] > 0, "the engine has too much memory for this test"
+    preempt_each_other(plain, engine, seed=40)
 
 
 def test_salts_do_not_share(plain: Engine, engine: Engine) -> None:
@@ -149,87 +126,28 @@ def test_an_agent_that_is_killed_costs_time_only_and_what_was_durable_is_there_a
         assert after.stats()["hit_blocks_own_nvme"] == from_nvme + PROMPT_BLOCKS
 
 
-@pytest.mark.parametrize("fault", ["killed", "hangs"])
-def test_an_agent_that_goes_in_the_middle_of_a_load_costs_time_only(
-    plain: Engine, engine: Engine, cluster: Cluster, fault: str
+@pytest.mark.parametrize("number", OUTAGES)
+def test_an_agent_that_goes_in_the_middle_of_loads_costs_time_only(
+    plain: Engine, engine: Engine, cluster: Cluster, number: signal.Signals
 ) -> None:
-    agent = cluster.agents[0]
-    prompts = [prompt((70 if fault == "killed" else 80) + index, blocks=6) for index in range(6)]
-    expected = plain.generate(prompts)["tokens"]
-    recompute = plain.generate(prompts)["seconds"]
+    outages.goes_during_loads(plain, engine, cluster.agents[0], number, seed=1000 + 10 * number)
 
-    def all_found() -> bool:
-        engine.forget()
-        told = engine.generate(prompts)
-        assert told["tokens"] == expected
-        return bool(told["cached"] == [6 * BLOCK_TOKENS] * len(prompts))
 
-    @contextlib.contextmanager
-    def it_goes() -> Iterator[None]:
-        if fault == "killed":
-            with agent_that_goes(agent, signal.SIGKILL, served_blocks=1), crawling(agent):
-                yield
-        else:
-            with agent_that_hangs(agent, served_blocks=1):
-                yield
-
-    def loads_fail_under_way() -> bool:
-        eventually(all_found, within=60.0)
-        with observer(agent) as seen:
-            drop_dram(seen)
-        before = engine.metrics().get("vllm:reprise_failed_blocks", 0)
-        engine.forget()
-        with it_goes():
-            told = engine.generate(prompts)
-        assert told["tokens"] == expected
-        assert told["reasons"] == ["length"] * len(prompts)
-        assert told["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
-        # Otherwise it went before or after them.
-        return engine.metrics().get("vllm:reprise_failed_blocks", 0) > before
-
-    eventually(loads_fail_under_way, within=120.0)
-    eventually(all_found, within=60.0)
+@pytest.mark.parametrize("number", OUTAGES)
+def test_an_agent_that_goes_in_the_middle_of_saves_costs_time_only(
+    plain: Engine, engine: Engine, cluster: Cluster, number: signal.Signals
+) -> None:
+    outages.goes_during_saves(plain, engine, cluster.agents[0], number, seed=10_000 * number)
 
 
 def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: Engine, cluster: Cluster) -> None:
-    tokens = prompt(7)
-    expected = plain.generate([tokens])["tokens"]
-    recompute = plain.generate([tokens])["seconds"]
-    see(engine, tokens)
-    engine.forget()
-    agent = cluster.agents[0]
-    freeze(agent)
-    try:
-        hung = engine.generate([tokens])
-    finally:
-        thaw(agent)
-    assert hung["tokens"] == expected
-    assert hung["cached"] == [0], "nobody said that it is there"
-    assert hung["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
+    outages.hangs_before_it_is_asked(plain, engine, cluster.agents[0], seed=7)
 
 
-def test_another_node_s_agent_that_hangs_costs_a_second_at_the_most(
+def test_an_agent_of_another_node_that_hangs_costs_time_only(
     plain: Engine, engine: Engine, other: Engine, cluster: Cluster
 ) -> None:
-    seeds = itertools.count(450)
-
-    def hangs_in_a_load() -> bool:
-        tokens = prompt(next(seeds))
-        expected = plain.generate([tokens])["tokens"]
-        recompute = plain.generate([tokens])["seconds"]
-        see(engine, tokens)
-        before = other.metrics().get("vllm:reprise_failed_blocks", 0)
-        freeze(cluster.agents[0])
-        try:
-            hung = other.generate([tokens])
-        finally:
-            thaw(cluster.agents[0])
-        assert hung["tokens"] == expected
-        assert hung["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
-        # Otherwise the directory had not heard of it yet, or the second node asks the first for nothing for a while.
-        return other.metrics().get("vllm:reprise_failed_blocks", 0) > before
-
-    eventually(hangs_in_a_load, within=60.0)
+    outages.peer_hangs_during_loads(plain, engine, other, cluster.agents[1], seed=1500)
 
 
 def test_damage_on_nvme_costs_time_only_and_is_counted(plain: Engine, engine: Engine, cluster: Cluster) -> None:

@@ -5,26 +5,50 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import outages
 import pytest
 from cluster import Agent, Cluster
 from engine import BLOCK_TOKENS, Engine, connector
-from faults import agent_that_goes, damage, damage_memory, drop_dram, eventually, freeze, observer, thaw
-from serving import PROMPT_BLOCKS, prompt, see
+from faults import damage, damage_memory, drop_dram, eventually, observer
+from serving import PROMPT_BLOCKS, preempt_each_other, prompt, see, see_again
 
 WHOLE = PROMPT_BLOCKS * BLOCK_TOKENS
-BUSY_MACHINE_S = 1.0
-"""What other processes of a test machine may cost a request."""
+OUTAGES = [signal.SIGKILL, signal.SIGSTOP]
+ALONE = 199
+"""Seed of the prompt that was served without an agent."""
 
 
 @pytest.fixture(scope="module")
-def layered(home: Path, weights: Path, cluster: Cluster) -> Iterator[Engine]:
-    """An engine on the first node with both options, with few blocks and small steps."""
+def started_alone(home: Path, weights: Path, cluster: Cluster) -> Iterator[tuple[Engine, dict[str, Any]]]:
+    """An engine on the first node with both options, with few blocks and small steps, and what it said before it had an agent."""
     small = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 128, "max_model_len": 1024}
-    transfer = connector(cluster.agents[0].socket, layerwise_loads=True, layerwise_saves=True)
-    engine = Engine(weights, home / "layered.log", transfer, **small)
-    yield engine
+    agent = cluster.agents[0]
+    transfer = connector(agent.socket, layerwise_loads=True, layerwise_saves=True)
+    with observer(agent) as seen:
+        sessions = seen.stats()["sessions"]
+    agent.kill()
+    try:
+        engine = Engine(weights, home / "layered.log", transfer, **small)
+        try:
+            said = engine.generate([prompt(ALONE)])
+        except BaseException:
+            engine.kill()
+            raise
+    finally:
+        agent.start()
+    with observer(agent) as seen:
+        # Those that were there, and this engine's two.
+        eventually(lambda: seen.stats()["sessions"] >= sessions + 2)
+    yield engine, said
     engine.stop()
+
+
+@pytest.fixture(scope="module")
+def layered(started_alone: tuple[Engine, dict[str, Any]]) -> Engine:
+    """That engine, with its agent."""
+    return started_alone[0]
 
 
 @pytest.fixture
@@ -36,6 +60,17 @@ def agent(cluster: Cluster) -> Agent:
 def of_layered(engine: Engine, name: str) -> float:
     """One of the connector's counters."""
     return engine.metrics().get(f"vllm:reprise_{name}", 0)
+
+
+def test_an_engine_that_is_started_before_its_agent_serves_without_it_and_finds_blocks_as_soon_as_it_is_there(
+    plain: Engine, started_alone: tuple[Engine, dict[str, Any]]
+) -> None:
+    layered, said = started_alone
+    tokens = prompt(ALONE)
+    expected = plain.generate([tokens])["tokens"]
+    assert (said["tokens"], said["cached"], said["reasons"]) == (expected, [0], ["length"])
+    assert see(layered, tokens)["tokens"] == expected
+    assert see_again(layered, tokens)["tokens"] == expected
 
 
 def test_what_was_saved_beside_the_computation_is_loaded_beside_it(plain: Engine, layered: Engine) -> None:
@@ -83,56 +118,31 @@ def test_blocks_on_nvme_are_loaded_beside_the_computation(plain: Engine, layered
 
 
 def test_requests_that_share_prefixes_and_preempt_each_other_say_the_same(plain: Engine, layered: Engine) -> None:
-    stems = [prompt(210 + stem, blocks=4, tail=0) for stem in range(3)]
-    prompts = [stems[index % 3] + prompt(220 + index, blocks=2) for index in range(12)]
-    # 9.2 blocks in the end, of which 4 are shared: 12 + 12 x 6 of the engine's 63, while the first is still at work.
-    max_tokens = 96
-    expected = plain.generate(prompts, max_tokens=max_tokens)["tokens"]
-    preempted = layered.metrics()["vllm:num_preemptions"]
-    for _ in range(2):
-        layered.forget()
-        told = layered.generate(prompts, max_tokens=max_tokens)
-        assert told["tokens"] == expected
-        assert told["reasons"] == ["length"] * len(prompts)
-    assert layered.metrics()["vllm:num_preemptions"] > preempted, "the engine has too much memory for this test"
+    preempt_each_other(plain, layered, seed=210)
 
 
 def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, layered: Engine, agent: Agent) -> None:
-    tokens = prompt(250)
-    expected = plain.generate([tokens])["tokens"]
-    recompute = plain.generate([tokens])["seconds"]
-    see(layered, tokens)
-    layered.forget()
-    freeze(agent)
-    try:
-        hung = layered.generate([tokens])
-    finally:
-        thaw(agent)
-    assert hung["tokens"] == expected
-    assert hung["seconds"] < recompute + 1.0 + BUSY_MACHINE_S
+    outages.hangs_before_it_is_asked(plain, layered, agent, seed=250)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", OUTAGES)
 def test_an_agent_that_goes_in_the_middle_of_loads_costs_time_only(
     plain: Engine, layered: Engine, agent: Agent, number: signal.Signals
 ) -> None:
-    prompts = [prompt(260 + 10 * number + index, blocks=6) for index in range(8)]
-    expected = plain.generate(prompts, max_tokens=16)["tokens"]
+    outages.goes_during_loads(plain, layered, agent, number, seed=2000 + 10 * number)
 
-    def all_found() -> bool:
-        layered.forget()
-        told = layered.generate(prompts, max_tokens=16)
-        assert told["tokens"] == expected
-        return told["cached"] == [6 * BLOCK_TOKENS] * len(prompts)
 
-    for served_blocks in (1, 13, 25):
-        eventually(all_found, within=60.0)
-        layered.forget()
-        with agent_that_goes(agent, number, served_blocks):
-            told = layered.generate(prompts, max_tokens=16)
-        assert told["tokens"] == expected
-        assert told["reasons"] == ["length"] * len(prompts)
-    eventually(all_found, within=60.0)
+@pytest.mark.parametrize("number", OUTAGES)
+def test_an_agent_that_goes_in_the_middle_of_saves_costs_time_only(
+    plain: Engine, layered: Engine, agent: Agent, number: signal.Signals
+) -> None:
+    outages.goes_during_saves(plain, layered, agent, number, seed=500_000 + 10_000 * number)
+
+
+def test_an_agent_of_another_node_that_hangs_costs_time_only(
+    plain: Engine, layered: Engine, other: Engine, cluster: Cluster
+) -> None:
+    outages.peer_hangs_during_loads(plain, layered, other, cluster.agents[1], seed=2500)
 
 
 @pytest.mark.parametrize("place", ["dram", "nvme"])
