@@ -135,7 +135,7 @@ mod tests {
         const BYTES: u64 = 32 << 20;
         let path = format!("/dev/shm/reprise-held-{}", std::process::id());
         std::fs::write(&path, vec![1_u8; 32 << 20]).expect("shared memory is writable");
-        let code = "import mmap, sys; m = mmap.mmap(open(sys.argv[1], 'r+b').fileno(), 0); \
+        let code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); \
                     s = sum(m[::4096]); print(s, flush=True); sys.stdin.read()";
         let mut mappers: Vec<_> = (0..2)
             .map(|_| {

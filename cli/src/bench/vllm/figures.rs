@@ -358,6 +358,7 @@ mod tests {
             samples.remembered(System::Lmcache, gib << 30);
             samples.started(System::Lmcache, 2);
         }
+        times(&mut samples, (System::Recompute, Leg::Cold), &[400.0; 3]);
         times(&mut samples, (System::MooncakeTcp, Leg::Hit), &[100.0, 140.0, 90.0]);
         let held = figure(&samples, "vllm.lmcache.memory_held");
         let spread = Spread { samples: 3, min: 1024.0, max: 3072.0 };
