@@ -9,21 +9,22 @@ case ${1:-} in
     sglang) version=0.5.23 size="39 MB" keep='sglang/srt/mem_cache/*.py sglang/srt/environ.py' ;;
     *) echo "engine-sources.sh vllm|sglang" >&2; exit 2 ;;
 esac
+engine=$1
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
-home=$cache/$1-$version-sources
+home=$cache/$engine-$version-sources
 if [ ! -e "$home" ]; then
-    refuse() { printf '%s\n' "the sources of $1 $version cannot be had: $2" >&2; exit 3; }
+    refuse() { printf '%s\n' "the sources of $engine $version cannot be had: $1" >&2; exit 3; }
     [ "$(uname -m)" = x86_64 ] || refuse "its wheel is for x86-64 here"
     venv=$(./venv.sh) || refuse "there is no Python for it"
     mkdir -p "$cache"
     free=$(df --output=avail -B1M "$cache" | tail -1)
     [ "$free" -ge 1000 ] || refuse "$cache has $free MiB left, 1000 are needed meanwhile"
-    printf '%s\n' "fetching the sources of $1 $version: a wheel of $size, once" >&2
-    part=$(mktemp -d "$cache/$1-sources.XXXXXX")
+    printf '%s\n' "fetching the sources of $engine $version: a wheel of $size, once" >&2
+    part=$(mktemp -d "$cache/$engine-sources.XXXXXX")
     trap 'rm -rf "$part"' EXIT
     # A wheel for the engine's Python, which need not be this one: nothing of it is installed.
     "$venv/bin/pip" -q download --no-deps --no-cache-dir --only-binary :all: --python-version 3.11 \
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64 --dest "$part" "$1==$version" >&2 ||
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64 --dest "$part" "$engine==$version" >&2 ||
         refuse "pip failed"
     "$venv/bin/python" - "$part" "$keep" >&2 << 'PYTHON' || refuse "the wheel cannot be unpacked"
 import fnmatch, pathlib, sys, zipfile

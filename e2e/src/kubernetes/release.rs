@@ -316,7 +316,8 @@ impl<'a> Release<'a> {
         mount.args(["--namespace", &process.to_string(), "-t", "tmpfs", "none", "/proc/driver"]);
         let output = mount.output().expect("mount is there");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let folder = PathBuf::from(format!("/proc/{process}/root/proc/driver/nvidia/gpus/0000:19:00.0"));
+        let folder =
+            PathBuf::from(format!("/proc/{process}/root")).join("proc/driver/nvidia/gpus/0000:19:00.0");
         fs::create_dir_all(&folder).expect("it is in memory, and new");
         let text = format!("Model: \t\t {product}\nGPU UUID: \t {uuid}\n");
         fs::write(folder.join("information"), text).expect("it takes files");

@@ -146,9 +146,9 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
     ] {
         lab.world.allow(words);
     }
-    let selected = json!({ "nodeSelector": { "matchLabels": { "disk": "fast" } } });
+    let selected = json!({ "matchLabels": { "disk": "fast" } });
     lab.pool("p", "/var/lib/pool", json!({}));
-    lab.pool("q", "/var/lib/other", selected);
+    lab.pool("q", "/var/lib/other", json!({ "nodeSelector": selected }));
     lab.cluster(json!({}));
     // With a lease of its own, so that both work at once.
     let mut replicas = [Replica::new(&lab, "first", SYSTEM), Replica::new(&lab, "second", "cache")];
@@ -162,7 +162,9 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
         replica.tend();
     }
     // What it had never before: everything is looked at again, whatever waits.
+    // The depth of both: an agent has one for all its pools.
     lab.pool("p", "/var/lib/pool", json!({ "queueDepth": 96 }));
+    lab.pool("q", "/var/lib/other", json!({ "queueDepth": 96, "nodeSelector": selected }));
     lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }], "cache": { "dram": "96Mi", "regionSize": "2Mi" } }));
     let bound = ["PoolsBound", "True", "AsDesired"];
     lab.wait_condition_within(HEALS_WITHIN, ("KVCacheCluster", "c"), bound);

@@ -1,3 +1,5 @@
+//! Refusals of the API server, told apart by who else writes the field.
+
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::ObjectMeta;
 use serde_json::{Value, json};

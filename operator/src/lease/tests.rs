@@ -1,3 +1,5 @@
+//! The lease against a scripted API server: taken, renewed, lost.
+
 use serde_json::{Value, json};
 
 use super::*;
