@@ -60,7 +60,8 @@ fn assert_demo(summary: &Value) {
     }
     let before = number(summary, "/durable_before_kill");
     assert!(before > 1000, "the killed node held something: {summary}");
-    assert_eq!(number(summary, "/durable_after_restart"), before);
+    let after = number(summary, "/durable_after_restart");
+    assert!((before.saturating_sub(number(summary, "/durable_left"))..=before).contains(&after), "{summary}");
     let announced = number(summary, "/durable_announced");
     assert_eq!(before + number(summary, "/durable_evicted"), announced, "none is unaccounted for: {summary}");
     assert_eq!(summary["tiers_without_hits"], serde_json::json!([]));

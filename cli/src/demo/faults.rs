@@ -2,7 +2,7 @@
 
 use anyhow::{Context, bail};
 
-use super::evictions_of;
+use super::{Evictions, evictions_of};
 use crate::cluster::Cluster;
 use crate::engine::DurableCheck;
 use crate::engine_process::EngineProcess;
@@ -19,6 +19,9 @@ const VICTIM_MEMBER: usize = 0;
 pub(super) struct KillOutcome {
     pub(super) before: DurableCheck,
     pub(super) after: DurableCheck,
+    /// Blocks that were there before and may be gone after: those whose copy on NVMe was evicted or moved while one in DRAM
+    /// was left, and those that have moved since the restart.
+    pub(super) left: u64,
     pub(super) restart_seconds: f64,
 }
 
@@ -72,10 +75,10 @@ pub(super) fn kill_and_restart(
 ) -> anyhow::Result<KillOutcome> {
     engines[VICTIM].settle()?;
     let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
-    let evicted = evictions_of(&cluster.file().agents[VICTIM])?.nvme;
-    demand_durable(&before, evicted)?;
+    let left_before = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
+    demand_durable(&before, left_before)?;
     audience.say(format!(
-        "node-{} has announced {} blocks durable so far, of which its policy has evicted {} from NVMe again; all other \
+        "node-{} has announced {} blocks durable so far, of which {} have left it again (evicted, or moved); all other \
          {} are there. Killing its agent with SIGKILL …",
         VICTIM + 1,
         before.announced,
@@ -90,17 +93,26 @@ pub(super) fn kill_and_restart(
         "… ready again after {restart_seconds:.2} s: {} of {} durable blocks came back, every byte compared.",
         after.present, before.present
     ));
-    Ok(KillOutcome { before, after, restart_seconds })
+    let left_after = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
+    let left = left_before - before.missed + left_after;
+    Ok(KillOutcome { before, after, left, restart_seconds })
 }
 
-/// Every block that was announced durable is there and right, or was evicted by the policy.
-pub(super) fn demand_durable(check: &DurableCheck, evicted: u64) -> anyhow::Result<()> {
+impl Evictions {
+    /// Blocks whose copy on NVMe is no longer there, and should not be.
+    fn left_nvme(self) -> u64 {
+        self.nvme + self.moved
+    }
+}
+
+/// Every block that was announced durable is there and right, or is one of those that were evicted or moved.
+pub(super) fn demand_durable(check: &DurableCheck, left: u64) -> anyhow::Result<()> {
     if check.failed > 0 {
         bail!("{} of {} durable blocks could not be read back", check.failed, check.announced);
     }
-    if check.missed > evicted {
+    if check.missed > left {
         bail!(
-            "{} of {} durable blocks are gone, and only {evicted} were evicted by the policy: the rest is lost",
+            "{} of {} durable blocks are gone, and only {left} were evicted or moved to another node: the rest is lost",
             check.missed,
             check.announced
         );

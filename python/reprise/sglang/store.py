@@ -24,6 +24,9 @@ logger = logging.getLogger("reprise")
 KEYS_PER_MATCH = 8192
 """Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
 
+QUESTIONS_MAX = 512
+"""Questions under way at the most: a session has room for 1,024 calls, and transfers make some as well."""
+
 STAGED_PAGES = 16
 """Pages that are staged at a time: enough for one call of the agent, little memory beside the pool's."""
 
@@ -201,14 +204,15 @@ class Store:
 
     def _answers(self, questions: Sequence[Sequence[bytes]]) -> list[int]:
         """How many leading pages of each question are there, all within one deadline."""
-        pending = [self.session.start_match(self._keys(keys)) for keys in questions]
         give_up = time.monotonic() + self._options.match_deadline_ms / 1e3
         answers: list[int] = []
-        for question in pending:
-            sources = () if question is None else question.poll(max(give_up - time.monotonic(), 0.0))
-            if sources is None:
-                self.session.suspect()
-            answers.append(len(sources or ()))
+        for at in range(0, len(questions), QUESTIONS_MAX):
+            pending = [self.session.start_match(self._keys(keys)) for keys in questions[at : at + QUESTIONS_MAX]]
+            for question in pending:
+                sources = () if question is None else question.poll(max(give_up - time.monotonic(), 0.0))
+                if sources is None:
+                    self.session.suspect()
+                answers.append(len(sources or ()))
         return answers
 
     def _saved(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:

@@ -238,6 +238,17 @@ def test_a_state_of_its_own_is_kept_in_a_pool_of_its_own(make: Make) -> None:
     assert same(state, [1, 3], state, [30, 31])
 
 
+def test_more_pages_are_asked_about_one_by_one_than_a_session_has_room_for(make: Make) -> None:
+    pool = HostPool()
+    pool.fill(1)
+    storage = make(pool)
+    keys = hashes(1, 1_500)
+    ends = [keys[0], keys[-1]]
+    assert storage.batch_set_v1(ends, pool.indices([0, 1])) == [True, True]
+    there = storage._store(PoolName.KV).each(storage._hashes(keys))
+    assert [page for page, is_there in enumerate(there) if is_there] == [0, 1_499]
+
+
 def test_nothing_that_changes_kv_is_shared(make: Make) -> None:
     pool = HostPool()
     assert all(make(pool).batch_set_v1(hashes(1, 2), pool.indices([0, 1])))
