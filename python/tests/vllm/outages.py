@@ -139,14 +139,15 @@ def hangs_before_it_is_asked(plain: Engine, engine: Engine, agent: Agent, seed: 
     assert hung["cached"] == [0], "nobody said that it is there"
 
 
-def peer_hangs_during_loads(plain: Engine, engine: Engine, saver: Engine, peer: Agent, seed: int) -> None:
+def peer_hangs_during_loads(plain: Engine, engine: Engine, agent: Agent, saver: Engine, peer: Agent, seed: int) -> None:
     """The agent of another node, which has the blocks, is stopped; the engine's own goes on.
 
     Args:
         plain: an engine that computes everything.
         engine: the one that loads.
+        agent: its own.
         saver: an engine on the other node.
-        peer: its agent.
+        peer: that engine's agent.
         seed: of the first prompt.
     """
     seeds = itertools.count(seed)
@@ -170,3 +171,9 @@ def peer_hangs_during_loads(plain: Engine, engine: Engine, saver: Engine, peer: 
     # Otherwise the directory had not heard of it yet, or the node asks the other for nothing for a while after the last time.
     eventually(lambda: served(hangs=True)[1], within=120.0)
     eventually(lambda: bool(served(hangs=False)[0]["cached"] == [PROMPT_BLOCKS * BLOCK_TOKENS]), within=60.0)
+    # What it has cached of the other node's is on its own NVMe never: who waits until its memory is empty would wait for ever.
+    with observer(agent) as seen:
+        sessions = seen.stats()["sessions"]
+    agent.restart()
+    with observer(agent) as seen:
+        eventually(lambda: seen.stats()["sessions"] >= sessions)

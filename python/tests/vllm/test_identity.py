@@ -147,7 +147,7 @@ def test_an_agent_that_hangs_costs_a_second_at_the_most(plain: Engine, engine: E
 def test_an_agent_of_another_node_that_hangs_costs_time_only(
     plain: Engine, engine: Engine, other: Engine, cluster: Cluster
 ) -> None:
-    outages.peer_hangs_during_loads(plain, engine, other, cluster.agents[1], seed=1500)
+    outages.peer_hangs_during_loads(plain, engine, cluster.agents[0], other, cluster.agents[1], seed=1500)
 
 
 def test_damage_on_nvme_costs_time_only_and_is_counted(plain: Engine, engine: Engine, cluster: Cluster) -> None:

@@ -17,6 +17,8 @@ from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 POLL_MS = 200
 TRIES = 20
+FIRST_SEED = 800
+"""Of prompts that no engine on another node has saved: those would be loaded, and not told of as stored."""
 
 
 @dataclass
@@ -74,8 +76,8 @@ def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plan
     other: Engine, subscriber: Subscriber
 ) -> None:
     # What is published before a subscription has arrived is not heard: hence more than one prompt.
-    for seed in itertools.count(40):
-        assert seed < 40 + TRIES, "the engine has told of nothing"
+    for seed in itertools.count(FIRST_SEED):
+        assert seed < FIRST_SEED + TRIES, "the engine has told of nothing"
         tokens = prompt(seed)
         subscriber.of_engine.clear()
         see(other, tokens)

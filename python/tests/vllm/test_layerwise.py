@@ -142,7 +142,7 @@ def test_an_agent_that_goes_in_the_middle_of_saves_costs_time_only(
 def test_an_agent_of_another_node_that_hangs_costs_time_only(
     plain: Engine, layered: Engine, other: Engine, cluster: Cluster
 ) -> None:
-    outages.peer_hangs_during_loads(plain, layered, other, cluster.agents[1], seed=2500)
+    outages.peer_hangs_during_loads(plain, layered, cluster.agents[0], other, cluster.agents[1], seed=2500)
 
 
 @pytest.mark.parametrize("place", ["dram", "nvme"])

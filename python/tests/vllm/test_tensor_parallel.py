@@ -22,7 +22,7 @@ def a_core_for_each_rank() -> dict[str, str]:
 def test_an_engine_of_two_ranks_loads_what_it_has_computed_and_nothing_of_one_with_one_rank(
     engine: Engine, home: Path, weights: Path, cluster: Cluster
 ) -> None:
-    tokens = prompt(300)
+    tokens = prompt(700)
     see(engine, tokens)
     small = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
     # Two ranks spin on all cores of a small machine: its agent may wait for one for seconds.
