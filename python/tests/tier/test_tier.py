@@ -128,10 +128,14 @@ def test_a_step_waits_once_for_its_budget_however_many_requests_ask(cluster: Clu
     for request in requests:
         assert offloading.look(request, chain(3, PROMPT)) is None
     assert time.monotonic() - started < BUDGET_S + BUSY_MACHINE_S
-    waited = offloading.counted()["match_seconds"]
-    assert len(waited) == len(requests)
-    assert sum(sorted(waited)[: len(requests) // 2]) < BUDGET_S
     thaw(cluster.agents[0])
+
+    def are_known() -> bool:
+        offloading.step()
+        return all(offloading.look(request, chain(3, PROMPT)) is not None for request in requests)
+
+    eventually(are_known)
+    assert len(offloading.counted()["match_seconds"]) == len(requests), "one for each, however often it was looked at"
 
 
 def test_a_step_costs_its_budget_however_many_prompts_are_to_be_asked_about(cluster: Cluster, engine: Make) -> None:
