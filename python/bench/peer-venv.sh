@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs another cache for vLLM into an environment of its own in the cache folder: peer-venv.sh mooncake | lmcache. It has vLLM's
 # environment behind its own packages, which therefore need little room. Prints the path of its python.
-# Exit status 3: it cannot be installed here, and why, on standard error.
+# Exit status 3: it cannot be installed here, and why, in the last line of standard error.
 set -euo pipefail
 cd "$(dirname "$0")"
 requirements=$1.txt
@@ -20,6 +20,16 @@ if [ ! -e "$home/complete" ]; then
     site "$vllm" > "$(site "$home/bin/python")/vllm.pth"
     # Versions of what both need are those of vLLM's environment, whatever the peer asks for.
     "$home/bin/python" -m pip -q install --no-deps --no-cache-dir -r "$requirements" >&2 || refuse "$1" "pip failed"
+    case $1 in
+        mooncake)
+            if ! ldconfig -p | grep -q 'libibverbs\.so\.1 '; then
+                # Its library is linked with it, also where there is no such card.
+                apt-get install -y --no-install-recommends libibverbs1 >&2 || refuse "$1" "there is no libibverbs1 (Debian's package)"
+            fi
+            module=mooncake.store ;;
+        lmcache) module=lmcache.integration.vllm.vllm_multi_process_adapter ;;
+    esac
+    "$home/bin/python" -P -c "import $module" > /dev/null || refuse "$1" "it is installed and does not start here"
     touch "$home/complete"
 fi
 echo "$home/bin/python"

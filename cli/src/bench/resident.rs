@@ -28,13 +28,8 @@ pub(super) fn tree_peak_bytes(pid: u32) -> anyhow::Result<u64> {
 /// several of them have mapped counts once (the kernel's proportional set size, summed). Pages of programs' files do not count:
 /// processes that are not asked about have them, too, and the kernel can drop them.
 pub(super) fn held_bytes(roots: &[u32]) -> anyhow::Result<u64> {
-    let mut processes = BTreeSet::new();
-    for root in roots {
-        processes.insert(*root);
-        processes.extend(descendants(*root)?);
-    }
     let (mut bytes, mut huge) = (0, 0);
-    for pid in processes {
+    for pid in trees(roots)? {
         let path = format!("/proc/{pid}/smaps_rollup");
         let rollup = match std::fs::read_to_string(&path) {
             Ok(rollup) => rollup,
@@ -48,6 +43,52 @@ pub(super) fn held_bytes(roots: &[u32]) -> anyhow::Result<u64> {
         huge = huge.max(number(&rollup, "Shared_Hugetlb:")?);
     }
     Ok(bytes + huge)
+}
+
+/// What processes and their descendants hold, and the most that they have held since [`begin_peaks`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    /// As [`held_bytes`] counts it.
+    pub(super) now: u64,
+    /// `now`, and what each process has had resident at its own peak above what it has now. The peaks need not have been at one time,
+    /// so it is the most that it may have been. Processes that have ended do not count.
+    pub(super) peak: u64,
+}
+
+impl Held {
+    /// Of processes that run.
+    pub(super) fn by(roots: &[u32]) -> anyhow::Result<Held> {
+        let now = held_bytes(roots)?;
+        let above = |pid: u32| -> anyhow::Result<u64> {
+            let process = pid.to_string();
+            Ok(field(&process, "VmHWM:")?.saturating_sub(field(&process, "VmRSS:")?))
+        };
+        // One that has ended meanwhile has no memory left to ask for.
+        let above: u64 = trees(roots)?.into_iter().map(|pid| above(pid).unwrap_or(0)).sum();
+        Ok(Held { now, peak: now + above })
+    }
+}
+
+/// Begins the peaks of processes and their descendants anew at what is resident now: what they needed to start does not count.
+pub(super) fn begin_peaks(roots: &[u32]) -> anyhow::Result<()> {
+    for pid in trees(roots)? {
+        match forget_peak_of(&pid.to_string()) {
+            // One that has ended meanwhile.
+            Err(_) if !roots.contains(&pid) => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+/// Processes and their descendants, each once.
+fn trees(roots: &[u32]) -> anyhow::Result<BTreeSet<u32>> {
+    let mut processes = BTreeSet::new();
+    for root in roots {
+        processes.insert(*root);
+        processes.extend(descendants(*root)?);
+    }
+    Ok(processes)
 }
 
 /// What processes and their descendants have had read from devices so far, in bytes (proc_pid_io(5)).
@@ -88,7 +129,13 @@ fn children(pid: u32) -> anyhow::Result<Vec<u32>> {
 
 /// Begins the peak anew at what is resident now: what ran before in this process is not counted.
 pub(super) fn forget_peak() -> anyhow::Result<()> {
-    std::fs::write("/proc/self/clear_refs", "5").context("resetting the peak of resident memory")
+    forget_peak_of("self")
+}
+
+fn forget_peak_of(process: &str) -> anyhow::Result<()> {
+    // proc_pid_clear_refs(5).
+    let path = format!("/proc/{process}/clear_refs");
+    std::fs::write(&path, "5").with_context(|| format!("resetting the peak of resident memory in {path}"))
 }
 
 fn field(process: &str, name: &str) -> anyhow::Result<u64> {
@@ -163,6 +210,30 @@ mod tests {
         assert!((BYTES..2 * BYTES).contains(&held), "{held}");
         assert!((BYTES / 2..BYTES).contains(&one), "half of the pages are the other's: {one}");
         assert!(held_bytes(&pids).is_err(), "they have ended");
+    }
+
+    #[test]
+    fn what_a_process_let_go_of_is_in_its_peak_until_that_begins_anew() {
+        const BYTES: u64 = 64 << 20;
+        let code = "import sys; m = b'x' * (64 << 20); del m; print('done', flush=True); sys.stdin.read()";
+        let mut child = std::process::Command::new("python3")
+            .args(["-c", code])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .expect("a python is where this is built");
+        let mut said = String::new();
+        let output = child.stdout.as_mut().expect("piped above");
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(output), &mut said)
+            .expect("it says when it is done");
+        let held = Held::by(&[child.id()]).expect("it runs");
+        begin_peaks(&[child.id()]).expect("it is ours");
+        let anew = Held::by(&[child.id()]).expect("it runs");
+        drop(child.stdin.take());
+        child.wait().expect("one's own child");
+        assert!(held.now < BYTES && held.peak >= held.now + BYTES / 2, "{held:?}");
+        assert!(anew.peak < anew.now + BYTES / 2, "{anew:?}");
+        assert!(begin_peaks(&[child.id()]).is_err(), "it has ended");
     }
 
     #[test]

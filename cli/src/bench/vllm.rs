@@ -66,6 +66,7 @@ const SAMPLES: &str = "one a repetition, with fresh engines and a fresh store: t
     count the engines of all repetitions";
 const MEMORY_HELD: &str = "after the loads from memory, engine and store of one node together: anonymous and shared memory (Pss_Anon and Pss_Shmem of \
     smaps_rollup, and huge pages), each page once, without pages of programs' files";
+const MEMORY_PEAK: &str = "the same, and what each process has had resident above that at its own peak since the warm-up, during saves and loads from memory";
 
 /// Arguments of `reprise bench vllm`.
 #[derive(Clone, Debug, clap::Args)]
@@ -152,8 +153,9 @@ struct Machine {
     kv_bytes_per_prompt: u64,
     /// What `samples` of a figure's `spread` are.
     samples: &'static str,
-    /// What figures of this name are.
+    /// What figures of these names are.
     memory_held: &'static str,
+    memory_peak: &'static str,
 }
 
 /// Runs it; `repetitions` as it stands in the arguments.
@@ -407,6 +409,7 @@ impl World {
             kv_bytes_per_prompt: self.sizes.prompt_bytes(),
             samples: SAMPLES,
             memory_held: MEMORY_HELD,
+            memory_peak: MEMORY_PEAK,
         }
     }
 }

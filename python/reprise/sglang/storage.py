@@ -185,7 +185,7 @@ class RepriseStorage(HiCacheStorage):
             return
         config = self._config
         # What belongs to a latent is the same on every rank, and one of them writes it; all else is each rank's own.
-        is_shared = config.is_mla_model and name != PoolName.MAMBA
+        is_shared = config.is_mla_model and not _is_of_each_rank(name, pool)
         shape = f"{name}:pp{config.pp_rank}/{config.pp_size}:cp{config.attn_cp_rank}/{config.attn_cp_size}"
         described = {
             "model": config.model_name or "",
@@ -236,3 +236,11 @@ class RepriseStorage(HiCacheStorage):
                 continue
             results[transfer.name] = move(self._store(transfer.name), self._hashes(keys), transfer.host_indices)
         return results
+
+
+def _is_of_each_rank(name: str, pool: Any) -> bool:
+    """Whether ranks have different parts of what is in a pool beside a latent: states, and heads of a draft that has no latent."""
+    if name in (PoolName.DRAFT, PoolName.DRAFT_SWA):
+        # By its name: the class does not import without SGLang's compiled kernels.
+        return any(base.__name__ == "MHATokenToKVPoolHost" for base in type(pool).__mro__)
+    return name == PoolName.MAMBA

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from reprise import weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoRAConfig, ModelConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
 
 logger = logging.getLogger("reprise")
@@ -77,6 +77,21 @@ NOT_INPUTS = frozenset(
 )
 """Settings of vLLM's for inputs of other kinds that say where and how fast, or that show in tokens or hashes. Others, also those of
 releases to come, are in the keys."""
+
+NOT_ADAPTERS = frozenset(
+    {
+        "max_lora_rank",
+        "max_loras",
+        "max_cpu_loras",
+        "max_lora_cls_labels",
+        "fully_sharded_loras",
+        "specialize_active_lora",
+        "default_mm_loras",
+        "lora_dtype",
+    }
+)
+"""Settings of vLLM's for LoRA adapters that say how many there is room for and how they are computed, or that name an adapter, which is
+in vLLM's hash; and the dtype, which is looked at by itself. Others, also those of releases to come, are in the keys where they are set."""
 
 WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Ways of speculation that compute no KV of their own."""
@@ -136,6 +151,12 @@ def model_digest(config: VllmConfig, weights_digest: str) -> str:
         "weights": weights_digest or _weights(model, config.load_config.load_format),
     }
     # Only what is said is in the digest, so that engines share which do not have it.
+    if model.quantization_config:
+        described["quantization_config"] = model.quantization_config
+    if skipped := config.cache_config.kv_cache_dtype_skip_layers:
+        described["kv_cache_dtype_skip_layers"] = sorted(skipped)
+    if config.lora_config is not None and (adapters := _adapters(config.lora_config, model)):
+        described["adapters"] = adapters
     if of_length := _of_length(architecture, model):
         described["length"] = of_length
     if model.multimodal_config is not None:
@@ -199,6 +220,8 @@ def _plain(described: Any) -> Any:
     """A configuration, and those within it, as JSON has them, without what differs between nodes and processes."""
     if isinstance(described, dict):
         return {str(name): _plain(value) for name, value in described.items() if name not in NOT_ARCHITECTURE}
+    if is_dataclass(described) and not isinstance(described, type):
+        return {each.name: _plain(getattr(described, each.name)) for each in fields(described)}
     if isinstance(described, list | tuple):
         return [_plain(value) for value in described]
     if isinstance(described, set | frozenset):
@@ -263,6 +286,20 @@ def _of_file(file: str | Path) -> str | None:
     if not Path(file).is_file():
         return None
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _adapters(settings: LoRAConfig, model: ModelConfig) -> dict[str, Any]:
+    """What an engine makes of the same adapter; nothing, of most engines."""
+    described: dict[str, Any] = {}
+    for name in (each.name for each in fields(settings) if each.name not in NOT_ADAPTERS):
+        value = getattr(settings, name)
+        if isinstance(value, list | tuple | set):
+            described[name] = sorted(value)
+        elif value not in (None, False):
+            described[name] = value
+    if str(settings.lora_dtype) not in ("auto", str(model.dtype)):
+        described["lora_dtype"] = str(settings.lora_dtype)
+    return described
 
 
 def _draft(config: VllmConfig) -> dict[str, Any]:

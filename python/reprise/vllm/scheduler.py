@@ -138,13 +138,13 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond vLLM's own that can be loaded, and whether between steps; None: not known yet."""
+        state = self._state(request)
+        if local_tokens == 0:
+            state.is_stale = False
         if not self.may_load or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self.geometry.block_tokens
-        state = self._state(request)
         state.local_blocks = local_tokens // tokens
-        if local_tokens == 0:
-            state.is_stale = False
         if not self._settle(state, 0.0 if self._computing else math.inf):
             is_waited_for = time.monotonic() - state.since < ADAPTER_WAIT_S
             return (None if is_waited_for else 0), False

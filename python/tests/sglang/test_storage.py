@@ -305,6 +305,27 @@ def test_ranks_that_share_pages_still_share_them_after_each_has_cleared(make: Ma
     assert make(read, tp_rank=1, **LATENT).batch_exists(hashes(0, 2)) == 2, "of another engine"
 
 
+class MHATokenToKVPoolHost(HostPool):
+    """SGLang's, by its name: heads, of which each rank has others."""
+
+
+@pytest.mark.parametrize("name", [PoolName.DRAFT, PoolName.DRAFT_SWA])
+@pytest.mark.parametrize(("of_draft", "is_shared"), [(MHATokenToKVPoolHost, False), (HostPool, True)])
+def test_heads_of_a_draft_beside_a_latent_are_each_ranks_own(
+    make: Make, name: PoolName, of_draft: type[HostPool], is_shared: bool
+) -> None:
+    latent, draft = HostPool(is_latent=True), of_draft("layer_first")
+    writer, reader = (make(latent, tp_rank=rank, model_name=f"{name}{is_shared}", **LATENT) for rank in range(2))
+    for storage in (writer, reader):
+        storage.register_mem_host_pool_v2(draft, name)
+    connected(writer)
+    connected(reader)
+    transfer = PoolTransfer(name, host_indices=draft.indices([0, 1]), keys=hashes(1, 2))
+    assert writer.batch_set_v2([transfer]) == {name: [True, True]}
+    assert reader.batch_get_v2([transfer]) == {name: [is_shared, is_shared]}
+    assert writer.batch_get_v2([transfer]) == {name: [True, True]}
+
+
 def test_what_is_being_written_while_ranks_clear_is_written(cluster: Cluster, make: Make, ranks_have_met: None) -> None:
     pool = HostPool(is_latent=True)
     writer, reader = make(pool, tp_rank=0, **LATENT), make(pool, tp_rank=1, **LATENT)

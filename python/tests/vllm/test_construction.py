@@ -14,8 +14,9 @@ from cluster import Cluster
 from engine import connector as transfer_config
 from engine_model import model
 from huggingface_hub import ResolvedRevision
-from vllm.config import KVTransferConfig, ModelConfig
+from vllm.config import KVTransferConfig, LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends import cpu_attn
@@ -61,6 +62,10 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         "auto_length": False,
         "inputs": None,
         "speculation": None,
+        "quantization": None,
+        "quantization_config": None,
+        "skip_layers": [],
+        "adapters": None,
         "transfer": transfer_config(Path("/nonexistent/agent.sock")),
         **changes,
     }
@@ -71,6 +76,7 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         cache_config=SimpleNamespace(
             prefix_caching_hash_algo=flat["hash"],
             cache_dtype=flat["cache_dtype"],
+            kv_cache_dtype_skip_layers=flat["skip_layers"],
             enable_prefix_caching=flat["prefix_caching"],
         ),
         load_config=SimpleNamespace(load_format=flat["load_format"]),
@@ -78,7 +84,8 @@ def engine_config(weights: Path, **changes: Any) -> Any:
             model=str(weights),
             revision=flat["revision"],
             dtype=flat["dtype"],
-            quantization=None,
+            quantization=flat["quantization"],
+            quantization_config=flat["quantization_config"],
             seed=0,
             hf_config=SimpleNamespace(to_dict=lambda: flat["architecture"]),
             max_model_len=flat["max_model_len"],
@@ -86,6 +93,7 @@ def engine_config(weights: Path, **changes: Any) -> Any:
             multimodal_config=flat["inputs"],
         ),
         speculative_config=flat["speculation"],
+        lora_config=flat["adapters"],
         kv_transfer_config=KVTransferConfig(**flat["transfer"]),
         kv_events_config=None,
     )
@@ -206,6 +214,52 @@ def test_what_an_engine_does_with_all_inputs_of_other_kinds_is_in_its_keys(tmp_p
     (weights / "preprocessor_config.json").write_text('{"size": 448}')
     others["another preparation of images"] = of()
     assert len(alike | set(others.values())) == 1 + len(others), others
+
+
+def test_how_weights_are_quantized_when_they_are_loaded_is_in_the_key(weights: Path) -> None:
+    def of(quantization: str | None, described: dict[str, Any] | None = None) -> bytes:
+        resolved = resolve_quantization_config(quantization, described)
+        return digest(engine_config(weights, quantization=quantization, quantization_config=resolved))
+
+    assert of(None) == digest(engine_config(weights))
+    assert of("fp8_per_tensor") == of("fp8_per_tensor")
+    digests = {
+        "not at all": of(None),
+        "by shorthand": of("fp8_per_tensor"),
+        "by another": of("fp8_per_block"),
+        "but for one layer": of("fp8_per_tensor", {"ignore": ["model.layers.0.mlp.down_proj"]}),
+        "but for another": of("fp8_per_tensor", {"ignore": ["model.layers.1.mlp.down_proj"]}),
+        "other linear layers": of("online", {"linear": "fp8_per_block"}),
+        "other experts": of("online", {"linear": "fp8_per_block", "moe": "fp8_per_tensor"}),
+    }
+    assert len(set(digests.values())) == len(digests), digests
+
+
+def test_layers_whose_cache_is_not_quantized_are_in_the_key(weights: Path) -> None:
+    def of(*layers: str) -> bytes:
+        return digest(engine_config(weights, cache_dtype="fp8", skip_layers=list(layers)))
+
+    assert of("0", "2") == of("2", "0")
+    assert len({of(), of("0"), of("2"), of("0", "2"), of("sliding_window")}) == 5
+
+
+def test_what_an_engine_makes_of_the_same_adapter_is_in_its_keys(weights: Path) -> None:
+    def of(**settings: Any) -> bytes:
+        config = engine_config(weights, adapters=LoRAConfig(**settings))
+        config.lora_config.verify_with_model_config(config.model_config)
+        return digest(config)
+
+    # Room for more of them, and the dtype that they have anyway, change nothing.
+    assert {of(), of(max_loras=4, max_lora_rank=64), of(lora_dtype="bfloat16")} == {digest(engine_config(weights))}
+    assert of(target_modules=["o_proj", "qkv_proj"]) == of(target_modules=["qkv_proj", "o_proj"])
+    digests = {
+        "all of it": of(),
+        "some of its modules": of(target_modules=["o_proj"]),
+        "others": of(target_modules=["o_proj", "qkv_proj"]),
+        "in another dtype": of(lora_dtype="float16"),
+        "also where images are encoded": of(enable_tower_connector_lora=True),
+    }
+    assert len(set(digests.values())) == len(digests), digests
 
 
 def test_whose_guesses_lie_in_the_same_blocks_is_in_the_key(weights: Path, other_weights: Path) -> None:

@@ -485,10 +485,12 @@ def test_after_a_change_of_weights_nothing_from_before_is_found_or_saved_over() 
     assert not set(save.hashes) & set(asked.block_hashes)
 
 
-def test_what_runs_while_the_weights_change_is_not_saved_until_it_is_computed_anew() -> None:
-    session = FakeSession()
-    scheduler = side(session)
+@pytest.mark.parametrize(("may_load", "skips"), [(True, False), (True, True), (False, False)])
+def test_what_runs_while_the_weights_change_is_not_saved_until_it_is_computed_anew(may_load: bool, skips: bool) -> None:
+    scheduler = side(FakeSession())
+    scheduler.may_load = may_load
     asked = request(4)
+    asked.skip_reading_prefix_cache = skips
     scheduler.matched_tokens(asked, 0)
     scheduler.step(output({"r": (0, 2 * TOKENS)}, {"r": [1, 2]}))
     scheduler.forget()

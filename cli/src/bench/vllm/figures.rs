@@ -47,10 +47,12 @@ impl Samples {
         for (call, of_rounds) in &self.scheduler {
             figures.extend(scheduler_figures(call, of_rounds));
         }
-        figures.extend(self.memory.iter().map(|(system, held)| {
-            let mib: Vec<f64> = held.iter().map(|bytes| *bytes as f64 / f64::from(1 << 20)).collect();
-            of_samples(format!("vllm.{}.memory_held", system.name()), &mib, "MiB", Target::None)
-        }));
+        for (name, of_systems) in [("memory_held", &self.held), ("memory_peak", &self.held_peak)] {
+            figures.extend(of_systems.iter().map(|(system, held)| {
+                let mib: Vec<f64> = held.iter().map(|bytes| *bytes as f64 / f64::from(1 << 20)).collect();
+                of_samples(format!("vllm.{}.{name}", system.name()), &mib, "MiB", Target::None)
+            }));
+        }
         figures.extend(self.turns.iter().map(|(system, seconds)| {
             of_samples(format!("vllm.{}.turn", system.name()), seconds, "s", Target::None)
         }));
@@ -194,6 +196,7 @@ fn confidence(mut values: Vec<f64>) -> (f64, f64) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::resident::Held;
     use super::super::engine::Answer;
     use super::*;
 
@@ -355,7 +358,7 @@ mod tests {
     fn what_is_held_and_every_time_come_with_their_spread() {
         let mut samples = Samples::default();
         for gib in [2, 3, 1] {
-            samples.remembered(System::Lmcache, gib << 30);
+            samples.held(System::Lmcache, Held { now: gib << 30, peak: (gib + 1) << 30 });
             samples.started(System::Lmcache, 2);
         }
         times(&mut samples, (System::Recompute, Leg::Cold), &[400.0; 3]);
@@ -363,6 +366,8 @@ mod tests {
         let held = figure(&samples, "vllm.lmcache.memory_held");
         let spread = Spread { samples: 3, min: 1024.0, max: 3072.0 };
         assert_eq!((held.value, held.unit, held.spread), (2048.0, "MiB", Some(spread)));
+        let peak = figure(&samples, "vllm.lmcache.memory_peak");
+        assert_eq!((peak.value, peak.spread.map(|spread| spread.max)), (3072.0, Some(4096.0)));
         assert_eq!(figure(&samples, "vllm.lmcache.engine_starts").value, 6.0);
         let dram = figure(&samples, "vllm.mooncake_tcp.dram");
         assert_eq!((dram.value, dram.spread), (100.0, Some(Spread { samples: 3, min: 90.0, max: 140.0 })));

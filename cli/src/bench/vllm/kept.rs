@@ -85,6 +85,7 @@ impl Kept {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::resident::Held;
     use super::super::engine::Answer;
     use super::super::samples::Leg;
     use super::*;
@@ -101,6 +102,7 @@ mod tests {
             kv_bytes_per_prompt: 1,
             samples: "",
             memory_held: "",
+            memory_peak: "",
         }
     }
 
@@ -116,7 +118,7 @@ mod tests {
         let answer = Answer { ttft_ms: 1.5, ttlt_ms: 2.5, tokens: vec![7], cached: 0 };
         samples.answered((System::Reprise, Leg::Peer), &[3], std::slice::from_ref(&answer), 1.0);
         samples.missed(&[4], std::slice::from_ref(&answer), std::slice::from_ref(&answer));
-        samples.remembered(System::Reprise, 5);
+        samples.held(System::Reprise, Held { now: 5, peak: 6 });
         samples.started(System::Reprise, 3);
         samples.took(System::Reprise, 7.5);
         kept.write(2, &samples).expect("written");

@@ -23,8 +23,9 @@ use reprise_policy::ByteSize;
 use serde_json::json;
 
 use super::super::fixture;
+use super::super::one_page;
+use super::super::resident::{Held, begin_peaks};
 use super::super::store::payload_read_rate;
-use super::super::{one_page, resident};
 use super::engine::{Answer, Engine, Twice};
 use super::peers::{save, warm_up};
 use super::samples::{Leg, Percentiles, Samples, System};
@@ -74,6 +75,7 @@ pub(super) fn measure(world: &World, samples: &mut Samples) -> anyhow::Result<()
     drop(plain);
     use_memory(&nodes, &mut peer)?;
     nodes.empty_dram()?;
+    begin_peaks(&[engine.pid(), nodes.agent()?])?;
     saves(&nodes, &mut engine, samples)?;
     hits_in_dram(&nodes, &mut engine, samples)?;
     hits_of_a_peer(&nodes, &mut peer, samples)?;
@@ -142,10 +144,11 @@ fn back_to_back(
 /// What computing takes, what vLLM's own cache takes, and the memory of an engine that has no other.
 fn recompute(world: &World, plain: &mut Engine, samples: &mut Samples) -> anyhow::Result<()> {
     let seeds = world.seeds();
+    begin_peaks(&[plain.pid()])?;
     let Twice { answers, again } = plain.own_cache(&seeds, world.sizes.tokens())?;
     samples.answered((System::Recompute, Leg::Cold), &seeds, &answers, 0.0);
     samples.answered((System::Recompute, Leg::OwnCache), &seeds, &again, 1.0);
-    samples.remembered(System::Recompute, resident::held_bytes(&[plain.pid()])?);
+    samples.held(System::Recompute, Held::by(&[plain.pid()])?);
     Ok(())
 }
 
@@ -197,8 +200,8 @@ fn hits_of_a_peer(nodes: &Nodes<'_>, engine: &mut Engine, samples: &mut Samples)
 fn memory_held(nodes: &mut Nodes<'_>, engine: &Engine, samples: &mut Samples) -> anyhow::Result<()> {
     // This process may have the arena mapped, too, and would take a share of its pages.
     nodes.clients.clear();
-    let agent = nodes.cluster.agent_pids().nth(FIRST).context("the first node's agent")?;
-    samples.remembered(System::Reprise, resident::held_bytes(&[engine.pid(), agent])?);
+    let agent = nodes.agent()?;
+    samples.held(System::Reprise, Held::by(&[engine.pid(), agent])?);
     nodes.connect()
 }
 
@@ -253,6 +256,11 @@ impl Nodes<'_> {
             "kv_connector_extra_config": { "socket": socket },
         });
         Engine::launch(&self.world.surroundings(name), &self.world.first_line(Some(&transfer)))
+    }
+
+    /// The process of the first node's agent.
+    fn agent(&self) -> anyhow::Result<u32> {
+        self.cluster.agent_pids().nth(FIRST).context("the first node's agent")
     }
 
     fn counters(&self, node: usize) -> anyhow::Result<BTreeMap<String, u64>> {

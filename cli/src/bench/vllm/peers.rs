@@ -7,11 +7,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use serde_json::{Value, json};
 
 use super::super::companion::{Companion, Script};
-use super::super::resident;
+use super::super::resident::{self, Held};
 use super::disk;
 use super::engine::{Answer, Engine, Surroundings};
 use super::samples::{Leg, Samples, System};
@@ -78,12 +78,13 @@ pub(super) fn measure(
     world: &World,
     samples: &mut Samples,
 ) -> anyhow::Result<()> {
+    let python = world.environments.python_of(peer).map_err(|why| anyhow!("{why}"))?;
     let files = world.peer_files();
     remove_folder(&files)?;
     fs::create_dir_all(&files).with_context(|| format!("cannot create {}", files.display()))?;
-    let python = world.environments.python_of(peer);
     samples.started(system, 1);
     let mut running = start(system, python, world)?;
+    resident::begin_peaks(&running.pids())?;
     let seeds = world.seeds();
     let cold = save(&mut running.engine, world)?;
     samples.answered((system, Leg::Cold), &seeds, &cold, 0.0);
@@ -91,7 +92,7 @@ pub(super) fn measure(
         disk::written(world)?;
     }
     hits_in_memory(system, &mut running, world, samples)?;
-    samples.remembered(system, resident::held_bytes(&running.pids())?);
+    samples.held(system, Held::by(&running.pids())?);
     if system.lacks(Leg::Nvme).is_none() {
         disk::nvme(system, &mut running, world, samples)?;
     }

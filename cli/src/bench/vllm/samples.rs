@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::super::report::median;
+use super::super::resident::Held;
 use super::absent::Absence;
 use super::engine::Answer;
 
@@ -57,8 +58,9 @@ pub(super) struct Samples {
     /// The same of prompts right behind others, to the first and to the last token.
     pub(super) back_to_back_first: Vec<f64>,
     pub(super) back_to_back_last: Vec<f64>,
-    /// What engine and store of one node hold, in bytes, of each repetition.
-    pub(super) memory: BTreeMap<System, Vec<u64>>,
+    /// What engine and store of one node hold, in bytes, of each repetition; and the most that they have held since the warm-up.
+    pub(super) held: BTreeMap<System, Vec<u64>>,
+    pub(super) held_peak: BTreeMap<System, Vec<u64>>,
     /// Engines that were started, in all repetitions.
     pub(super) starts: BTreeMap<System, u32>,
     /// Seconds that a system's measurement took, of each repetition.
@@ -190,9 +192,10 @@ impl Samples {
         self.said.push((System::Reprise, seed, with.tokens.clone()));
     }
 
-    /// Notes memory that is held, in bytes.
-    pub(super) fn remembered(&mut self, system: System, held: u64) {
-        self.memory.entry(system).or_default().push(held);
+    /// Notes memory that is held.
+    pub(super) fn held(&mut self, system: System, held: Held) {
+        self.held.entry(system).or_default().push(held.now);
+        self.held_peak.entry(system).or_default().push(held.peak);
     }
 
     /// Notes engines that are started.
