@@ -8,7 +8,7 @@
 # nothing to their own file system.
 
 ARG VERSION=0.1.0
-# Of Cargo.toml: images, or images-test, which is quicker to build and slower to run.
+# Of Cargo.toml: images, or dev, which brings the C library of the system along (images/programs.sh).
 ARG PROFILE=images
 
 FROM docker.io/library/rust:1.95-bookworm AS programs
@@ -35,6 +35,7 @@ LABEL org.opencontainers.image.title="reprise-agent" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.licenses="Apache-2.0" \
       dev.reprise.profile="$PROFILE"
+COPY --from=programs /programs/libraries/ /
 COPY --from=programs /programs/reprise-agent /reprise-agent
 USER 65532:65532
 ENTRYPOINT ["/reprise-agent"]
@@ -47,6 +48,7 @@ LABEL org.opencontainers.image.title="reprise-controlplane" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.licenses="Apache-2.0" \
       dev.reprise.profile="$PROFILE"
+COPY --from=programs /programs/libraries/ /
 COPY --from=programs /programs/reprise-controlplane /reprise-controlplane
 USER 65532:65532
 ENTRYPOINT ["/reprise-controlplane"]
@@ -59,6 +61,7 @@ LABEL org.opencontainers.image.title="reprise-operator" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.licenses="Apache-2.0" \
       dev.reprise.profile="$PROFILE"
+COPY --from=programs /programs/libraries/ /
 COPY --from=programs /programs/reprise-operator /reprise-operator
 USER 65532:65532
 ENTRYPOINT ["/reprise-operator"]
@@ -71,6 +74,7 @@ LABEL org.opencontainers.image.title="reprise" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.licenses="Apache-2.0" \
       dev.reprise.profile="$PROFILE"
+COPY --from=programs /programs/libraries/ /
 COPY --from=programs /programs/reprise /reprise
 USER 65532:65532
 ENTRYPOINT ["/reprise"]

@@ -8,8 +8,8 @@ export REPRISE_CACHE
 export CARGO_TARGET_DIR ?= $(REPRISE_CACHE)/target
 
 RELEASE := $(CARGO_TARGET_DIR)/release
-# Of the images that tests and the demonstration run: `images-test`, or `images`, as they are released.
-REPRISE_IMAGES_PROFILE ?= images-test
+# Of the images that tests and the demonstration run: `dev`, or `images`, as they are released.
+REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
@@ -27,7 +27,7 @@ help:
 	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
 	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
 	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
-	@echo "make images-test the same for tests: quicker to build, slower to run"
+	@echo "make images-test the same for tests, of the programs that these have built"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
 
@@ -40,7 +40,7 @@ demo: build
 
 lint: lint-python
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --workspace --all-targets --test cluster --test scale -- -D warnings
 	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
 	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
 

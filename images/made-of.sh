@@ -29,9 +29,13 @@ made_of() {
     echo "profile $1"
     rustc --version --verbose
     says cargo --version
-    says musl-gcc --version
-    # The compiler's version says nothing of the library's.
-    dpkg-query --show musl musl-dev musl-tools 2> /dev/null || true
+    if [ "$1" = dev ]; then
+        says ldd --version
+    else
+        says musl-gcc --version
+    fi
+    # Programs' versions say nothing of the libraries'.
+    dpkg-query --show libc6 libgcc-s1 musl musl-dev musl-tools 2> /dev/null || true
     says objcopy --version
     says buildah --version
     env | { LC_ALL=C grep -E "$flags" || true; } | LC_ALL=C sort

@@ -60,7 +60,7 @@ fn images_are_made_of_sources_locks_configurations_and_tools() {
 #[test]
 fn flags_and_the_profile_make_other_images_and_folders_do_not() {
     let plain = made_of("images", None);
-    assert_ne!(made_of("images-test", None), plain);
+    assert_ne!(made_of("dev", None), plain);
     for flag in FLAGS {
         let with = made_of("images", Some((flag, "thin")));
         let more: Vec<&String> = with.difference(&plain).collect();

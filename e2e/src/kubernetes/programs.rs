@@ -13,10 +13,10 @@ use std::process::{Command, Stdio};
 const KUBERNETES: [&str; 6] =
     ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"];
 
-/// Which profile of Cargo.toml images are built by.
+/// Which profile of Cargo.toml the programs in images are built by.
 const IMAGES_PROFILE: &str = "REPRISE_IMAGES_PROFILE";
-/// The one that is quick to build.
-const TEST_PROFILE: &str = "images-test";
+/// The one by which tests have built them already.
+const TEST_PROFILE: &str = "dev";
 
 /// Where distributions put network plugins.
 const PLUGINS: [&str; 2] = ["/usr/lib/cni", "/opt/cni/bin"];

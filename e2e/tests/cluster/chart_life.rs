@@ -5,10 +5,9 @@ use std::time::Duration;
 use reprise_e2e::kubernetes::engines::Said;
 use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, Part, RELEASE};
 use reprise_e2e::kubernetes::{Cluster, Release};
-use reprise_e2e::seed::say;
 use reprise_e2e::wait_until;
 
-use crate::chart::{ENGINES, condition, running};
+use crate::chart::{ENGINES, SETTINGS, condition, running};
 
 /// For how long a node is without an agent while another takes its place, at the most: half of it is the goal.
 pub(crate) const OUTAGE_MAX: Duration = Duration::from_secs(10);
@@ -17,7 +16,7 @@ pub(crate) const OUTAGE_MAX: Duration = Duration::from_secs(10);
 const THIS: &str = env!("CARGO_PKG_VERSION");
 const FAR: &str = "0.4.0";
 
-/// Everything but what is said is as it was.
+/// Everything but what is said, and what the file of values says, is as it was.
 const REUSE: &str = "--reuse-values";
 
 /// Definitions, which are all that stays.
@@ -43,7 +42,7 @@ pub(crate) fn too_far(cluster: &mut Cluster) {
     let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
     let as_it_is = tags(agents[0].image.rsplit(':').next().expect("an image has a tag"));
     let far = tags(FAR);
-    release.upgrade(&[REUSE, &far[0], &far[1]]);
+    release.upgrade(&[REUSE, SETTINGS, &far[0], &far[1]]);
     let refused = wait_until("the cluster to refuse it", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
@@ -56,7 +55,7 @@ pub(crate) fn too_far(cluster: &mut Cluster) {
         "no pod is touched"
     );
     assert_eq!(version(release), runs, "it says what runs, not what was asked for");
-    release.upgrade(&[REUSE, &as_it_is[0], &as_it_is[1]]);
+    release.upgrade(&[REUSE, SETTINGS, &as_it_is[0], &as_it_is[1]]);
     wait_until("the cluster to accept it again", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
