@@ -4,7 +4,7 @@
 #       docker build --target $image --tag $image:0.1.0 .
 #   done
 #
-# Each is one static program on an empty base: no shell, no package, nobody to log in as. They run as user 65532 and write
+# Each is one static program on an empty base (of the profile dev a program and its C library): no shell, no package, nobody to log in as. They run as user 65532 and write
 # nothing to their own file system.
 
 ARG VERSION=0.1.0

@@ -73,7 +73,7 @@ mkdir -p "$new"/programs/programs "$new"/etcd/programs "$new"/archives
 images/programs.sh "$new/programs/programs" "$profile" > /dev/null
 cp "$etcd" "$new/etcd/programs/reprise-etcd"
 
-# Nothing is kept of the storage: layers are made of one file each.
+# Nothing is kept of the storage: layers are made of a few files each.
 run=(buildah --root "$new/root" --runroot "$new/run" --storage-driver vfs)
 for image in "${images[@]}"; do
     name=localhost/$image:$version

@@ -9,28 +9,36 @@ profile=${2:-images}
 cd "$(dirname "$0")/.."
 packages=(reprise-agent reprise-controlplane reprise-operator reprise)
 mkdir -p "$folder/libraries"
+executables() { sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
 case $profile in
-    dev)
-        # With all others, which have features in common with them: as whoever runs tests builds them.
-        cargo build --locked --workspace --bins >&2
-        built=${CARGO_TARGET_DIR:-target}/debug ;;
+    # With all others, which have features in common with them: as whoever runs tests builds them.
+    dev) build=(cargo build --locked --workspace --bins --message-format json-render-diagnostics) ;;
     *)
         . images/toolchain.sh
-        cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}" >&2
-        built=${CARGO_TARGET_DIR:-target}/$target/$profile ;;
+        build=(cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}"
+            --message-format json-render-diagnostics) ;;
 esac
+# Where they are is cargo's to say: configurations may have a target of their own.
+built=$("${build[@]}" | executables)
 for program in "${packages[@]}"; do
+    path=$(grep "/$program\$" <<< "$built")
     if [ "$profile" = dev ]; then
         # The interpreter and what it loads, each where the program looks for it.
-        ldd "$built/$program" | sed -nE 's|^.*[[:space:]](/[^ ]+) \(0x.*$|\1|p' | while read -r library; do
+        ldd "$path" | sed -nE 's|^.*[[:space:]](/[^ ]+) \(0x.*$|\1|p' | while read -r library; do
             install -D "$library" "$folder/libraries$library"
         done
-    elif readelf --program-headers "$built/$program" | grep -q INTERP; then
+    elif readelf --program-headers "$path" | grep -q INTERP; then
         # A program that asks for an interpreter would not start in an empty image.
-        echo "$built/$program is not linked statically" >&2
+        echo "$path is not linked statically" >&2
         exit 1
     fi
+    cp "$path" "$folder/$program"
+done
+# Other checkouts may build into the same folder: what was copied is what this one builds.
+"${build[@]}" > /dev/null
+for program in "${packages[@]}"; do
+    cmp "$(grep "/$program\$" <<< "$built")" "$folder/$program" >&2
     # Line tables of the standard library help nobody in a container.
-    objcopy --strip-debug "$built/$program" "$folder/$program"
+    objcopy --strip-debug "$folder/$program"
     echo "$folder/$program"
 done

@@ -41,6 +41,7 @@ fn images_are_made_of_sources_locks_configurations_and_tools() {
         "  Cargo.lock",
         "  Cargo.toml",
         "  Dockerfile",
+        "  e2e/Cargo.toml",
         "  e2e/etcd/go.mod",
         "  e2e/etcd/go.sum",
         "  e2e/go.sh",
@@ -60,7 +61,12 @@ fn images_are_made_of_sources_locks_configurations_and_tools() {
 #[test]
 fn flags_and_the_profile_make_other_images_and_folders_do_not() {
     let plain = made_of("images", None);
-    assert_ne!(made_of("dev", None), plain);
+    let dev = made_of("dev", None);
+    assert!(
+        dev.contains(&version("ldd")) && !plain.contains(&version("ldd")),
+        "its C library is in them: {dev:#?}"
+    );
+    assert!(!dev.contains(&version("musl-gcc")), "and no other: {dev:#?}");
     for flag in FLAGS {
         let with = made_of("images", Some((flag, "thin")));
         let more: Vec<&String> = with.difference(&plain).collect();

@@ -186,16 +186,19 @@ pub(super) fn run(
         samples.begin(round);
         for (system, peer) in turns(&args.peers, round) {
             let begun = Instant::now();
-            match peer {
-                None => ours::measure(&world, &mut samples)?,
+            let measured = match peer {
+                None => Ok(ours::measure(&world, &mut samples)?),
+                Some(peer) => peers::measure(system, peer, &world, &mut samples),
+            };
+            match measured {
+                Ok(()) => samples.took(system, begun.elapsed().as_secs_f64()),
                 // Not measured is not the end: the others still say something.
-                Some(peer) => peers::measure(system, peer, &world, &mut samples).unwrap_or_else(|error| {
+                Err(error) => {
                     let error = format!("{error:#}");
                     tracing::warn!(system = system.name(), %error, "a peer was not measured");
                     samples.failed(system, error);
-                }),
+                }
             }
-            samples.took(system, begun.elapsed().as_secs_f64());
         }
         kept.write(round + 1, &samples)?;
     }

@@ -43,7 +43,7 @@ use crate::metrics::{DeviceMetrics, Queued};
 /// that gives them in 41. A new load waits the 2 to 3 ms that they take before its first piece.
 const IN_FLIGHT_BYTES_MAX: u64 = 8 << 20;
 
-/// Operations that are always allowed under way, however large: enough to hide verification and latency.
+/// Operations that are always allowed under way, however large (a write is a whole block): enough to hide verification and latency.
 const IN_FLIGHT_OPS_MIN: usize = 4;
 
 /// How long a write may stand behind reads; small beside the write-back delay that it adds to.

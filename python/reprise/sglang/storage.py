@@ -184,8 +184,14 @@ class RepriseStorage(HiCacheStorage):
         if self._registered.get(name) is pool:
             return
         config = self._config
+        if config.is_mla_model and config.tp_size > 1 and _has_heads_of_a_draft(name, pool):
+            # SGLang's HybridCacheController.should_backup has the other ranks write theirs to a storage called mooncake only.
+            raise ValueError(
+                f"the draft's KV (pool {name}) has heads of each rank beside the model's latent, and SGLang saves only those of rank 0 to "
+                "this storage: use a draft with a latent (MTP), tp_size 1, or no --hicache-storage-backend"
+            )
         # What belongs to a latent is the same on every rank, and one of them writes it; all else is each rank's own.
-        is_shared = config.is_mla_model and not _is_of_each_rank(name, pool)
+        is_shared = config.is_mla_model and name != PoolName.MAMBA
         shape = f"{name}:pp{config.pp_rank}/{config.pp_size}:cp{config.attn_cp_rank}/{config.attn_cp_size}"
         described = {
             "model": config.model_name or "",
@@ -238,9 +244,7 @@ class RepriseStorage(HiCacheStorage):
         return results
 
 
-def _is_of_each_rank(name: str, pool: Any) -> bool:
-    """Whether ranks have different parts of what is in a pool beside a latent: states, and heads of a draft that has no latent."""
-    if name in (PoolName.DRAFT, PoolName.DRAFT_SWA):
-        # By its name: the class does not import without SGLang's compiled kernels.
-        return any(base.__name__ == "MHATokenToKVPoolHost" for base in type(pool).__mro__)
-    return name == PoolName.MAMBA
+def _has_heads_of_a_draft(name: str, pool: Any) -> bool:
+    # By its name: the class does not import without SGLang's compiled kernels.
+    is_draft = name in (PoolName.DRAFT, PoolName.DRAFT_SWA)
+    return is_draft and any(base.__name__ == "MHATokenToKVPoolHost" for base in type(pool).__mro__)

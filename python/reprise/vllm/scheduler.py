@@ -101,6 +101,8 @@ class SchedulerSide:
     pool: BlockPool | None = None
     _generation: bytes = b""
     """Behind every block hash: empty, until the weights have changed under way."""
+    _mistrusts_cached: bool = False
+    """Whether vLLM's own cache may have KV of the weights before: what is computed on it is not saved."""
     _requests: dict[str, RequestState] = field(default_factory=dict)
     _loads: list[LoadPlan] = field(default_factory=list)
     _loading: dict[str, int] = field(default_factory=dict)
@@ -141,6 +143,8 @@ class SchedulerSide:
         state = self._state(request)
         if local_tokens == 0:
             state.is_stale = False
+        elif self._mistrusts_cached:
+            state.is_stale = True
         if not self.may_load or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self.geometry.block_tokens
@@ -187,6 +191,8 @@ class SchedulerSide:
         From now on its blocks are its own, whatever other engines have: nobody can say which of them have the new weights.
         """
         self._generation = uuid.uuid4().bytes
+        # vLLM asks for this also where its own blocks were in use and are all still there.
+        self._mistrusts_cached = self.pool is not None and len(self.pool.cached_block_hash_to_block) > 0
         for state in self._requests.values():
             state.question = state.answer = state.known = None
             state.found = []

@@ -310,20 +310,25 @@ class MHATokenToKVPoolHost(HostPool):
 
 
 @pytest.mark.parametrize("name", [PoolName.DRAFT, PoolName.DRAFT_SWA])
-@pytest.mark.parametrize(("of_draft", "is_shared"), [(MHATokenToKVPoolHost, False), (HostPool, True)])
-def test_heads_of_a_draft_beside_a_latent_are_each_ranks_own(
-    make: Make, name: PoolName, of_draft: type[HostPool], is_shared: bool
+def test_a_draft_with_heads_beside_a_latent_is_refused_where_ranks_would_find_no_heads_or_others(
+    make: Make, name: PoolName
 ) -> None:
-    latent, draft = HostPool(is_latent=True), of_draft("layer_first")
-    writer, reader = (make(latent, tp_rank=rank, model_name=f"{name}{is_shared}", **LATENT) for rank in range(2))
-    for storage in (writer, reader):
-        storage.register_mem_host_pool_v2(draft, name)
-    connected(writer)
-    connected(reader)
-    transfer = PoolTransfer(name, host_indices=draft.indices([0, 1]), keys=hashes(1, 2))
-    assert writer.batch_set_v2([transfer]) == {name: [True, True]}
-    assert reader.batch_get_v2([transfer]) == {name: [is_shared, is_shared]}
-    assert writer.batch_get_v2([transfer]) == {name: [True, True]}
+    latent, heads = HostPool(is_latent=True), MHATokenToKVPoolHost("layer_first")
+    with pytest.raises(ValueError, match=r"saves only those of rank 0 .* use a draft with a latent"):
+        make(latent, tp_rank=1, **LATENT).register_mem_host_pool_v2(heads, name)
+    alone = make(latent, is_mla_model=True, tp_size=1, model_name=f"alone {name}")
+    shared = [make(latent, tp_rank=rank, model_name=f"{name}", **LATENT) for rank in range(2)]
+    for storage, pool in [(alone, heads), *((storage, HostPool("layer_first")) for storage in shared)]:
+        storage.register_mem_host_pool_v2(pool, name)
+        connected(storage)
+    transfer = PoolTransfer(
+        name, host_indices=heads.indices([0, 1]), keys=hashes(1, 2), hit_policy=PoolHitPolicy.ALL_PAGES
+    )
+    for writer, reader in [(alone, alone), shared]:
+        assert all(writer.batch_set_v1(hashes(1, 2), latent.indices([0, 1])))
+        assert writer.batch_set_v2([transfer]) == {name: [True, True]}
+        assert reader.batch_exists_v2(hashes(1, 2), [transfer]).kv_hit_pages == 2
+        assert reader.batch_get_v2([transfer]) == {name: [True, True]}
 
 
 def test_what_is_being_written_while_ranks_clear_is_written(cluster: Cluster, make: Make, ranks_have_met: None) -> None:

@@ -501,6 +501,24 @@ def test_what_runs_while_the_weights_change_is_not_saved_until_it_is_computed_an
     assert len(save.hashes) == 4
 
 
+def test_what_is_computed_on_blocks_that_vllm_did_not_give_up_is_not_saved() -> None:
+    scheduler = side(FakeSession())
+    held = scheduler.pool.cached_block_hash_to_block
+    block = scheduler.pool.blocks[1]
+    held.insert(b"of the weights before", block)
+    scheduler.forget()
+    scheduler.matched_tokens(request(4), 2 * TOKENS)
+    assert scheduler.step(output({"r": (2 * TOKENS, 2 * TOKENS)}, {"r": [1, 2, 3, 4]})).saves == []
+    # From its first token on it is the new weights'.
+    scheduler.matched_tokens(request(4, "new"), 0)
+    assert len(scheduler.step(output({"new": (0, 4 * TOKENS)}, {"new": [5, 6, 7, 8]})).saves) == 1
+    # vLLM's own blocks are gone.
+    held.pop(b"of the weights before", block.block_id)
+    scheduler.forget()
+    scheduler.matched_tokens(request(4, "later"), 2 * TOKENS)
+    assert len(scheduler.step(output({"later": (2 * TOKENS, 2 * TOKENS)}, {"later": [1, 2, 3, 4]})).saves) == 1
+
+
 def test_workers_are_told_of_a_step_that_computes_nothing() -> None:
     scheduler = side(FakeSession())
     assert scheduler.step(output({}, {})).is_idle

@@ -127,6 +127,21 @@ impl Server {
     #[allow(dead_code, reason = "each test program uses a part of this module")]
     pub(crate) fn pause(&self) {
         self.signal("STOP");
+        // The signal is on its way: whoever asks at once may still be answered.
+        let give_up = Instant::now() + Duration::from_secs(10);
+        while !self.has_stopped() {
+            assert!(Instant::now() < give_up, "a process does not stop");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Whether all of its threads stand still (proc_pid_stat(5)).
+    fn has_stopped(&self) -> bool {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it runs");
+        tasks.flatten().all(|task| {
+            let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            stat.rsplit(") ").next().is_some_and(|rest| rest.is_empty() || rest.starts_with('T'))
+        })
     }
 
     /// SIGCONT.
