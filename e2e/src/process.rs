@@ -5,7 +5,8 @@
 //!     └── ends first ──► Refused (exit code and what it said)
 //! ```
 //!
-//! The end of a process is waited for on its pid descriptor, its readiness on its standard output: no polling.
+//! The end of a process is waited for on its pid descriptor, its readiness on its standard output: no polling. Only that all of its
+//! threads stand still after SIGSTOP has to be looked for.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -16,7 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process, pidfd_open, waitid};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 
 use crate::logs;
@@ -24,6 +25,29 @@ use crate::wait::PATIENCE;
 
 /// Between two looks whether a process has stopped.
 const STOP_PAUSE: Duration = Duration::from_millis(1);
+
+/// Sends SIGSTOP to a process, and waits until no thread of it runs: on a busy machine some go on for a while.
+///
+/// # Panics
+/// When there is no such process of this user, or it does not stop in time.
+pub fn pause(pid: Pid) {
+    kill_process(pid, Signal::STOP).expect("a process of this user takes signals");
+    let give_up = Instant::now() + PATIENCE;
+    while !has_stopped(pid) {
+        assert!(Instant::now() < give_up, "SIGSTOP stops a process within a bound");
+        std::thread::sleep(STOP_PAUSE);
+    }
+}
+
+/// Whether all of its threads stand still, as proc_pid_stat(5) has it.
+fn has_stopped(pid: Pid) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero())).expect("it has not ended");
+    tasks.flatten().all(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // The name of a program, in parentheses before it, may have any character. A thread that is gone has no line.
+        stat.rsplit(") ").next().is_some_and(|state| state.is_empty() || state.starts_with('T'))
+    })
+}
 
 /// A process that has not said yet that it is ready.
 #[derive(Debug)]
@@ -159,19 +183,12 @@ impl Running {
         kill_process(Pid::from_child(&self.child), signal).expect("one's own child takes signals");
     }
 
-    /// SIGSTOP, and waits until no thread of it runs: on a busy machine some go on for a while.
+    /// SIGSTOP, and waits until no thread of it runs.
     ///
     /// # Panics
-    /// When it does not stop in time, or is stopped already.
+    /// When it does not stop in time.
     pub fn pause(&self) {
-        self.signal(Signal::STOP);
-        let pid = WaitId::Pid(Pid::from_child(&self.child));
-        let give_up = Instant::now() + PATIENCE;
-        let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG;
-        while waitid(pid.clone(), options).expect("one's own child can be waited for").is_none() {
-            assert!(Instant::now() < give_up, "SIGSTOP stops a process within a bound");
-            std::thread::sleep(STOP_PAUSE);
-        }
+        pause(Pid::from_child(&self.child));
     }
 
     /// SIGTERM, and waits for the end.

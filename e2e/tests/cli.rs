@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use reprise_e2e::World;
-use reprise_e2e::process::binary;
+use reprise_e2e::process::{binary, pause};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -235,7 +235,7 @@ fn control_plane(folder: &str) -> Pid {
 
 fn assert_frozen_control_plane_is_reported(folder: &str) {
     let frozen = control_plane(folder);
-    kill_process(frozen, Signal::STOP).expect("our user's process");
+    pause(frozen);
     let output = run(&["status", "--cluster", folder]);
     kill_process(frozen, Signal::CONT).expect("our user's process");
     let said = String::from_utf8_lossy(&output.stderr);

@@ -23,7 +23,7 @@ use super::cgroups::Cgroups;
 use super::machine::{FOLDER, PROGRAMS, Plan, Service};
 use super::{ApiServer, programs, users};
 use crate::host::Host;
-use crate::process::{Running, binary};
+use crate::process::{Running, binary, pause};
 use crate::wait::{PATIENCE, wait_until};
 
 /// Where a kubelet asks for pods.
@@ -178,7 +178,7 @@ impl Node {
     /// # Panics
     /// When there is none.
     pub fn pause_kubelet(&self) {
-        self.signal_kubelet(Signal::STOP);
+        pause(self.kubelet());
     }
 
     /// SIGCONT to its kubelet.
@@ -186,7 +186,7 @@ impl Node {
     /// # Panics
     /// When there is none.
     pub fn resume_kubelet(&self) {
-        self.signal_kubelet(Signal::CONT);
+        kill_process(self.kubelet(), Signal::CONT).expect("a process that is there takes signals");
     }
 
     /// Gives its containerd the images of an archive.
@@ -222,11 +222,10 @@ impl Node {
         self.running.as_ref().expect("the node runs")
     }
 
-    fn signal_kubelet(&self, signal: Signal) {
+    fn kubelet(&self) -> Pid {
         let first = self.machine().first.as_raw_nonzero().get().unsigned_abs();
         let kubelet = children(first).into_iter().find(|(_, command)| command.contains("/kubelet-"));
-        let (kubelet, _) = kubelet.expect("the node has a kubelet");
-        kill_process(kubelet, signal).expect("a process that is there takes signals");
+        kubelet.expect("the node has a kubelet").0
     }
 
     fn plan(&self, cgroups: &Cgroups) -> Plan {
