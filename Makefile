@@ -51,9 +51,12 @@ test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e
 	cargo test --locked -p reprise-e2e --test tidy
 
-# The end-to-end tests start the binaries that lie beside them, so those are built first.
+# The end-to-end tests start the binaries that lie beside them, so those are built first. Always with all tests: what is asked for with other
+# words has other features of dependencies, and is compiled again.
+PROGRAMS := cargo build --locked --workspace --bins --tests
+
 test: lint etcd kubernetes helm
-	cargo build --locked --workspace --bins
+	$(PROGRAMS)
 	cargo test --locked --workspace
 	python/test.sh
 	python/test-vllm.sh
@@ -71,13 +74,13 @@ test-vllm:
 	python/test-vllm.sh
 
 e2e-k8s: etcd cluster images-test
-	cargo build --locked --workspace --bins
-	cargo test --locked -p reprise-e2e --test cluster
+	$(PROGRAMS)
+	cargo test --locked --workspace --test cluster
 
 e2e-scale: etcd cluster images-test
 	e2e/kwok/build.sh
-	cargo build --locked --workspace --bins
-	cargo test --locked -p reprise-e2e --test scale
+	$(PROGRAMS)
+	cargo test --locked --workspace --test scale
 
 k8s-lab: etcd cluster
 	cargo build --locked -p reprise-e2e --bins

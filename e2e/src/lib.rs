@@ -3,7 +3,7 @@
 //! A test makes a [`World`], starts agents and perhaps a control plane in it, and talks to them as engines do
 //! ([`Engine`]), as a scraper does ([`Admin`]), or as something broken does ([`raw`], [`disk`]). What runs in Kubernetes is
 //! tested against its API server ([`ApiServer`]). The binaries are those
-//! beside the test's own executable: `cargo build --workspace --bins` first.
+//! beside the test's own executable: `cargo build --workspace --bins --tests` first.
 //!
 //! Invariants:
 //! * every byte that is loaded is compared with the function that it was made of ([`content`]); a wrong one fails the

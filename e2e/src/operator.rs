@@ -22,7 +22,7 @@ pub struct OperatorFiles {
     log: PathBuf,
     name: String,
     namespace: String,
-    control_planes: Vec<String>,
+    options: Vec<String>,
 }
 
 impl OperatorFiles {
@@ -33,14 +33,21 @@ impl OperatorFiles {
             log: folder.join(format!("{name}.log")),
             name: name.to_owned(),
             namespace: namespace.to_owned(),
-            control_planes: Vec::new(),
+            options: Vec::new(),
         }
     }
 
     /// With the control plane of a cluster (`namespace/name`) at an address: nothing here resolves names of services.
     #[must_use]
     pub fn control_plane(mut self, cluster: &str, address: &str) -> OperatorFiles {
-        self.control_planes.push(format!("--control-plane-address={cluster}={address}"));
+        self.options.push(format!("--control-plane-address={cluster}={address}"));
+        self
+    }
+
+    /// For which a deletion goes on when nothing was heard of sessions for so many seconds.
+    #[must_use]
+    pub fn unused_for(mut self, seconds: u64) -> OperatorFiles {
+        self.options.push(format!("--unused-seconds={seconds}"));
         self
     }
 
@@ -70,7 +77,7 @@ impl OperatorFiles {
     /// It ended instead of becoming ready.
     pub fn start(&self) -> Result<Operator, Refused> {
         let mut command = self.command(&["run", "--admin-listen", "127.0.0.1:0"]);
-        command.args(&self.control_planes);
+        command.args(&self.options);
         let (running, ready) = Starting::spawn(command, &self.log).ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));
         Ok(Operator { running, admin })

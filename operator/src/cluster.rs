@@ -46,22 +46,24 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let api: Api<KVCacheCluster> =
         Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
     let usage = in_use::of_cluster(&cluster, &context);
-    match in_use::keep(&context, &*cluster, &api, &usage).await? {
+    let unprotected = match in_use::keep(&context, &*cluster, &api, &usage).await? {
         // It is reconciled by that change.
         Kept::Changed => return Ok(Action::await_change()),
         Kept::Free if goes => return Ok(Action::await_change()),
-        Kept::Free | Kept::Held => {}
-    }
+        Kept::Free | Kept::Held => None,
+        Kept::Unprotected(error) => Some(error),
+    };
     let found = dereference::dereference(&cluster, &context).await;
     let refused = validate::validate(&cluster, &found);
-    // What is the cluster's goes with it; making it anew would only hold it up.
-    let applied = if refused.is_none() && !cluster.spec.paused && !goes {
+    // What is the cluster's goes with it; making it anew would only hold it up. While engines hold it, it works as before.
+    let applied = if refused.is_none() && !cluster.spec.paused && in_use::is_kept(&*cluster) {
         Some(apply::apply(&cluster, &found, &context).await?)
     } else {
         None
     };
     let (status, mut findings) = status::of(&cluster, &found, refused.as_ref(), applied.as_ref());
     findings.extend(usage.blocked(&*cluster));
+    findings.extend(unprotected.as_ref().map(in_use::unprotected));
     let said = crate::status::Found {
         object: &*cluster,
         api: &api,
@@ -72,11 +74,15 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let next = match &found.store {
         Some(look) if look.is_good() => LOOK_AGAIN,
         Some(_) => LOOK_SOON,
-        None if found.volumes.is_some() => LOOK_SOON,
+        None if volumes::wait(&cluster, found.etcd.as_deref()) => LOOK_SOON,
         None => NEXT,
     };
-    let next = if goes { next.min(in_use::LOOK_AGAIN) } else { next };
+    let next = usage.look_again(&*cluster).map_or(next, |soon| soon.min(next));
     let refused = applied.is_some_and(|applied| !applied.refused.is_empty());
     let next = if refused { next.min(GIVEN_UP_WITHIN) } else { next };
+    if let Some(error) = unprotected {
+        // Said, and tried again, less and less often.
+        return Err(error);
+    }
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

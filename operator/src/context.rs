@@ -12,6 +12,7 @@ use crate::backoff::Backoff;
 use crate::cluster::store::StoreLooks;
 use crate::cluster::volumes::ClassLooks;
 use crate::control_plane::ControlPlanes;
+use crate::in_use::Rests;
 use crate::lease::Holding;
 use crate::metrics::Metrics;
 use crate::names::OPERATOR;
@@ -47,6 +48,8 @@ pub struct Context {
     pub class_looks: ClassLooks,
     /// The control planes of clusters.
     pub control_planes: ControlPlanes,
+    /// How long nothing has been heard of sessions.
+    pub rests: Rests,
     /// Whether this replica is the one that works.
     pub(crate) holding: Holding,
     /// Whose turn it is to lend queues of a node.
@@ -79,6 +82,7 @@ impl Context {
             backoff: Backoff::default(),
             store_looks: StoreLooks::default(),
             class_looks: ClassLooks::default(),
+            rests: Rests::default(),
             turns: Turns::default(),
             profile_looks: Looks::default(),
             decisions: Decisions::default(),

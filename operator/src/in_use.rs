@@ -1,15 +1,17 @@
 //! Deletion of what engines use: a cluster or pool whose agents have sessions waits until they have none, or until somebody has said that
 //! it need not.
 //!
-//! An object that is being deleted takes no finalizer, so ours ([`IN_USE_FINALIZER`]) is there while a node has sessions, and no longer. A
-//! session that begins within a report of the deletion (10 s) is not waited for. A node that has not reported for
-//! [`crate::cluster::REPORTED_WITHIN`] holds nobody: its agent is away, and so is what it served; a deletion that goes on without it says so.
+//! An object that is being deleted takes no finalizer, so ours ([`IN_USE_FINALIZER`]) is there while a node has sessions, and for a time after:
+//! it goes when nothing was heard of a session for [`crate::settings::Settings::unused_for`] without a break, by this process's own clock
+//! ([`Rests`]). An agent that restarts has none until its engines are back, and one that cannot reach the API server says nothing; both have
+//! that time. So a node that says nothing for so long holds nobody: its agent is away, and so is what it served; a deletion that goes
+//! on without it says so. A session that begins within a report of the deletion (10 s) is not waited for.
 //!
 //! Deliberately absent: a deletion in the foreground, in which Kubernetes removes the children whatever finalizers the owner has. The
 //! cluster stays as long as one of ours is on it, its pods do not.
 
 use std::fmt::Debug;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kube::api::Api;
 use kube::{Resource, ResourceExt};
@@ -17,6 +19,7 @@ use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 use serde::de::DeserializeOwned;
 
+pub use self::rests::Rests;
 use crate::cluster::dereference::is_of;
 use crate::cluster::status::has_reported;
 use crate::context::Context;
@@ -25,11 +28,21 @@ use crate::finalizers::{Finalizer, set};
 use crate::names::{ClusterNames, DELETE_IN_USE, IN_USE_FINALIZER};
 use crate::status::tell;
 
-/// A deletion that waits is looked at again so often: a node that falls silent tells nobody.
-pub const LOOK_AGAIN: Duration = Duration::from_secs(10);
+mod rests;
+
+/// What waits is looked at again so often: a node that falls silent tells nobody.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// And not sooner than this.
+const LOOK_SOON: Duration = Duration::from_secs(1);
 
 /// What the annotation [`DELETE_IN_USE`] says.
 pub const YES: &str = "yes";
+
+/// Kubernetes' own finalizer of what is deleted after its children.
+const FOREGROUND: &str = "foregroundDeletion";
+
+/// HTTP's code for what one may not do.
+const FORBIDDEN: u16 = 403;
 
 /// So many nodes are named, at the most.
 const NAMES_MAX: usize = 5;
@@ -43,6 +56,12 @@ pub struct Usage {
     silent: Vec<NodeSessions>,
     /// Somebody has said that it does not matter.
     confirmed: bool,
+    /// The object has our finalizer.
+    is_held: bool,
+    /// How long nothing more may be heard of sessions until it counts as unused.
+    left: Duration,
+    /// Of that, the whole.
+    after: Duration,
 }
 
 /// Sessions of a node, as it said last.
@@ -53,7 +72,7 @@ struct NodeSessions {
 }
 
 /// What is so of an object after its finalizer was looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Kept {
     /// Its finalizer was changed; that is a change of the object, which is looked at again.
     Changed,
@@ -61,43 +80,76 @@ pub enum Kept {
     Held,
     /// It is not held.
     Free,
+    /// It should be, and the API server does not let us.
+    Unprotected(OperatorError),
 }
 
 impl Usage {
-    /// Out of what its nodes say.
-    fn of<K: Resource>(object: &K, nodes: &[impl AsRef<CacheNode>]) -> Usage {
-        let sessions = |node: &CacheNode| node.status.as_ref().and_then(|status| status.sessions);
+    /// Out of what its nodes say; `after`: when it counts as unused.
+    fn of<K: Resource>(
+        object: &K,
+        nodes: &[impl AsRef<CacheNode>],
+        (rests, after, now): (&Rests, Duration, Instant),
+    ) -> Usage {
         let mut usage = Usage {
             confirmed: object.annotations().get(DELETE_IN_USE).is_some_and(|said| said == YES),
+            is_held: holds(object),
+            after,
             ..Usage::default()
         };
+        let mut said = Vec::new();
         for node in nodes.iter().map(AsRef::as_ref) {
-            let Some(sessions) = sessions(node).filter(|sessions| *sessions > 0) else { continue };
+            let Some(status) = &node.status else { continue };
+            let Some(sessions) = status.sessions.filter(|sessions| *sessions > 0) else { continue };
+            let when = status.last_updated.as_ref().map(|when| when.0.to_string()).unwrap_or_default();
+            said.push((node.name_any(), sessions, when));
             let of_node = NodeSessions { node: node.name_any(), sessions };
             if has_reported(node) { usage.used.push(of_node) } else { usage.silent.push(of_node) }
         }
         usage.used.sort();
         usage.silent.sort();
+        said.sort();
+        let rested = rests.look(&object.uid().unwrap_or_default(), said, usage.is_held, now);
+        usage.left = after.saturating_sub(rested);
         usage
     }
 
     /// Whether the object must not go yet.
     fn finalizer(&self) -> Finalizer {
-        if self.used.is_empty() || self.confirmed { Finalizer::Unwanted } else { Finalizer::Wanted }
+        let is_used = !self.used.is_empty() || !self.silent.is_empty();
+        let counts = !self.left.is_zero() && (self.is_held || is_used);
+        if counts && !self.confirmed { Finalizer::Wanted } else { Finalizer::Unwanted }
+    }
+
+    /// How soon the object is to be looked at again, if nobody tells us before.
+    pub fn look_again<K: Resource>(&self, object: &K) -> Option<Duration> {
+        let goes = object.meta().deletion_timestamp.is_some();
+        // What is used, and not to go, changes with what its agents say.
+        let waits = self.is_held && self.finalizer() == Finalizer::Wanted && (goes || self.used.is_empty());
+        waits.then(|| self.left.clamp(LOOK_SOON, LOOK_AGAIN))
     }
 
     /// What its deletion waits for, if it does.
     pub fn blocked<K: Resource>(&self, object: &K) -> Option<Finding> {
-        let waits = object.meta().deletion_timestamp.is_some() && holds(object);
+        let waits = object.meta().deletion_timestamp.is_some() && self.is_held;
         if !waits || self.finalizer() == Finalizer::Unwanted {
             return None;
         }
-        let message = format!(
-            "engines have sessions on {}: stop them, or annotate the object with {DELETE_IN_USE}: \"{YES}\" to let it go with them \
-             under way{}",
-            named(&self.used),
-            self.passed_over(),
-        );
+        let annotation = format!("{DELETE_IN_USE}: \"{YES}\"");
+        let passed_over = self.passed_over();
+        let message = if self.used.is_empty() {
+            format!(
+                "no engine is known to have a session any more{passed_over}. It goes when that has been so for {} s, which an agent that \
+                 restarts has to say otherwise; annotated with {annotation} it goes at once",
+                self.after.as_secs()
+            )
+        } else {
+            format!(
+                "engines have sessions on {}: stop them, or annotate the object with {annotation} to let it go with them under way\
+                 {passed_over}",
+                named(&self.used)
+            )
+        };
         Some(Finding::yes(ConditionType::DeletionBlocked, Reason::InUse, message))
     }
 
@@ -108,10 +160,15 @@ impl Usage {
             let message = format!("{DELETE_IN_USE} is {YES}: it goes with sessions on {}", named(&self.used));
             return Finding::no(kind, Reason::InUse, message);
         }
-        if self.silent.is_empty() {
+        let silent: Vec<NodeSessions> = self.used.iter().chain(&self.silent).cloned().collect();
+        if silent.is_empty() {
             return Finding::no(kind, Reason::AsDesired, "no engine has a session any more");
         }
-        let message = format!("no engine is known to have a session any more{}", self.passed_over());
+        let message = format!(
+            "no engine is known to have a session any more; not waited for, since nothing was heard of their agents for {} s: {}",
+            self.after.as_secs(),
+            named(&silent)
+        );
         Finding::no(kind, Reason::AgentGone, message)
     }
 
@@ -138,20 +195,48 @@ fn named(nodes: &[NodeSessions]) -> String {
 
 /// Whether an object has our finalizer.
 pub fn holds<K: Resource>(object: &K) -> bool {
-    object.finalizers().iter().any(|one| one == IN_USE_FINALIZER)
+    has(object, IN_USE_FINALIZER)
+}
+
+fn has<K: Resource>(object: &K, finalizer: &str) -> bool {
+    object.finalizers().iter().any(|one| one == finalizer)
+}
+
+/// Whether an object goes, and nothing of ours holds it for those who use it: until then it works as before.
+pub fn goes<K: Resource>(object: &K) -> bool {
+    object.meta().deletion_timestamp.is_some() && !holds(object)
+}
+
+/// Whether what is an object's is kept as it is wanted. Of one that is deleted after its children Kubernetes removes these.
+pub fn is_kept<K: Resource>(object: &K) -> bool {
+    object.meta().deletion_timestamp.is_none() || (holds(object) && !has(object, FOREGROUND))
 }
 
 /// Who uses a cluster.
 pub fn of_cluster(cluster: &KVCacheCluster, context: &Context) -> Usage {
     let names = ClusterNames::of(cluster);
-    Usage::of(cluster, &context.world.cache_nodes.state_filter(|node| is_of(node, &names)))
+    let nodes = context.world.cache_nodes.state_filter(|node| is_of(node, &names));
+    Usage::of(cluster, &nodes, now(context))
 }
 
 /// Who uses a pool: whoever has sessions on a node that has it.
 pub fn of_pool(pool: &SSDPool, context: &Context) -> Usage {
     let uid = pool.uid().unwrap_or_default();
     let has = |node: &CacheNode| node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid);
-    Usage::of(pool, &context.world.cache_nodes.state_filter(has))
+    Usage::of(pool, &context.world.cache_nodes.state_filter(has), now(context))
+}
+
+fn now(context: &Context) -> (&Rests, Duration, Instant) {
+    (&context.rests, context.settings.unused_for, Instant::now())
+}
+
+/// That a deletion would not wait, and why.
+pub fn unprotected(error: &OperatorError) -> Finding {
+    let message = format!(
+        "engines use the object, and a deletion would not wait for them, since the finalizer {IN_USE_FINALIZER} may not be put on it: give the \
+         operator the rights of this version's chart ({error})"
+    );
+    Finding::unknown(ConditionType::DeletionBlocked, Reason::Forbidden, message)
 }
 
 /// Makes an object have our finalizer, or not have it.
@@ -178,8 +263,12 @@ where
                 // Before the finalizer goes: the object may go with it.
                 tell(context, object, &usage.let_go()).await;
             }
-            set(context, object, api, IN_USE_FINALIZER, wanted).await?;
-            Ok(Kept::Changed)
+            match set(context, object, api, IN_USE_FINALIZER, wanted).await {
+                Ok(_) => Ok(Kept::Changed),
+                // All else of the object can be done without it.
+                Err(error) if !goes && error.code() == Some(FORBIDDEN) => Ok(Kept::Unprotected(error)),
+                Err(error) => Err(error),
+            }
         }
     }
 }
@@ -215,6 +304,22 @@ mod tests {
         json!({ "lastUpdated": crate::clock::now(), "sessions": sessions })
     }
 
+    const AFTER: Duration = Duration::from_secs(60);
+
+    /// At the first look.
+    fn usage_of(object: &SSDPool, nodes: &[Arc<CacheNode>]) -> Usage {
+        Usage::of(object, nodes, (&Rests::default(), AFTER, Instant::now()))
+    }
+
+    /// When nothing has changed for long enough.
+    fn rested(object: &SSDPool, nodes: &[Arc<CacheNode>]) -> Usage {
+        let (rests, begun) = (Rests::default(), Instant::now());
+        (0..=3)
+            .map(|look| Usage::of(object, nodes, (&rests, AFTER, begun + look * AFTER / 3)))
+            .last()
+            .expect("looks")
+    }
+
     fn going() -> Value {
         json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [IN_USE_FINALIZER] })
     }
@@ -222,48 +327,90 @@ mod tests {
     #[test]
     fn sessions_hold_a_deletion_and_say_where_they_are_and_what_lets_it_go() {
         let nodes = [node("n2", now(3)), node("n1", now(1)), node("n3", now(0))];
-        let usage = Usage::of(&pool(json!({})), &nodes);
+        let usage = usage_of(&pool(json!({})), &nodes);
         assert_eq!(usage.finalizer(), Finalizer::Wanted);
         assert_eq!(usage.blocked(&pool(json!({}))), None, "nobody deletes it");
-        let said = usage.blocked(&pool(going())).expect("it waits");
+        let said = usage_of(&pool(going()), &nodes).blocked(&pool(going())).expect("it waits");
         assert_eq!((said.kind, said.reason), (ConditionType::DeletionBlocked, Reason::InUse));
         assert!(said.message.contains("n1 (1), n2 (3)"), "{}", said.message);
         assert!(said.message.contains("reprise.dev/delete-in-use: \"yes\""), "{}", said.message);
         let gone = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["reprise.dev/wipe"] });
-        assert_eq!(usage.blocked(&pool(gone)), None, "something else holds it");
+        assert_eq!(
+            usage_of(&pool(gone.clone()), &nodes).blocked(&pool(gone)),
+            None,
+            "something else holds it"
+        );
     }
 
     #[test]
     fn who_has_said_yes_is_not_held_and_other_words_say_nothing() {
         let nodes = [node("n1", now(1))];
-        let said = |word: &str| Usage::of(&pool(json!({ "annotations": { DELETE_IN_USE: word } })), &nodes);
+        let said = |word: &str| usage_of(&pool(json!({ "annotations": { DELETE_IN_USE: word } })), &nodes);
         assert_eq!(said("true").finalizer(), Finalizer::Wanted);
         assert_eq!(said(YES).finalizer(), Finalizer::Unwanted);
         assert!(said(YES).let_go().message.contains("n1 (1)"), "{:?}", said(YES).let_go());
     }
 
     #[test]
-    fn nodes_that_do_not_report_hold_nobody_and_are_named() {
+    fn what_was_used_is_held_until_nothing_was_heard_of_sessions_for_long_enough() {
+        let (going, none) = (pool(going()), [node("n1", now(0))]);
+        let first = usage_of(&going, &none);
+        assert_eq!((first.finalizer(), first.look_again(&going)), (Finalizer::Wanted, Some(LOOK_AGAIN)));
+        let said = first.blocked(&going).expect("it waits").message;
+        assert!(said.contains("no engine is known") && said.contains("for 60 s"), "{said}");
+        let last = rested(&going, &none);
+        assert_eq!((last.finalizer(), last.look_again(&going)), (Finalizer::Unwanted, None));
+        assert_eq!((last.blocked(&going), last.let_go().reason), (None, Reason::AsDesired));
+        // One that nobody ever used is not held for that.
+        assert_eq!(usage_of(&pool(json!({})), &none).finalizer(), Finalizer::Unwanted);
+        // Agents that do not tell, and those that have never said anything.
+        for status in [json!({ "lastUpdated": crate::clock::now() }), json!(null)] {
+            assert_eq!(usage_of(&pool(json!({})), &[node("n1", status)]).finalizer(), Finalizer::Unwanted);
+        }
+    }
+
+    #[test]
+    fn what_is_said_again_goes_on_whatever_the_clock_of_the_node_says() {
+        let (rests, begun, going) = (Rests::default(), Instant::now(), pool(going()));
+        for (look, year) in (0..9).zip(2001..) {
+            let said = json!({ "lastUpdated": format!("{year}-01-01T00:00:00Z"), "sessions": 1 });
+            let usage = Usage::of(&going, &[node("n1", said)], (&rests, AFTER, begun + look * AFTER / 3));
+            assert_eq!(usage.finalizer(), Finalizer::Wanted, "look {look}");
+        }
+    }
+
+    #[test]
+    fn nodes_that_do_not_report_hold_nobody_for_long_and_are_named() {
         let old = json!({ "lastUpdated": "2026-01-01T00:00:00Z", "sessions": 2 });
-        let usage = Usage::of(&pool(going()), &[node("n1", old.clone())]);
+        let nodes = [node("n1", old.clone())];
+        assert_eq!(usage_of(&pool(going()), &nodes).finalizer(), Finalizer::Wanted);
+        let usage = rested(&pool(going()), &nodes);
         assert_eq!(usage.finalizer(), Finalizer::Unwanted);
         let said = usage.let_go();
         assert_eq!(said.reason, Reason::AgentGone);
         assert!(said.message.contains("n1 (2)"), "{}", said.message);
-        let both = Usage::of(&pool(going()), &[node("n1", old), node("n2", now(1))]);
+        let both = usage_of(&pool(going()), &[node("n1", old), node("n2", now(1))]);
         let said = both.blocked(&pool(going())).expect("it waits for the other");
         let (first, passed) = said.message.split_once("; not waited for").expect("both are named");
         assert!(first.contains("n2 (1)") && passed.contains("n1 (2)"), "{}", said.message);
-        // Agents that do not tell, and those that have never said anything.
-        for status in [json!({ "lastUpdated": crate::clock::now() }), json!(null)] {
-            assert_eq!(Usage::of(&pool(going()), &[node("n1", status)]), Usage::default());
-        }
+    }
+
+    #[test]
+    fn what_waits_is_kept_as_before_unless_its_children_go_first() {
+        let of = |more: Value| (is_kept(&pool(more.clone())), goes(&pool(more)));
+        assert_eq!(of(json!({})), (true, false));
+        assert_eq!(of(going()), (true, false));
+        let gone = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
+        assert_eq!(of(gone.clone()), (false, true));
+        let mut foreground = gone;
+        foreground["finalizers"] = json!([IN_USE_FINALIZER, FOREGROUND]);
+        assert_eq!(of(foreground), (false, false));
     }
 
     #[test]
     fn of_many_nodes_a_few_are_named() {
         let nodes: Vec<Arc<CacheNode>> = (0..9).map(|index| node(&format!("n{index}"), now(1))).collect();
-        let said = Usage::of(&pool(going()), &nodes).blocked(&pool(going())).expect("it waits");
+        let said = usage_of(&pool(going()), &nodes).blocked(&pool(going())).expect("it waits");
         assert!(said.message.contains("n4 (1) and 4 more nodes"), "{}", said.message);
     }
 }

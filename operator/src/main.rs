@@ -92,6 +92,9 @@ struct RunArguments {
     /// Where the control plane of a cluster is reached, when not by its service: for an operator outside of the Kubernetes cluster
     #[arg(long = "control-plane-address", value_name = "NAMESPACE/NAME=HOST:PORT", value_parser = control_plane)]
     control_planes: Vec<(String, String)>,
+    /// Seconds without a sign of a session after which a deletion that waited for engines goes on. Agents report every 25 s
+    #[arg(long, default_value_t = 60)]
+    unused_seconds: u64,
     /// Name of this replica, in the lease
     #[arg(long, env = "POD_NAME")]
     pod_name: String,
@@ -177,6 +180,7 @@ async fn work(arguments: RunArguments) -> anyhow::Result<()> {
         service_account: arguments.pod_service_account,
         admin: arguments.admin_listen,
         control_planes: arguments.control_planes.into_iter().collect(),
+        unused_for: Duration::from_secs(arguments.unused_seconds),
     };
     let say =
         |listening: Listening| print(&format!("{}\n", json!({ "ready": true, "admin": listening.admin })));

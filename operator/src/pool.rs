@@ -25,22 +25,29 @@ pub mod validate;
 pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<SSDPool> = Api::all(context.client.clone());
     let found = dereference::dereference(&pool, &context);
-    let kept = in_use::keep(&context, &*pool, &api, &found.usage).await?;
-    if kept == Kept::Changed {
+    let (is_held, unprotected) = match in_use::keep(&context, &*pool, &api, &found.usage).await? {
         // It is reconciled by that change.
-        return Ok(Action::await_change());
-    }
+        Kept::Changed => return Ok(Action::await_change()),
+        Kept::Held => (true, None),
+        Kept::Free => (false, None),
+        Kept::Unprotected(error) => (false, Some(error)),
+    };
     let refused = validate::validate(&pool, &found);
     let finalizer = build::finalizer(&pool, &found);
     let left = apply::apply(&pool, finalizer, &context).await?;
-    if left == Left::Nothing && kept != Kept::Held {
+    if left == Left::Nothing && !is_held {
         return Ok(Action::await_change());
     }
-    let (fresh, findings) = status::of(&pool, &found, refused.as_ref());
-    let found =
+    let (fresh, mut findings) = status::of(&pool, &found, refused.as_ref());
+    findings.extend(unprotected.as_ref().map(in_use::unprotected));
+    let said =
         crate::status::Found { object: &*pool, api: &api, before: pool.status.as_ref(), findings: &findings };
-    let wait = crate::status::write(&context, found, fresh).await?;
+    let wait = crate::status::write(&context, said, fresh).await?;
+    if let Some(error) = unprotected {
+        // Said, and tried again, less and less often.
+        return Err(error);
+    }
     // A node that has gone silent tells nobody.
-    let next = if kept == Kept::Held { in_use::LOOK_AGAIN } else { REPORTED_WITHIN };
+    let next = found.usage.look_again(&*pool).map_or(REPORTED_WITHIN, |soon| soon.min(REPORTED_WITHIN));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

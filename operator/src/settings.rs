@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 /// Settings of a running operator.
 #[derive(Clone, Debug)]
@@ -18,6 +19,8 @@ pub struct Settings {
     pub admin: SocketAddr,
     /// Control planes that are not reached by their services, `host:port` by `namespace/name` of the cluster.
     pub control_planes: BTreeMap<String, String>,
+    /// When nothing was heard of sessions for so long, a deletion that waited for them goes on.
+    pub unused_for: Duration,
 }
 
 /// Images that the operator was released with.

@@ -1,8 +1,8 @@
 //! Removes what belonged to a cluster that is gone.
 //!
 //! What lies in a cluster's namespace has the cluster as its owner, and Kubernetes removes it. A binding of rights or an admission policy has
-//! no namespace and so cannot have that owner. Without a finalizer on clusters, which would hold them while the operator is away, it is removed here: at the start,
-//! whenever a cluster goes, and once a minute, for what no event tells of.
+//! no namespace and so cannot have that owner. A finalizer on every cluster would hold them all while the operator is away (only those that engines use
+//! have one), so it is removed here: at the start, whenever a cluster goes, and once a minute, for what no event tells of.
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@
 //! agents do; clusters, with everything that Kubernetes removes of them and that the operator does (`CacheNode`s, bindings, grants of queues on
 //! nodes that no cluster has any more); then the other pools, whose data stays. A pool that is to be wiped and that nobody has confirmed stays, and is
 //! named. Definitions stay, and objects that the release has not applied. An allocation that has a grant on a node of such a cluster is named: the
-//! operator's finalizer is on it, and nobody takes that away once the operator is gone.
+//! operator's finalizer is on it, and nobody takes that away once the operator is gone. So are clusters and pools of somebody's own that engines use.
 //!
 //! It may be run again after it has given up.
 
@@ -20,8 +20,10 @@ use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, S
 use serde_json::{Value, json};
 
 use crate::child::ChildKind;
-use crate::in_use::YES;
-use crate::names::{CLUSTER_UID, DELETE_IN_USE, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE};
+use crate::in_use::{self, YES};
+use crate::names::{
+    CLUSTER_UID, DELETE_IN_USE, IN_USE_FINALIZER, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE,
+};
 
 /// Between two looks at what remains.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -234,7 +236,30 @@ impl Run<'_> {
                 "the pool stays: its deletionPolicy is Wipe and nobody has confirmed it; delete it by hand"
             );
         }
+        self.name_what_is_held().await?;
         tracing::info!(release = self.release.name, "what the release has applied is gone");
+        Ok(())
+    }
+
+    /// Clusters and pools of somebody's own that engines use: without an operator nobody lets them go.
+    async fn name_what_is_held(&self) -> anyhow::Result<()> {
+        let clusters: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<KVCacheCluster>(&()));
+        let mut objects = self.list(&clusters, &ListParams::default()).await?;
+        objects.extend(self.list(&self.all_pools(), &ListParams::default()).await?);
+        objects.retain(in_use::holds);
+        for object in objects.iter().take(NAMES_MAX) {
+            let (kind, name) = (kind(object), full_name(object));
+            tracing::warn!(
+                kind,
+                name,
+                "it stays, with the finalizer {IN_USE_FINALIZER}, since engines use it. Without an operator a deletion of it waits until one is \
+                 installed again, or until somebody takes the finalizer away"
+            );
+        }
+        if let Some(more) = objects.len().checked_sub(NAMES_MAX).filter(|more| *more > 0) {
+            tracing::warn!(more, "more clusters and pools stay like these");
+        }
         Ok(())
     }
 
@@ -372,7 +397,8 @@ fn node_of(allocation: &DynamicObject) -> &str {
 }
 
 fn full_name(object: &DynamicObject) -> String {
-    format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
+    let name = object.name_any();
+    object.namespace().map_or(name.clone(), |namespace| format!("{namespace}/{name}"))
 }
 
 /// An object that is being deleted, and why it is still there.

@@ -338,10 +338,10 @@ trait Watched: Resource {
 }
 
 impl Watched for KVCacheCluster {
-    /// Nodes wait until the spec is accepted.
+    /// Nodes wait until the spec is accepted. Tenants are of one that goes no more, once engines hold its deletion no more.
     fn more(&self) -> Option<String> {
         let accepted = find(&self.status.as_ref()?.conditions, ConditionType::Accepted)?;
-        Some(format!("{} {}", accepted.status, accepted.observed_generation))
+        Some(format!("{} {} {}", accepted.status, accepted.observed_generation, in_use::goes(self)))
     }
 }
 

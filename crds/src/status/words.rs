@@ -170,6 +170,8 @@ words! {
         MeasuredDifference,
         /// A node has refused it; the message says which, and why.
         Refused,
+        /// The operator lacks a right; the message says for what.
+        Forbidden,
         /// An agent was stopped, or its node is gone.
         AgentGone,
         /// The node is being emptied.

@@ -1,8 +1,10 @@
 //! Deletions of what engines use: held, said, and let go.
 
+use std::time::{Duration, Instant};
+
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::ResourceExt;
-use reprise_e2e::{PATIENCE, wait_until};
+use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::lab::{Lab, SETTLED};
@@ -10,6 +12,18 @@ use crate::pools::wait_claims;
 
 const FINALIZER: &str = "reprise.dev/in-use";
 const BLOCKED: [&str; 3] = ["DeletionBlocked", "True", "InUse"];
+
+/// Seconds for which nothing must be heard of sessions: agents are played, and say nothing by themselves.
+const UNUSED: u64 = 15;
+/// Somewhat less: what is let go sooner was let go too soon.
+const EARLY: Duration = Duration::from_secs(UNUSED - 3);
+/// And longer, on a busy machine.
+const LATE: Duration = Duration::from_secs(UNUSED + 45);
+
+fn start(lab: &Lab) -> Operator {
+    let started = lab.operator_files("operator").unused_for(UNUSED).start();
+    started.unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"))
+}
 
 /// Plays the agent of a node with so many sessions.
 fn sessions(lab: &Lab, node: &str, count: u32) {
@@ -27,7 +41,7 @@ fn wait_held(lab: &Lab, kind: &str, name: &str) {
 }
 
 fn wait_gone(lab: &Lab, kind: &str, name: &str) {
-    wait_until(&format!("{kind} {name} goes"), PATIENCE, || lab.get(kind, name).is_none().then_some(()));
+    wait_until(&format!("{kind} {name} goes"), LATE, || lab.get(kind, name).is_none().then_some(()));
 }
 
 fn confirm(lab: &Lab, kind: &str, name: &str) {
@@ -49,7 +63,7 @@ fn running(lab: &Lab, pool: Value) {
 #[test]
 fn what_engines_use_waits_until_they_have_gone_and_keeps_what_it_has() {
     let lab = Lab::new();
-    let operator = lab.operator();
+    let operator = start(&lab);
     running(&lab, json!({}));
     assert!(!holds(&lab, "SSDPool", "p") && !holds(&lab, "KVCacheCluster", "c"), "nobody uses them");
     sessions(&lab, "n1", 2);
@@ -59,13 +73,24 @@ fn what_engines_use_waits_until_they_have_gone_and_keeps_what_it_has() {
     lab.delete("SSDPool", "p");
     let said = lab.wait_condition("SSDPool", "p", BLOCKED);
     assert!(said.contains("n1 (2)") && said.contains("reprise.dev/delete-in-use"), "{said}");
+    // As agents do, whether it has changed or not.
+    sessions(&lab, "n1", 2);
     std::thread::sleep(SETTLED);
     wait_claims(&lab, "n1", &["p"]);
     wait_claims(&lab, "n2", &["p"]);
+    // An agent that restarts has none until its engines are back.
+    sessions(&lab, "n1", 0);
+    std::thread::sleep(EARLY);
+    wait_claims(&lab, "n1", &["p"]);
+    sessions(&lab, "n1", 2);
+    std::thread::sleep(EARLY);
+    wait_claims(&lab, "n1", &["p"]);
+    let none = Instant::now();
     sessions(&lab, "n1", 0);
     wait_gone(&lab, "SSDPool", "p");
+    assert!(none.elapsed() >= EARLY, "{:?}", none.elapsed());
     wait_claims(&lab, "n1", &[]);
-    wait_until("the cluster has its finalizer no more", PATIENCE, || {
+    wait_until("the cluster has its finalizer no more", LATE, || {
         (!holds(&lab, "KVCacheCluster", "c")).then_some(())
     });
 
@@ -75,8 +100,19 @@ fn what_engines_use_waits_until_they_have_gone_and_keeps_what_it_has() {
     lab.delete("KVCacheCluster", "c");
     let said = lab.wait_condition("KVCacheCluster", "c", BLOCKED);
     assert!(said.contains("n2 (1)"), "{said}");
+    sessions(&lab, "n2", 1);
     std::thread::sleep(SETTLED);
     assert!(lab.get("CacheNode", "n2").is_some(), "its agents are told nothing else");
+    // It works as before: what is changed of it is done.
+    lab.merge("KVCacheCluster", "c", &json!({ "spec": { "cache": { "dram": "128Mi" } } }));
+    let configured = || {
+        let found = lab.wait_for("ConfigMap", "c-agent");
+        found.data["data"]
+            .as_object()
+            .is_some_and(|files| files.values().any(|file| file.to_string().contains("128")))
+    };
+    wait_until("agents are told", PATIENCE, || configured().then_some(()));
+    sessions(&lab, "n2", 1);
     confirm(&lab, "KVCacheCluster", "c");
     wait_gone(&lab, "KVCacheCluster", "c");
     wait_until("its nodes are nobody's", PATIENCE, || lab.get("CacheNode", "n2").is_none().then_some(()));
@@ -86,7 +122,7 @@ fn what_engines_use_waits_until_they_have_gone_and_keeps_what_it_has() {
 #[test]
 fn a_pool_in_use_is_wiped_after_engines_have_gone_and_not_before() {
     let lab = Lab::new();
-    let operator = lab.operator();
+    let operator = start(&lab);
     running(&lab, json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
     sessions(&lab, "n1", 1);
     wait_held(&lab, "SSDPool", "p");
@@ -127,20 +163,21 @@ fn nobody_is_held_by_agents_that_are_gone_or_by_what_another_operator_left() {
         lab.delete(kind, name);
         assert!(lab.get(kind, name).is_some(), "{kind} waits for an operator");
     }
-    let operator = lab.operator();
+    let operator = start(&lab);
     wait_gone(&lab, "SSDPool", "left");
     wait_gone(&lab, "KVCacheCluster", "left");
 
     running(&lab, json!({}));
-    // Twelve seconds before it counts as away.
-    let said = (Timestamp::now() - SignedDuration::from_secs(48)).to_string();
+    // By its own clock it is away: that it has said something counts, and not when.
+    let said = (Timestamp::now() - SignedDuration::from_hours(1)).to_string();
     lab.agent_says("n1", "Open", |status| {
         status["sessions"] = json!(3);
         status["lastUpdated"] = json!(said);
     });
     wait_held(&lab, "SSDPool", "p");
     lab.delete("SSDPool", "p");
-    lab.wait_condition("SSDPool", "p", BLOCKED);
+    let said = lab.wait_condition("SSDPool", "p", BLOCKED);
+    assert!(said.contains("n1 (3)") && said.contains("for 15 s"), "{said}");
     wait_gone(&lab, "SSDPool", "p");
     operator.kill();
 }

@@ -114,6 +114,7 @@ impl Lab {
                 ("apiextensions.k8s.io", kind.to_owned(), "customresourcedefinitions".to_owned(), false)
             }
             "StorageClass" => ("storage.k8s.io", kind.to_owned(), "storageclasses".to_owned(), false),
+            "PersistentVolumeClaim" => ("", kind.to_owned(), "persistentvolumeclaims".to_owned(), true),
             "Event" => ("", kind.to_owned(), "events".to_owned(), true),
             _ => {
                 let made = MADE.iter().find(|made| made.1 == kind).expect("a kind of the lab");

@@ -1,6 +1,7 @@
 //! The control plane's store: somebody else's that does not answer or whose secrets are wrong, and one of the operator's own.
 
 use kube::ResourceExt;
+use kube::api::{Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
@@ -72,6 +73,15 @@ fn volumes_without_a_storage_class_are_said_and_come_when_there_is_one() {
         "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "d" },
         "spec": { "etcd": managed(json!({})), "agents": { "nodeSelector": { "disk": "none" } } },
     }));
+    // Plays the controller of StatefulSets.
+    for (claim, class) in [("data-c-etcd-0", json!("fast")), ("data-d-etcd-0", json!(null))] {
+        lab.apply(&json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": claim },
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "storageClassName": class, "resources": { "requests": { "storage": "1Gi" } },
+            },
+        }));
+    }
     let no_class = ["EtcdReady", "False", "NoStorageClass"];
     let said = lab.wait_condition("KVCacheCluster", "c", no_class);
     assert!(said.contains("storageClassName is fast") && said.contains("make that StorageClass"), "{said}");
@@ -93,6 +103,15 @@ fn volumes_without_a_storage_class_are_said_and_come_when_there_is_one() {
     lab.wait_condition("KVCacheCluster", "d", no_class);
     class(json!({ "storageclass.kubernetes.io/is-default-class": "true" }));
     lab.wait_condition("KVCacheCluster", "d", coming);
+    // A claim that has its volume needs no class any more.
+    lab.delete("StorageClass", "fast");
+    lab.wait_condition("KVCacheCluster", "d", no_class);
+    let (claims, params) = (lab.api("PersistentVolumeClaim"), PatchParams::default());
+    let bound = Patch::Merge(json!({ "status": { "phase": "Bound" } }));
+    let told = claims.patch_status("data-d-etcd-0", &params, &bound);
+    lab.server.block_on(told).expect("a status is taken");
+    lab.wait_condition("KVCacheCluster", "d", coming);
+    lab.wait_condition("KVCacheCluster", "c", no_class);
     operator.kill();
 }
 

@@ -20,6 +20,8 @@ mod pods;
 #[cfg(test)]
 mod tests;
 
+pub(super) use self::etcd::ETCD_CLAIM;
+
 /// All children of a cluster, in the order in which they are written. `etcd_certificates` is the digest of those of a managed etcd.
 pub fn build(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Option<&str>) -> Vec<Child> {
     let mut children = agents::build(cluster, found);

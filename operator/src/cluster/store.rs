@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::error::Error;
+use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use etcd_client::{
@@ -27,6 +28,8 @@ use crate::plan::Refusal;
 const STAYS_GOOD: Duration = Duration::from_secs(25);
 /// How long one holds at which something was not.
 const STAYS_BAD: Duration = Duration::from_secs(4);
+/// A cluster that is there is looked at within a minute.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 /// Connecting and one read of an etcd that is there take milliseconds.
 const PATIENCE: Duration = Duration::from_secs(3);
 
@@ -46,13 +49,18 @@ impl StoreLook {
     }
 }
 
-/// A cluster's unique id and generation.
-type LookedAt = (String, Option<i64>);
+/// A look at the store of a cluster of this generation.
+#[derive(Debug)]
+struct Looked {
+    generation: Option<i64>,
+    when: Instant,
+    look: StoreLook,
+}
 
-/// The last look at each cluster's store.
+/// The last look at each cluster's store, by the cluster's unique id. An etcd that does not answer keeps nobody waiting but its own cluster.
 #[derive(Debug, Default)]
 pub struct StoreLooks {
-    last: Mutex<HashMap<LookedAt, (Instant, StoreLook)>>,
+    last: SyncMutex<HashMap<String, Arc<Mutex<Option<Looked>>>>>,
 }
 
 /// What the secrets hold.
@@ -68,18 +76,28 @@ impl StoreLooks {
         let external = cluster.spec.etcd.external.as_ref();
         let external = external.filter(|_| cluster.spec.etcd.mode == EtcdMode::External)?;
         let names = ClusterNames::of(cluster);
-        let key = (names.uid.clone(), cluster.metadata.generation);
-        let mut last = self.last.lock().await;
-        if let Some((when, look)) = last.get(&key) {
-            let stays = if look.is_good() { STAYS_GOOD } else { STAYS_BAD };
-            if when.elapsed() < stays {
-                return Some(look.clone());
+        let generation = cluster.metadata.generation;
+        let own = self.of(&names.uid);
+        let mut last = own.lock().await;
+        if let Some(looked) = last.as_ref().filter(|looked| looked.generation == generation) {
+            let stays = if looked.look.is_good() { STAYS_GOOD } else { STAYS_BAD };
+            if looked.when.elapsed() < stays {
+                return Some(looked.look.clone());
             }
         }
         let look = look(external, cluster.spec.etcd.key_prefix.as_str(), &names, context).await;
-        last.retain(|(uid, _), _| *uid != names.uid);
-        last.insert(key, (Instant::now(), look.clone()));
+        *last = Some(Looked { generation, when: Instant::now(), look: look.clone() });
         Some(look)
+    }
+
+    fn of(&self, uid: &str) -> Arc<Mutex<Option<Looked>>> {
+        let mut all = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if !all.contains_key(uid) {
+            // Of clusters that are gone.
+            let is_old = |looked: &Looked| looked.when.elapsed() > FORGOTTEN_AFTER;
+            all.retain(|_, own| own.try_lock().map_or(true, |last| !last.as_ref().is_some_and(is_old)));
+        }
+        Arc::clone(all.entry(uid.to_owned()).or_default())
     }
 }
 

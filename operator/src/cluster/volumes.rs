@@ -1,11 +1,13 @@
 //! Whether volumes of a managed etcd can come: the storage class that they ask for is there, or one is the default.
 //!
-//! Asked only while etcd's members are not ready, since it is then that volumes may be what they wait for. Claims that name no class get one
-//! as soon as one becomes the default, and those that name one are bound as soon as it is there, so children are made all the same. A
-//! volume that somebody made for the claims by hand needs no class: then members become ready, and nothing is asked.
+//! Asked only while etcd's members are not ready, and of claims that are pending, since it is then that volumes are what they wait for: a claim
+//! that is bound needs no class any more. Claims that name no class get one as soon as one becomes the default, and those that name one
+//! are bound as soon as it is there, so children are made all the same. A volume that somebody made for the claims by hand needs no class:
+//! then they are bound.
 
 use std::time::{Duration, Instant};
 
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{Api, DynamicObject, ListParams};
 use kube::{Client, ResourceExt};
@@ -13,8 +15,11 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use tokio::sync::Mutex;
 
+use super::build::ETCD_CLAIM;
 use super::status::etcd_members;
 use crate::context::Context;
+use crate::in_use;
+use crate::names::ClusterNames;
 
 /// How long a look holds: all clusters that wait share it.
 const STAYS: Duration = Duration::from_secs(4);
@@ -22,6 +27,9 @@ const STAYS: Duration = Duration::from_secs(4);
 /// Annotations that make a class the default one; the second is Kubernetes' older name of it.
 const IS_DEFAULT: [&str; 2] =
     ["storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class"];
+
+/// Phase of a claim that has no volume.
+const PENDING: &str = "Pending";
 
 /// So many classes are named, at the most.
 const NAMES_MAX: usize = 5;
@@ -50,15 +58,12 @@ impl ClassLooks {
         etcd: Option<&DynamicObject>,
         context: &Context,
     ) -> Option<String> {
-        if cluster.spec.etcd.mode != EtcdMode::Managed || cluster.metadata.deletion_timestamp.is_some() {
+        if !wait(cluster, etcd) {
             return None;
         }
-        if etcd_members(cluster, etcd).answer() {
-            return None;
-        }
-        let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
-        let wanted = managed.storage.storage_class_name.as_ref().map(|name| name.as_str().to_owned());
-        lacks(wanted.as_deref(), &self.look(&context.client).await?)
+        let pending = pending(cluster, &context.client).await?;
+        let class = pending.spec.and_then(|spec| spec.storage_class_name);
+        lacks(class.as_deref(), &self.look(&context.client).await?)
     }
 
     async fn look(&self, client: &Client) -> Classes {
@@ -81,6 +86,39 @@ impl ClassLooks {
         *last = Some((Instant::now(), look.clone()));
         look
     }
+}
+
+/// Whether volumes of a cluster's etcd may be what it waits for. Not of one that is left as it is.
+pub(super) fn wait(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
+    let is_kept = in_use::is_kept(cluster) && !cluster.spec.paused;
+    is_kept && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
+}
+
+/// The first claim of a cluster's etcd that is not bound, if there is one, and somebody can say.
+async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<PersistentVolumeClaim> {
+    let names = ClusterNames::of(cluster);
+    let replicas = cluster.spec.etcd.managed.clone().unwrap_or_default().replicas;
+    let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &names.namespace);
+    for member in 0..replicas {
+        // As the controller of StatefulSets names them.
+        let name = format!("{ETCD_CLAIM}-{}-{member}", names.etcd());
+        match api.get_opt(&name).await {
+            Ok(found) => {
+                let waits = |claim: &PersistentVolumeClaim| {
+                    claim.status.as_ref().and_then(|status| status.phase.as_deref()) == Some(PENDING)
+                };
+                if let Some(claim) = found.filter(waits) {
+                    return Some(claim);
+                }
+            }
+            Err(error) => {
+                // The chart of an older version gives no right to it.
+                tracing::info!(%error, claim = name, "a volume claim of etcd cannot be looked at");
+                return None;
+            }
+        }
+    }
+    None
 }
 
 fn class(found: &impl ResourceExt) -> Class {

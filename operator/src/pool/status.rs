@@ -324,7 +324,9 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
     if ready >= counts.selected {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
-    if degraded.status == reprise_crds::status::ConditionStatus::True {
+    // A slow device is open, so that is not what is waited for.
+    let keeps_closed = degraded.reason != Reason::DeviceSlow;
+    if degraded.status == reprise_crds::status::ConditionStatus::True && keeps_closed {
         return Finding::no(kind, degraded.reason, format!("{message}; {}", degraded.message));
     }
     Finding::no(kind, Reason::Progressing, message)

@@ -6,7 +6,7 @@
 //!
 //! A tenant that is purged has a second one. Once it is deleted its budget is nothing, which nodes meet by eviction; the second finalizer is given
 //! up when every node of its clusters has said that it holds nothing, and the budget is taken back only then. Its clusters are those that its spec
-//! names then; of these, ones that are being deleted themselves are not asked, which is said ([`unasked`]). A tenant with
+//! names then; of these, ones that go themselves are not asked, which is said ([`unasked`]); one whose deletion waits for engines is. A tenant with
 //! that policy owns its budget also where it has none: one that somebody else has set is removed.
 
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use reprise_crds::{CacheTenant, KVCacheCluster};
 use crate::cluster::dereference::knows;
 use crate::context::Context;
 use crate::control_plane::{Budget, LOOK_AGAIN, LOOK_SOON, Room, Unmet};
+use crate::in_use;
 use crate::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 use crate::plan::Refusal;
 
@@ -122,13 +123,13 @@ pub fn asked(tenant: &CacheTenant, settled: &[Settled]) -> Vec<String> {
     settled.iter().map(|settled| &settled.cluster).filter(is_named).cloned().collect()
 }
 
-/// The clusters of a tenant that are not asked, since they are being deleted themselves; by `namespace/name`.
+/// The clusters of a tenant that are not asked, since they go themselves; by `namespace/name`.
 pub fn unasked(tenant: &CacheTenant, context: &Context) -> Vec<String> {
     unasked_of(tenant, &context.world.clusters.state())
 }
 
 fn unasked_of(tenant: &CacheTenant, clusters: &[Arc<KVCacheCluster>]) -> Vec<String> {
-    let goes = clusters.iter().filter(|cluster| cluster.metadata.deletion_timestamp.is_some());
+    let goes = clusters.iter().filter(|cluster| in_use::goes(&***cluster));
     let names = goes.map(|cluster| ClusterNames::of(cluster)).filter(|names| knows(tenant, names));
     let mut keys: Vec<String> = names.map(|names| names.key()).collect();
     keys.sort();
@@ -163,7 +164,7 @@ pub async fn settle(tenant: &CacheTenant, refused: Option<&Refusal>, context: &C
     let of_cluster = |cluster: &KVCacheCluster| {
         let names = ClusterNames::of(cluster);
         let known = (!goes || purged) && knows(tenant, &names);
-        let is_there = cluster.metadata.deletion_timestamp.is_none();
+        let is_there = !in_use::goes(cluster);
         let budget = if purged { Some(Budget::NOTHING) } else { wanted(tenant) };
         let budget = budget.filter(|_| known);
         let wanted = Wanted { budget, purged: purged && known, ours, paused: cluster.spec.paused };

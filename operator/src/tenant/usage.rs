@@ -21,6 +21,7 @@ use crate::clock;
 use crate::cluster::dereference::knows;
 use crate::context::Context;
 use crate::control_plane::{Holding, LOOK_AGAIN, LOOK_SOON, Room, Unmeasured};
+use crate::in_use;
 use crate::names::ClusterNames;
 use crate::plan::Refusal;
 
@@ -55,10 +56,10 @@ pub struct Told {
     pub next: Duration,
 }
 
-/// Asks the control planes of all clusters that know the tenant, but of those that are being deleted.
+/// Asks the control planes of all clusters that know the tenant, but of those that go.
 pub async fn measure(tenant: &CacheTenant, context: &Context) -> Vec<Measured> {
     let clusters = context.world.clusters.state();
-    let stays = clusters.iter().filter(|cluster| cluster.metadata.deletion_timestamp.is_none());
+    let stays = clusters.iter().filter(|cluster| !in_use::goes(&***cluster));
     let mut names: Vec<ClusterNames> = stays.map(|cluster| ClusterNames::of(cluster)).collect();
     names.retain(|names| knows(tenant, names));
     names.sort_by_key(ClusterNames::key);

@@ -21,6 +21,8 @@ const CPU_MILLIS: u64 = 100;
 const MEMORY_BYTES: u64 = 256 << 20;
 /// Bytes of the store beyond which etcd refuses writes; some hundred bytes a node are kept.
 const QUOTA_BYTES: u64 = 512 << 20;
+/// What its volumes are called in its pods; their claims are called by that, the StatefulSet and the number of the member.
+pub(in crate::cluster) const ETCD_CLAIM: &str = "data";
 /// Where data and certificates are.
 const DATA_FOLDER: &str = "/var/lib/etcd";
 const TLS_FOLDER: &str = "/etc/etcd/tls";
@@ -79,7 +81,7 @@ fn stateful_set(cluster: &KVCacheCluster, found: &Found) -> Value {
                 "metadata": { "labels": names.labels(Component::Etcd) },
                 "spec": pod(cluster, found),
             },
-            "volumeClaimTemplates": [{ "metadata": { "name": "data" }, "spec": claim }],
+            "volumeClaimTemplates": [{ "metadata": { "name": ETCD_CLAIM }, "spec": claim }],
         },
     })
 }
@@ -104,7 +106,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         "livenessProbe": probe("/livez", "metrics", 5, 6),
         "readinessProbe": probe("/readyz", "metrics", 2, 2),
         "volumeMounts": [
-            { "name": "data", "mountPath": DATA_FOLDER },
+            { "name": ETCD_CLAIM, "mountPath": DATA_FOLDER },
             { "name": "tls", "mountPath": TLS_FOLDER, "readOnly": true },
         ],
     });

@@ -15,7 +15,7 @@ use reprise_e2e::{Cluster, Engine, Loading, Outcome, PATIENCE, World, wait_until
 const LOAD_WITHIN: Duration = Duration::from_secs(6);
 
 /// The test that needs namespaces.
-const PARTITIONS: &str = "a_partition_between_any_two_costs_misses_and_nothing_else";
+const PARTITIONS: &str = "partitions::a_partition_between_any_two_costs_misses_and_nothing_else";
 
 /// The cluster and its engines; the blocks below `saved` are on the first node.
 struct Subject {

@@ -58,7 +58,7 @@ fn an_engine_that_is_killed_gives_back_its_reservations_and_loads() {
         let mut victim = Command::new(std::env::current_exe().expect("this executable"))
             .args([
                 "--exact",
-                "an_engine_that_is_killed_gives_back_its_reservations_and_loads",
+                "engines::an_engine_that_is_killed_gives_back_its_reservations_and_loads",
                 "--nocapture",
             ])
             .env(VICTIM, &agent.files().socket)

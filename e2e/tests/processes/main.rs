@@ -1,0 +1,22 @@
+//! Agents, members and engines as processes, on one machine: what they serve, what they survive, what they refuse.
+//!
+//! One program, since each takes as long to link as the tests in it to run.
+
+mod agent;
+mod check;
+mod control_plane;
+mod corruption;
+mod engines;
+mod events;
+mod forget;
+mod kill;
+mod members;
+mod nodes;
+mod owners;
+mod partitions;
+mod peers;
+mod placement;
+mod pressure;
+mod sessions;
+mod start;
+mod tenants;
