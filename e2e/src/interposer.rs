@@ -24,7 +24,7 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Request, State};
 use axum::response::Response;
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderMap, Method, StatusCode, Uri};
 use kube::Client;
@@ -33,6 +33,7 @@ use rand::rngs::StdRng;
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
+use tokio::sync::watch;
 
 use crate::kubernetes::ApiServer;
 
@@ -87,6 +88,8 @@ struct Book {
 struct Gate {
     book: Mutex<Book>,
     changed: Condvar,
+    /// Watches whose path has these words say nothing.
+    stalled: watch::Sender<Option<String>>,
 }
 
 /// What is done with a request.
@@ -164,6 +167,11 @@ impl Interposer {
     /// The next writes whose path has these words get this fault, so many of them.
     pub fn fail_next(&self, words: &str, fault: Fault, times: u32) {
         self.gate.book().due = Some((words.to_owned(), fault, times));
+    }
+
+    /// From now on watches whose path has these words say nothing, and what they would have said comes after `None`.
+    pub fn stall(&self, words: Option<&str>) {
+        self.gate.stalled.send_replace(words.map(str::to_owned));
     }
 
     /// Whether everything that was to fail has.
@@ -280,7 +288,7 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let Ok(body) = to_bytes(body, BODY_MAX).await else { return said(StatusCode::PAYLOAD_TOO_LARGE, "") };
     let course = shared.gate.admit(&parts.method, parts.uri.path());
-    let pass_on = pass_on(&shared.client, &parts.method, &parts.uri, &parts.headers, body.to_vec());
+    let pass_on = pass_on(&shared, &parts.method, &parts.uri, &parts.headers, body.to_vec());
     match course {
         Course::Pass(write) => {
             let answered = pass_on.await;
@@ -306,7 +314,7 @@ async fn held() -> Response {
 }
 
 async fn pass_on(
-    client: &Client,
+    shared: &Shared,
     method: &Method,
     uri: &Uri,
     headers: &HeaderMap,
@@ -321,12 +329,30 @@ async fn pass_on(
     }
     let request = request.body(kube::client::Body::from(body)).expect("made of one that was read");
     // A server that is away cuts the connection.
-    let Ok(answered) = client.send(request).await else { return cut() };
+    let Ok(answered) = shared.client.send(request).await else { return cut() };
     let mut response = Response::builder().status(answered.status());
     if let Some(kind) = answered.headers().get(CONTENT_TYPE) {
         response = response.header(CONTENT_TYPE, kind);
     }
-    response.body(Body::new(answered.into_body())).expect("made of one that was read")
+    let body = Body::new(answered.into_body());
+    let is_watch = uri.query().is_some_and(|query| query.contains("watch=true"));
+    let body = if is_watch { stallable(body, uri.path().to_owned(), shared) } else { body };
+    response.body(body).expect("made of one that was read")
+}
+
+/// What a watch says, unless it is stalled.
+fn stallable(body: Body, path: String, shared: &Shared) -> Body {
+    let stalled = shared.gate.stalled.subscribe();
+    let pieces = body.into_data_stream().then(move |piece| {
+        let (mut stalled, path) = (stalled.clone(), path.clone());
+        async move {
+            let passes = |words: &Option<String>| !words.as_ref().is_some_and(|words| path.contains(words));
+            // Fails when the interposer ends, and its connections with it.
+            drop(stalled.wait_for(passes).await);
+            piece
+        }
+    });
+    Body::from_stream(pieces)
 }
 
 /// An answer that breaks off.

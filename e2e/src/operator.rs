@@ -58,6 +58,13 @@ impl OperatorFiles {
         self
     }
 
+    /// As this user, who may do what has been granted.
+    #[must_use]
+    pub fn as_user(mut self, server: &ApiServer, user: &User<'_>) -> OperatorFiles {
+        self.kubeconfig = server.kubeconfig(user);
+        self
+    }
+
     /// Where it logs.
     pub fn log(&self) -> &Path {
         &self.log

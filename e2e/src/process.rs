@@ -85,7 +85,11 @@ pub fn binary(program: &str) -> PathBuf {
     // Tests are run from <target>/<profile>/deps, programs from above it.
     let folder = if folder.ends_with("deps") { folder.parent().expect("a folder above") } else { folder };
     let path = folder.join(program);
-    assert!(path.exists(), "{} is missing: run `cargo build --workspace --bins --tests` first", path.display());
+    assert!(
+        path.exists(),
+        "{} is missing: run `cargo build --workspace --bins --tests` first",
+        path.display()
+    );
     path
 }
 

@@ -31,6 +31,8 @@ mod queue_faults;
 mod queues;
 #[path = "operator/replicas.rs"]
 mod replicas;
+#[path = "operator/rights.rs"]
+mod rights;
 #[path = "operator/secured_store.rs"]
 mod secured_store;
 #[path = "operator/stores.rs"]

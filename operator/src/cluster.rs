@@ -9,7 +9,9 @@ use reprise_crds::KVCacheCluster;
 
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::finalizers;
 use crate::in_use::{self, Kept};
+use crate::names::IN_USE_FINALIZER;
 
 pub mod apply;
 pub mod build;
@@ -45,25 +47,35 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let goes = cluster.metadata.deletion_timestamp.is_some();
     let api: Api<KVCacheCluster> =
         Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
-    let usage = in_use::of_cluster(&cluster, &context);
-    let unprotected = match in_use::keep(&context, &*cluster, &api, &usage).await? {
+    let mut usage = in_use::of_cluster(&cluster, &context);
+    let forbidden = match in_use::keep(&context, &*cluster, &api, &mut usage).await? {
         // It is reconciled by that change.
         Kept::Changed => return Ok(Action::await_change()),
         Kept::Free if goes => return Ok(Action::await_change()),
         Kept::Free | Kept::Held => None,
-        Kept::Unprotected(error) => Some(error),
+        Kept::Forbidden(words) => {
+            Some(finalizers::forbidden(&*cluster, IN_USE_FINALIZER, in_use::FOR_WHOM, &words))
+        }
     };
     let found = dereference::dereference(&cluster, &context).await;
     let refused = validate::validate(&cluster, &found);
     // What is the cluster's goes with it; making it anew would only hold it up. While engines hold it, it works as before.
     let applied = if refused.is_none() && !cluster.spec.paused && in_use::is_kept(&*cluster) {
-        Some(apply::apply(&cluster, &found, &context).await?)
+        match apply::apply(&cluster, &found, &context).await {
+            Ok(applied) => Some(applied),
+            // What it waits for is looked at all the same: a namespace that is being deleted takes nothing new.
+            Err(error) if goes => {
+                let (namespace, name, words) = (cluster.namespace(), cluster.name_any(), error.words());
+                tracing::warn!(namespace, name, words, "not all of a cluster that goes is as it is wanted");
+                None
+            }
+            Err(error) => return Err(error),
+        }
     } else {
         None
     };
     let (status, mut findings) = status::of(&cluster, &found, refused.as_ref(), applied.as_ref());
-    findings.extend(usage.blocked(&*cluster));
-    findings.extend(unprotected.as_ref().map(in_use::unprotected));
+    findings.extend(usage.blocked(&*cluster).or(forbidden));
     let said = crate::status::Found {
         object: &*cluster,
         api: &api,
@@ -74,15 +86,11 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let next = match &found.store {
         Some(look) if look.is_good() => LOOK_AGAIN,
         Some(_) => LOOK_SOON,
-        None if volumes::wait(&cluster, found.etcd.as_deref()) => LOOK_SOON,
+        None if refused.is_none() && volumes::wait(&cluster, found.etcd.as_deref()) => LOOK_SOON,
         None => NEXT,
     };
     let next = usage.look_again(&*cluster).map_or(next, |soon| soon.min(next));
-    let refused = applied.is_some_and(|applied| !applied.refused.is_empty());
-    let next = if refused { next.min(GIVEN_UP_WITHIN) } else { next };
-    if let Some(error) = unprotected {
-        // Said, and tried again, less and less often.
-        return Err(error);
-    }
+    let is_refused = applied.is_some_and(|applied| !applied.refused.is_empty());
+    let next = if is_refused { next.min(GIVEN_UP_WITHIN) } else { next };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

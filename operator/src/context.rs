@@ -12,6 +12,7 @@ use crate::backoff::Backoff;
 use crate::cluster::store::StoreLooks;
 use crate::cluster::volumes::ClassLooks;
 use crate::control_plane::ControlPlanes;
+use crate::finalizers::Refusals;
 use crate::in_use::Rests;
 use crate::lease::Holding;
 use crate::metrics::Metrics;
@@ -50,6 +51,8 @@ pub struct Context {
     pub control_planes: ControlPlanes,
     /// How long nothing has been heard of sessions.
     pub rests: Rests,
+    /// Finalizers that may not be changed.
+    pub refusals: Refusals,
     /// Whether this replica is the one that works.
     pub(crate) holding: Holding,
     /// Whose turn it is to lend queues of a node.
@@ -83,6 +86,7 @@ impl Context {
             store_looks: StoreLooks::default(),
             class_looks: ClassLooks::default(),
             rests: Rests::default(),
+            refusals: Refusals::default(),
             turns: Turns::default(),
             profile_looks: Looks::default(),
             decisions: Decisions::default(),

@@ -31,6 +31,14 @@ impl OperatorError {
         move |source| OperatorError::Api { what, source }
     }
 
+    /// What the API server said of its refusal, or all that is known.
+    pub fn words(&self) -> String {
+        match self {
+            OperatorError::Api { source: kube::Error::Api(status), .. } => status.message.clone(),
+            other => other.to_string(),
+        }
+    }
+
     /// The code with which the API server refused, if it did.
     pub fn code(&self) -> Option<u16> {
         match self {

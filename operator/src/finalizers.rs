@@ -1,9 +1,16 @@
 //! Puts a finalizer of ours on an object, or takes it away.
+//!
+//! Rights to do so may lack: a chart of an older version gives fewer. All else of the object is done then, and what lacks is said. Rights are given by people, so
+//! it is not tried at every change ([`Refusals`]).
 
+use std::collections::HashMap;
 use std::fmt::Debug;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use kube::api::{Api, Patch, PatchParams};
 use kube::{Resource, ResourceExt};
+use reprise_crds::status::{ConditionType, Finding, Reason};
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
@@ -14,6 +21,11 @@ use crate::status::kind_of;
 
 /// HTTP's code for what is not there.
 const NOT_FOUND: u16 = 404;
+/// HTTP's code for what one may not do.
+const FORBIDDEN: u16 = 403;
+
+/// A refusal stands so long before it is tried again.
+const STANDS: Duration = Duration::from_secs(60);
 
 /// Whether a finalizer is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,4 +85,102 @@ where
         Err(error) => return Err(OperatorError::api(format!("change finalizers of {name}"))(error)),
     }
     Ok(left)
+}
+
+/// What came of an attempt.
+#[derive(Debug)]
+pub enum Attempt {
+    /// It is as it is wanted.
+    Done(Left),
+    /// The API server does not let us; its words.
+    Forbidden(String),
+}
+
+/// Changes that the API server has forbidden.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    /// When and how, by the object's unique id and the finalizer.
+    by_object: Mutex<HashMap<(String, String), (Instant, String)>>,
+}
+
+impl Refusals {
+    /// What the API server said, if it is too early to try again.
+    pub fn standing<K: Resource>(&self, object: &K, finalizer: &str) -> Option<String> {
+        self.look(&object.uid().unwrap_or_default(), finalizer, Instant::now())
+    }
+
+    fn look(&self, uid: &str, finalizer: &str, now: Instant) -> Option<String> {
+        let mut all = self.by_object.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, (when, _)| now.duration_since(*when) < STANDS);
+        all.get(&(uid.to_owned(), finalizer.to_owned())).map(|(_, words)| words.clone())
+    }
+
+    fn add(&self, uid: String, finalizer: &str, words: String, now: Instant) {
+        let mut all = self.by_object.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert((uid, finalizer.to_owned()), (now, words));
+    }
+}
+
+/// [`set`], unless it was forbidden lately.
+///
+/// # Errors
+/// The API server did not take it, and has not forbidden it.
+pub async fn try_set<K>(
+    context: &Context,
+    object: &K,
+    api: &Api<K>,
+    finalizer: &str,
+    wanted: Finalizer,
+) -> Result<Attempt, OperatorError>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+{
+    if let Some(words) = context.refusals.standing(object, finalizer) {
+        return Ok(Attempt::Forbidden(words));
+    }
+    match set(context, object, api, finalizer, wanted).await {
+        Ok(left) => Ok(Attempt::Done(left)),
+        Err(error) if error.code() == Some(FORBIDDEN) => {
+            let words = error.words();
+            tracing::warn!(
+                kind = kind_of::<K>(),
+                name = object.name_any(),
+                finalizer,
+                words,
+                "a finalizer may not be changed"
+            );
+            context.refusals.add(object.uid().unwrap_or_default(), finalizer, words.clone(), Instant::now());
+            Ok(Attempt::Forbidden(words))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// That an object's finalizer is not as it should be; `for_whom`: what a deletion should wait for.
+pub fn forbidden<K: Resource>(object: &K, finalizer: &str, for_whom: &str, words: &str) -> Finding {
+    let rights = format!("give the operator the rights of this version's chart ({words})");
+    if object.meta().deletion_timestamp.is_some() {
+        let message = format!("the finalizer {finalizer} may not be taken away: {rights}");
+        return Finding::yes(ConditionType::DeletionBlocked, Reason::Forbidden, message);
+    }
+    let message = format!(
+        "a deletion would not wait for {for_whom}, since the finalizer {finalizer} may not be put on the object: {rights}"
+    );
+    Finding::unknown(ConditionType::DeletionBlocked, Reason::Forbidden, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_stands_for_its_object_and_finalizer_until_it_is_tried_again() {
+        let (refusals, begun) = (Refusals::default(), Instant::now());
+        refusals.add("u".to_owned(), "f", "no".to_owned(), begun);
+        assert_eq!(refusals.look("u", "f", begun + STANDS / 2), Some("no".to_owned()));
+        assert_eq!(refusals.look("u", "g", begun), None);
+        assert_eq!(refusals.look("v", "f", begun), None);
+        assert_eq!(refusals.look("u", "f", begun + STANDS), None);
+        assert!(refusals.by_object.lock().expect("nobody panicked").is_empty(), "and is forgotten");
+    }
 }

@@ -3,9 +3,13 @@
 //!
 //! An object that is being deleted takes no finalizer, so ours ([`IN_USE_FINALIZER`]) is there while a node has sessions, and for a time after:
 //! it goes when nothing was heard of a session for [`crate::settings::Settings::unused_for`] without a break, by this process's own clock
-//! ([`Rests`]). An agent that restarts has none until its engines are back, and one that cannot reach the API server says nothing; both have
-//! that time. So a node that says nothing for so long holds nobody: its agent is away, and so is what it served; a deletion that goes
-//! on without it says so. A session that begins within a report of the deletion (10 s) is not waited for.
+//! ([`Rests`]), and the API server itself has nothing newer to say, since a watch may be stalled. An agent that restarts has none until its
+//! engines are back, and one that cannot reach the API server says nothing; both have that time. So a node that says nothing for so long holds
+//! nobody: its agent is away, and so is what it served; a deletion that goes on without it says so.
+//!
+//! A pool that is to be wiped has the finalizer from the beginning until its wipe is confirmed: sessions that begin after it was deleted are
+//! waited for as well, since their data would be destroyed. Of other objects a session that begins within a report of the deletion (10 s) is not
+//! waited for; nothing is lost by that.
 //!
 //! Deliberately absent: a deletion in the foreground, in which Kubernetes removes the children whatever finalizers the owner has. The
 //! cluster stays as long as one of ours is on it, its pods do not.
@@ -13,18 +17,18 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use kube::api::Api;
+use kube::api::{Api, ListParams};
 use kube::{Resource, ResourceExt};
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 use serde::de::DeserializeOwned;
 
 pub use self::rests::Rests;
+use self::rests::Said;
 use crate::cluster::dereference::is_of;
-use crate::cluster::status::has_reported;
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::finalizers::{Finalizer, set};
+use crate::finalizers::{Attempt, Finalizer, try_set};
 use crate::names::{ClusterNames, DELETE_IN_USE, IN_USE_FINALIZER};
 use crate::status::tell;
 
@@ -38,11 +42,11 @@ const LOOK_SOON: Duration = Duration::from_secs(1);
 /// What the annotation [`DELETE_IN_USE`] says.
 pub const YES: &str = "yes";
 
+/// For whom a deletion waits.
+pub const FOR_WHOM: &str = "engines that use the object";
+
 /// Kubernetes' own finalizer of what is deleted after its children.
 const FOREGROUND: &str = "foregroundDeletion";
-
-/// HTTP's code for what one may not do.
-const FORBIDDEN: u16 = 403;
 
 /// So many nodes are named, at the most.
 const NAMES_MAX: usize = 5;
@@ -50,10 +54,14 @@ const NAMES_MAX: usize = 5;
 /// Who uses an object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Nodes with sessions, by name.
+    /// Which nodes are asked.
+    users: Users,
+    /// What those have said that have sessions.
+    said: Said,
+    /// These, by name.
     used: Vec<NodeSessions>,
-    /// Nodes that had some and have not reported lately.
-    silent: Vec<NodeSessions>,
+    /// It is held whether it is used or not.
+    is_guarded: bool,
     /// Somebody has said that it does not matter.
     confirmed: bool,
     /// The object has our finalizer.
@@ -62,6 +70,18 @@ pub struct Usage {
     left: Duration,
     /// Of that, the whole.
     after: Duration,
+}
+
+/// Nodes whose engines use an object.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+enum Users {
+    /// None.
+    #[default]
+    Nobody,
+    /// Those of a cluster.
+    Cluster(ClusterNames),
+    /// Those that have a pool of this unique id.
+    Pool(String),
 }
 
 /// Sessions of a node, as it said last.
@@ -80,73 +100,97 @@ pub enum Kept {
     Held,
     /// It is not held.
     Free,
-    /// It should be, and the API server does not let us.
-    Unprotected(OperatorError),
+    /// Its finalizer is not as it should be, and the API server does not let us; its words.
+    Forbidden(String),
+}
+
+impl Users {
+    fn has(&self, node: &CacheNode) -> bool {
+        match self {
+            Users::Nobody => false,
+            Users::Cluster(names) => is_of(node, names),
+            Users::Pool(uid) => node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid),
+        }
+    }
+}
+
+/// What nodes with sessions have said.
+fn said<'a>(nodes: impl Iterator<Item = &'a CacheNode>) -> Said {
+    let of = |node: &CacheNode| {
+        let status = node.status.as_ref()?;
+        let sessions = status.sessions.filter(|sessions| *sessions > 0)?;
+        let when = status.last_updated.as_ref().map(|when| when.0.to_string()).unwrap_or_default();
+        Some((node.name_any(), sessions, when))
+    };
+    let mut said: Said = nodes.filter_map(of).collect();
+    said.sort();
+    said
 }
 
 impl Usage {
     /// Out of what its nodes say; `after`: when it counts as unused.
     fn of<K: Resource>(
         object: &K,
-        nodes: &[impl AsRef<CacheNode>],
+        said: Said,
+        is_guarded: bool,
         (rests, after, now): (&Rests, Duration, Instant),
     ) -> Usage {
-        let mut usage = Usage {
-            confirmed: object.annotations().get(DELETE_IN_USE).is_some_and(|said| said == YES),
-            is_held: holds(object),
-            after,
-            ..Usage::default()
+        let is_held = holds(object);
+        let rested = rests.look(&object.uid().unwrap_or_default(), &said, is_held, now);
+        let of_node = |(node, sessions, _): &(String, u32, String)| NodeSessions {
+            node: node.clone(),
+            sessions: *sessions,
         };
-        let mut said = Vec::new();
-        for node in nodes.iter().map(AsRef::as_ref) {
-            let Some(status) = &node.status else { continue };
-            let Some(sessions) = status.sessions.filter(|sessions| *sessions > 0) else { continue };
-            let when = status.last_updated.as_ref().map(|when| when.0.to_string()).unwrap_or_default();
-            said.push((node.name_any(), sessions, when));
-            let of_node = NodeSessions { node: node.name_any(), sessions };
-            if has_reported(node) { usage.used.push(of_node) } else { usage.silent.push(of_node) }
+        Usage {
+            users: Users::Nobody,
+            used: said.iter().map(of_node).collect(),
+            said,
+            is_guarded,
+            confirmed: object.annotations().get(DELETE_IN_USE).is_some_and(|said| said == YES),
+            is_held,
+            left: after.saturating_sub(rested),
+            after,
         }
-        usage.used.sort();
-        usage.silent.sort();
-        said.sort();
-        let rested = rests.look(&object.uid().unwrap_or_default(), said, usage.is_held, now);
-        usage.left = after.saturating_sub(rested);
-        usage
     }
 
     /// Whether the object must not go yet.
     fn finalizer(&self) -> Finalizer {
-        let is_used = !self.used.is_empty() || !self.silent.is_empty();
-        let counts = !self.left.is_zero() && (self.is_held || is_used);
-        if counts && !self.confirmed { Finalizer::Wanted } else { Finalizer::Unwanted }
+        let holds = (self.is_guarded || self.counts()) && !self.confirmed;
+        if holds { Finalizer::Wanted } else { Finalizer::Unwanted }
+    }
+
+    /// Whether it counts as used.
+    fn counts(&self) -> bool {
+        !self.left.is_zero() && (self.is_held || !self.used.is_empty())
     }
 
     /// How soon the object is to be looked at again, if nobody tells us before.
     pub fn look_again<K: Resource>(&self, object: &K) -> Option<Duration> {
         let goes = object.meta().deletion_timestamp.is_some();
         // What is used, and not to go, changes with what its agents say.
-        let waits = self.is_held && self.finalizer() == Finalizer::Wanted && (goes || self.used.is_empty());
+        let waits = self.is_held && self.counts() && !self.confirmed && (goes || self.used.is_empty());
         waits.then(|| self.left.clamp(LOOK_SOON, LOOK_AGAIN))
     }
 
     /// What its deletion waits for, if it does.
     pub fn blocked<K: Resource>(&self, object: &K) -> Option<Finding> {
         let waits = object.meta().deletion_timestamp.is_some() && self.is_held;
-        if !waits || self.finalizer() == Finalizer::Unwanted {
+        // A guarded one that nobody uses waits for somebody's word.
+        let is_said = self.is_guarded && (self.used.is_empty() || self.left.is_zero());
+        if !waits || is_said || self.finalizer() == Finalizer::Unwanted {
             return None;
         }
         let annotation = format!("{DELETE_IN_USE}: \"{YES}\"");
-        let passed_over = self.passed_over();
+        let after = self.after.as_secs();
         let message = if self.used.is_empty() {
             format!(
-                "no engine is known to have a session any more{passed_over}. It goes when that has been so for {} s, which an agent that \
-                 restarts has to say otherwise; annotated with {annotation} it goes at once",
-                self.after.as_secs()
+                "no engine is known to have a session any more. It goes when that has been so for {after} s, which an agent that restarts has to \
+                 say otherwise; annotated with {annotation} it goes at once"
             )
         } else {
             format!(
-                "engines have sessions on {}: stop them, or annotate the object with {annotation} to let it go with them under way\
-                 {passed_over}",
+                "engines have sessions on {}: stop them, or annotate the object with {annotation} to let it go with them under way. Nodes of \
+                 which nothing is heard for {after} s are not waited for",
                 named(&self.used)
             )
         };
@@ -156,31 +200,19 @@ impl Usage {
     /// Why a deletion goes on that waited.
     fn let_go(&self) -> Finding {
         let kind = ConditionType::DeletionBlocked;
-        if self.confirmed && !self.used.is_empty() {
-            let message = format!("{DELETE_IN_USE} is {YES}: it goes with sessions on {}", named(&self.used));
-            return Finding::no(kind, Reason::InUse, message);
-        }
-        let silent: Vec<NodeSessions> = self.used.iter().chain(&self.silent).cloned().collect();
-        if silent.is_empty() {
+        if self.used.is_empty() {
             return Finding::no(kind, Reason::AsDesired, "no engine has a session any more");
         }
+        let nodes = named(&self.used);
+        if self.confirmed {
+            let message = format!("{DELETE_IN_USE} is {YES}: it goes with sessions on {nodes}");
+            return Finding::no(kind, Reason::InUse, message);
+        }
         let message = format!(
-            "no engine is known to have a session any more; not waited for, since nothing was heard of their agents for {} s: {}",
-            self.after.as_secs(),
-            named(&silent)
+            "no engine is known to have a session any more; not waited for, since nothing was heard of their agents for {} s: {nodes}",
+            self.after.as_secs()
         );
         Finding::no(kind, Reason::AgentGone, message)
-    }
-
-    /// Of nodes that are not waited for.
-    fn passed_over(&self) -> String {
-        if self.silent.is_empty() {
-            return String::new();
-        }
-        format!(
-            "; not waited for, since their agents have not reported for a minute: {}",
-            named(&self.silent)
-        )
     }
 }
 
@@ -214,32 +246,23 @@ pub fn is_kept<K: Resource>(object: &K) -> bool {
 
 /// Who uses a cluster.
 pub fn of_cluster(cluster: &KVCacheCluster, context: &Context) -> Usage {
-    let names = ClusterNames::of(cluster);
-    let nodes = context.world.cache_nodes.state_filter(|node| is_of(node, &names));
-    Usage::of(cluster, &nodes, now(context))
+    look(cluster, Users::Cluster(ClusterNames::of(cluster)), false, context)
 }
 
-/// Who uses a pool: whoever has sessions on a node that has it.
-pub fn of_pool(pool: &SSDPool, context: &Context) -> Usage {
-    let uid = pool.uid().unwrap_or_default();
-    let has = |node: &CacheNode| node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid);
-    Usage::of(pool, &context.world.cache_nodes.state_filter(has), now(context))
+/// Who uses a pool: whoever has sessions on a node that has it. A guarded one is held whether it is used or not.
+pub fn of_pool(pool: &SSDPool, is_guarded: bool, context: &Context) -> Usage {
+    look(pool, Users::Pool(pool.uid().unwrap_or_default()), is_guarded, context)
 }
 
-fn now(context: &Context) -> (&Rests, Duration, Instant) {
-    (&context.rests, context.settings.unused_for, Instant::now())
+fn look<K: Resource>(object: &K, users: Users, is_guarded: bool, context: &Context) -> Usage {
+    let nodes = context.world.cache_nodes.state_filter(|node| users.has(node));
+    let time = (&context.rests, context.settings.unused_for, Instant::now());
+    let usage = Usage::of(object, said(nodes.iter().map(AsRef::as_ref)), is_guarded, time);
+    Usage { users, ..usage }
 }
 
-/// That a deletion would not wait, and why.
-pub fn unprotected(error: &OperatorError) -> Finding {
-    let message = format!(
-        "engines use the object, and a deletion would not wait for them, since the finalizer {IN_USE_FINALIZER} may not be put on it: give the \
-         operator the rights of this version's chart ({error})"
-    );
-    Finding::unknown(ConditionType::DeletionBlocked, Reason::Forbidden, message)
-}
-
-/// Makes an object have our finalizer, or not have it.
+/// Makes an object have our finalizer, or not have it. It stays, and counts as used anew, when the API server knows of sessions what nobody
+/// has told us.
 ///
 /// # Errors
 /// The API server did not take it.
@@ -247,30 +270,46 @@ pub async fn keep<K>(
     context: &Context,
     object: &K,
     api: &Api<K>,
-    usage: &Usage,
+    usage: &mut Usage,
 ) -> Result<Kept, OperatorError>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
     let goes = object.meta().deletion_timestamp.is_some();
-    match (usage.finalizer(), holds(object)) {
-        (Finalizer::Wanted, true) if goes => Ok(Kept::Held),
+    let wanted = usage.finalizer();
+    match (wanted, holds(object)) {
+        (Finalizer::Wanted, true) if goes => return Ok(Kept::Held),
         // It came too late for one that is being deleted.
-        (Finalizer::Wanted, false) if goes => Ok(Kept::Free),
-        (Finalizer::Wanted, true) | (Finalizer::Unwanted, false) => Ok(Kept::Free),
-        (wanted, _) => {
-            if goes {
-                // Before the finalizer goes: the object may go with it.
-                tell(context, object, &usage.let_go()).await;
-            }
-            match set(context, object, api, IN_USE_FINALIZER, wanted).await {
-                Ok(_) => Ok(Kept::Changed),
-                // All else of the object can be done without it.
-                Err(error) if !goes && error.code() == Some(FORBIDDEN) => Ok(Kept::Unprotected(error)),
-                Err(error) => Err(error),
-            }
+        (Finalizer::Wanted, false) if goes => return Ok(Kept::Free),
+        (Finalizer::Wanted, true) | (Finalizer::Unwanted, false) => return Ok(Kept::Free),
+        (Finalizer::Wanted, false) | (Finalizer::Unwanted, true) => {}
+    }
+    if let Some(words) = context.refusals.standing(object, IN_USE_FINALIZER) {
+        return Ok(Kept::Forbidden(words));
+    }
+    if wanted == Finalizer::Unwanted {
+        if !usage.confirmed && is_news(context, usage).await? {
+            context.rests.begin_anew(&object.uid().unwrap_or_default());
+            usage.left = usage.after;
+            return Ok(if goes { Kept::Held } else { Kept::Free });
+        }
+        if goes {
+            // Before the finalizer goes: the object may go with it.
+            tell(context, object, &usage.let_go()).await;
         }
     }
+    match try_set(context, object, api, IN_USE_FINALIZER, wanted).await? {
+        Attempt::Done(_) => Ok(Kept::Changed),
+        Attempt::Forbidden(words) => Ok(Kept::Forbidden(words)),
+    }
+}
+
+/// Whether the API server knows of other sessions than we.
+async fn is_news(context: &Context, usage: &Usage) -> Result<bool, OperatorError> {
+    let nodes: Api<CacheNode> = Api::all(context.client.clone());
+    let listed = nodes.list(&ListParams::default()).await;
+    let live = listed.map_err(OperatorError::api("look at CacheNodes before a deletion goes on"))?;
+    Ok(said(live.iter().filter(|node| usage.users.has(node))) != usage.said)
 }
 
 #[cfg(test)]
@@ -306,18 +345,19 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(60);
 
+    fn look(object: &SSDPool, nodes: &[Arc<CacheNode>], rests: &Rests, now: Instant) -> Usage {
+        Usage::of(object, said(nodes.iter().map(AsRef::as_ref)), false, (rests, AFTER, now))
+    }
+
     /// At the first look.
     fn usage_of(object: &SSDPool, nodes: &[Arc<CacheNode>]) -> Usage {
-        Usage::of(object, nodes, (&Rests::default(), AFTER, Instant::now()))
+        look(object, nodes, &Rests::default(), Instant::now())
     }
 
     /// When nothing has changed for long enough.
     fn rested(object: &SSDPool, nodes: &[Arc<CacheNode>]) -> Usage {
         let (rests, begun) = (Rests::default(), Instant::now());
-        (0..=3)
-            .map(|look| Usage::of(object, nodes, (&rests, AFTER, begun + look * AFTER / 3)))
-            .last()
-            .expect("looks")
+        (0..=3).map(|time| look(object, nodes, &rests, begun + time * AFTER / 3)).last().expect("looks")
     }
 
     fn going() -> Value {
@@ -357,7 +397,7 @@ mod tests {
         let first = usage_of(&going, &none);
         assert_eq!((first.finalizer(), first.look_again(&going)), (Finalizer::Wanted, Some(LOOK_AGAIN)));
         let said = first.blocked(&going).expect("it waits").message;
-        assert!(said.contains("no engine is known") && said.contains("for 60 s"), "{said}");
+        assert!(said.contains("no engine is known") && said.contains("so for 60 s"), "{said}");
         let last = rested(&going, &none);
         assert_eq!((last.finalizer(), last.look_again(&going)), (Finalizer::Unwanted, None));
         assert_eq!((last.blocked(&going), last.let_go().reason), (None, Reason::AsDesired));
@@ -372,10 +412,10 @@ mod tests {
     #[test]
     fn what_is_said_again_goes_on_whatever_the_clock_of_the_node_says() {
         let (rests, begun, going) = (Rests::default(), Instant::now(), pool(going()));
-        for (look, year) in (0..9).zip(2001..) {
+        for (time, year) in (0..9).zip(2001..) {
             let said = json!({ "lastUpdated": format!("{year}-01-01T00:00:00Z"), "sessions": 1 });
-            let usage = Usage::of(&going, &[node("n1", said)], (&rests, AFTER, begun + look * AFTER / 3));
-            assert_eq!(usage.finalizer(), Finalizer::Wanted, "look {look}");
+            let usage = look(&going, &[node("n1", said)], &rests, begun + time * AFTER / 3);
+            assert_eq!(usage.finalizer(), Finalizer::Wanted, "look {time}");
         }
     }
 
@@ -389,10 +429,22 @@ mod tests {
         let said = usage.let_go();
         assert_eq!(said.reason, Reason::AgentGone);
         assert!(said.message.contains("n1 (2)"), "{}", said.message);
-        let both = usage_of(&pool(going()), &[node("n1", old), node("n2", now(1))]);
-        let said = both.blocked(&pool(going())).expect("it waits for the other");
-        let (first, passed) = said.message.split_once("; not waited for").expect("both are named");
-        assert!(first.contains("n2 (1)") && passed.contains("n1 (2)"), "{}", said.message);
+    }
+
+    #[test]
+    fn what_is_guarded_is_held_by_itself_and_waits_for_a_word_and_not_for_nobody() {
+        let (plain, goes) = (pool(json!({})), pool(going()));
+        let guarded =
+            |object: &SSDPool, nodes: &[Arc<CacheNode>]| Usage { is_guarded: true, ..rested(object, nodes) };
+        assert_eq!(guarded(&plain, &[]).finalizer(), Finalizer::Wanted, "before anybody uses it");
+        let unused = guarded(&goes, &[node("n1", now(0))]);
+        assert_eq!((unused.finalizer(), unused.blocked(&goes)), (Finalizer::Wanted, None));
+        assert_eq!(unused.look_again(&goes), None, "somebody's word is a change");
+        let used = Usage { is_guarded: true, ..usage_of(&goes, &[node("n1", now(1))]) };
+        assert!(used.blocked(&goes).expect("they would lose their data").message.contains("n1 (1)"));
+        let mut said = going();
+        said["annotations"] = json!({ DELETE_IN_USE: YES });
+        assert_eq!(guarded(&pool(said), &[]).finalizer(), Finalizer::Unwanted);
     }
 
     #[test]

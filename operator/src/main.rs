@@ -92,7 +92,8 @@ struct RunArguments {
     /// Where the control plane of a cluster is reached, when not by its service: for an operator outside of the Kubernetes cluster
     #[arg(long = "control-plane-address", value_name = "NAMESPACE/NAME=HOST:PORT", value_parser = control_plane)]
     control_planes: Vec<(String, String)>,
-    /// Seconds without a sign of a session after which a deletion that waited for engines goes on. Agents report every 25 s
+    /// Seconds without a sign of a session after which a deletion that waited for engines goes on. Agents report at least every 25 s, so that
+    /// with less than 30 engines that still run may not be waited for
     #[arg(long, default_value_t = 60)]
     unused_seconds: u64,
     /// Name of this replica, in the lease
@@ -105,6 +106,9 @@ struct RunArguments {
     #[arg(long, env = "POD_SERVICE_ACCOUNT")]
     pod_service_account: Option<String>,
 }
+
+/// So long agents may have nothing to report, and the report may take.
+const USUAL_SILENCE_SECONDS: u64 = 30;
 
 /// A cluster and an address.
 fn control_plane(text: &str) -> Result<(String, String), String> {
@@ -169,6 +173,13 @@ async fn work(arguments: RunArguments) -> anyhow::Result<()> {
     // Before the ready line: whoever reads it may send a signal at once.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    if arguments.unused_seconds < USUAL_SILENCE_SECONDS {
+        tracing::warn!(
+            seconds = arguments.unused_seconds,
+            "agents are silent for longer while engines work: a deletion may go on that should wait; give --unused-seconds more than \
+             {USUAL_SILENCE_SECONDS}"
+        );
+    }
     let settings = Settings {
         images: DefaultImages {
             agent: arguments.image_agent,

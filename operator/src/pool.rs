@@ -9,7 +9,7 @@ use reprise_crds::SSDPool;
 use crate::cluster::REPORTED_WITHIN;
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::finalizers::Left;
+use crate::finalizers::{Attempt, Left};
 use crate::in_use::{self, Kept};
 
 pub mod apply;
@@ -24,29 +24,23 @@ pub mod validate;
 /// The API server did not do what it was asked for; tried again.
 pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<SSDPool> = Api::all(context.client.clone());
-    let found = dereference::dereference(&pool, &context);
-    let (is_held, unprotected) = match in_use::keep(&context, &*pool, &api, &found.usage).await? {
+    let mut found = dereference::dereference(&pool, &context);
+    let kept = in_use::keep(&context, &*pool, &api, &mut found.usage).await?;
+    if matches!(kept, Kept::Changed) {
         // It is reconciled by that change.
-        Kept::Changed => return Ok(Action::await_change()),
-        Kept::Held => (true, None),
-        Kept::Free => (false, None),
-        Kept::Unprotected(error) => (false, Some(error)),
-    };
+        return Ok(Action::await_change());
+    }
     let refused = validate::validate(&pool, &found);
     let finalizer = build::finalizer(&pool, &found);
-    let left = apply::apply(&pool, finalizer, &context).await?;
-    if left == Left::Nothing && !is_held {
+    let attempt = apply::apply(&pool, finalizer, &context).await?;
+    if matches!((&attempt, &kept), (Attempt::Done(Left::Nothing), Kept::Free)) {
         return Ok(Action::await_change());
     }
     let (fresh, mut findings) = status::of(&pool, &found, refused.as_ref());
-    findings.extend(unprotected.as_ref().map(in_use::unprotected));
+    findings.extend(status::forbidden(&pool, &findings, &kept, &attempt));
     let said =
         crate::status::Found { object: &*pool, api: &api, before: pool.status.as_ref(), findings: &findings };
     let wait = crate::status::write(&context, said, fresh).await?;
-    if let Some(error) = unprotected {
-        // Said, and tried again, less and less often.
-        return Err(error);
-    }
     // A node that has gone silent tells nobody.
     let next = found.usage.look_again(&*pool).map_or(REPORTED_WITHIN, |soon| soon.min(REPORTED_WITHIN));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))

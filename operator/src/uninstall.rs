@@ -236,12 +236,17 @@ impl Run<'_> {
                 "the pool stays: its deletionPolicy is Wipe and nobody has confirmed it; delete it by hand"
             );
         }
-        self.name_what_is_held().await?;
+        if let Err(error) = self.name_what_is_held().await {
+            tracing::warn!(
+                error = format!("{error:#}"),
+                "what else stays with the operator's finalizers cannot be looked at"
+            );
+        }
         tracing::info!(release = self.release.name, "what the release has applied is gone");
         Ok(())
     }
 
-    /// Clusters and pools of somebody's own that engines use: without an operator nobody lets them go.
+    /// Clusters and pools of somebody's own that engines use, or that are to be wiped: without an operator nobody lets them go.
     async fn name_what_is_held(&self) -> anyhow::Result<()> {
         let clusters: Api<DynamicObject> =
             Api::all_with(self.client.clone(), &ApiResource::erase::<KVCacheCluster>(&()));
@@ -253,8 +258,8 @@ impl Run<'_> {
             tracing::warn!(
                 kind,
                 name,
-                "it stays, with the finalizer {IN_USE_FINALIZER}, since engines use it. Without an operator a deletion of it waits until one is \
-                 installed again, or until somebody takes the finalizer away"
+                "it stays, with the finalizer {IN_USE_FINALIZER}, since engines use it or it is to be wiped. Without an operator a deletion of it \
+                 waits until one is installed again, or until somebody takes the finalizer away"
             );
         }
         if let Some(more) = objects.len().checked_sub(NAMES_MAX).filter(|more| *more > 0) {

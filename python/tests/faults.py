@@ -56,10 +56,12 @@ def drop_dram(agent: Client) -> None:
 
     def is_empty() -> bool:
         agent.trim()
-        stats = agent.stats()
-        return stats["dram_blocks"] == 0
+        return agent.stats()["dram_blocks"] == 0
 
-    eventually(is_empty, within=60.0)
+    try:
+        eventually(is_empty, within=60.0)
+    except AssertionError as error:
+        raise AssertionError(f"blocks stay in DRAM: {agent.stats()}") from error
 
 
 def damage(pool: Path) -> None:
@@ -94,6 +96,12 @@ def flip(bytes_of: BinaryIO, pages: range) -> None:
         if byte and byte != b"\0":
             bytes_of.seek(page + PAGE // 2)
             bytes_of.write(bytes([byte[0] ^ 1]))
+
+
+def found_damaged(agent: Client) -> int:
+    """Blocks that an agent has found damaged and dropped, in DRAM and on NVMe."""
+    stats = agent.stats()
+    return stats["dram_corrupt_blocks"] + stats["corrupt_blocks"]
 
 
 def served(agent: Client) -> int:

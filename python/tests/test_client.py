@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from cluster import MIB, Cluster
 from conftest import keys_of, memory_of, tensors
-from faults import freeze, thaw
+from faults import eventually, freeze, thaw
 
 import reprise
 from reprise import Client, Layout, Namespace, Source
@@ -169,6 +170,38 @@ def test_an_agent_that_is_killed_ends_calls_with_an_error(
         assert not client.connected
         with pytest.raises(reprise.AgentLost):
             client.match(keys)
+
+
+def test_an_agent_that_does_not_answer_in_time_costs_the_call_and_not_the_session(
+    cluster: Cluster, namespace: Namespace, layout: Layout
+) -> None:
+    keys = keys_of(namespace, range(BLOCKS))
+    with Client(cluster.agents[0].socket, namespace, layout, timeout=0.5) as client:
+        freeze(cluster.agents[0])
+        with pytest.raises(reprise.Timeout, match="'match' had no answer"):
+            client.match(keys)
+        thaw(cluster.agents[0])
+        eventually(lambda: answers(client, keys))
+        assert client.connected
+
+
+def answers(client: Client, keys: bytes) -> bool:
+    """Whether an agent that could not answer does again."""
+    try:
+        return client.match(keys) == []
+    except reprise.Timeout:
+        return False
+
+
+def test_each_kind_of_error_has_its_exception() -> None:
+    root = Path(__file__).parents[2]
+    kinds = re.findall(r'ClientError::\w+[^=]*=> "(\w+)"', (root / "node-agent/client/src/error.rs").read_text())
+    raised = dict(re.findall(r"ClientError::(\w+)[^=]*=> (\w+)::new_err", (root / "python/src/error.rs").read_text()))
+    assert len(kinds) > 10
+    assert raised == {kind: kind for kind in kinds}
+    classes = {getattr(reprise, kind) for kind in kinds}
+    assert len(classes) == len(kinds)
+    assert all(issubclass(kind, reprise.RepriseError) for kind in classes)
 
 
 def test_damage_on_the_disk_is_a_failed_block_and_never_wrong_bytes(

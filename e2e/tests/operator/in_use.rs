@@ -10,37 +10,41 @@ use serde_json::{Value, json};
 use crate::lab::{Lab, SETTLED};
 use crate::pools::wait_claims;
 
-const FINALIZER: &str = "reprise.dev/in-use";
-const BLOCKED: [&str; 3] = ["DeletionBlocked", "True", "InUse"];
+pub(crate) const FINALIZER: &str = "reprise.dev/in-use";
+pub(crate) const BLOCKED: [&str; 3] = ["DeletionBlocked", "True", "InUse"];
 
 /// Seconds for which nothing must be heard of sessions: agents are played, and say nothing by themselves.
-const UNUSED: u64 = 15;
+pub(crate) const UNUSED: u64 = 15;
 /// Somewhat less: what is let go sooner was let go too soon.
 const EARLY: Duration = Duration::from_secs(UNUSED - 3);
 /// And longer, on a busy machine.
 const LATE: Duration = Duration::from_secs(UNUSED + 45);
 
+/// What the operator says of a time that is shorter than agents are silent.
+pub(crate) const TOO_SHORT: &str = "give --unused-seconds more than";
+
 fn start(lab: &Lab) -> Operator {
+    lab.world.allow(TOO_SHORT);
     let started = lab.operator_files("operator").unused_for(UNUSED).start();
     started.unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"))
 }
 
 /// Plays the agent of a node with so many sessions.
-fn sessions(lab: &Lab, node: &str, count: u32) {
+pub(crate) fn sessions(lab: &Lab, node: &str, count: u32) {
     lab.agent_says(node, "Open", |status| status["sessions"] = json!(count));
 }
 
-fn holds(lab: &Lab, kind: &str, name: &str) -> bool {
+pub(crate) fn holds(lab: &Lab, kind: &str, name: &str) -> bool {
     lab.get(kind, name).is_some_and(|found| found.finalizers().iter().any(|one| one == FINALIZER))
 }
 
-fn wait_held(lab: &Lab, kind: &str, name: &str) {
+pub(crate) fn wait_held(lab: &Lab, kind: &str, name: &str) {
     wait_until(&format!("{kind} {name} has the finalizer"), PATIENCE, || {
         holds(lab, kind, name).then_some(())
     });
 }
 
-fn wait_gone(lab: &Lab, kind: &str, name: &str) {
+pub(crate) fn wait_gone(lab: &Lab, kind: &str, name: &str) {
     wait_until(&format!("{kind} {name} goes"), LATE, || lab.get(kind, name).is_none().then_some(()));
 }
 
@@ -50,7 +54,7 @@ fn confirm(lab: &Lab, kind: &str, name: &str) {
 }
 
 /// A cluster with a pool on both nodes, whose agents have no sessions.
-fn running(lab: &Lab, pool: Value) {
+pub(crate) fn running(lab: &Lab, pool: Value) {
     lab.pool("p", "/var/lib/pool", pool);
     lab.cluster(json!({ "pools": [{ "name": "p" }] }));
     for node in ["n1", "n2"] {
@@ -104,13 +108,16 @@ fn what_engines_use_waits_until_they_have_gone_and_keeps_what_it_has() {
     std::thread::sleep(SETTLED);
     assert!(lab.get("CacheNode", "n2").is_some(), "its agents are told nothing else");
     // It works as before: what is changed of it is done.
-    lab.merge("KVCacheCluster", "c", &json!({ "spec": { "cache": { "dram": "128Mi" } } }));
     let configured = || {
         let found = lab.wait_for("ConfigMap", "c-agent");
-        found.data["data"]
-            .as_object()
-            .is_some_and(|files| files.values().any(|file| file.to_string().contains("128")))
+        let files = found.data["data"].as_object().cloned().unwrap_or_default();
+        files.values().any(|file| {
+            let text = file.as_str().unwrap_or_default();
+            text.lines().any(|line| line == "bytes = \"128MiB\"")
+        })
     };
+    assert!(!configured(), "it is not so yet");
+    lab.merge("KVCacheCluster", "c", &json!({ "spec": { "cache": { "dram": "128Mi" } } }));
     wait_until("agents are told", PATIENCE, || configured().then_some(()));
     sessions(&lab, "n2", 1);
     confirm(&lab, "KVCacheCluster", "c");
@@ -124,8 +131,9 @@ fn a_pool_in_use_is_wiped_after_engines_have_gone_and_not_before() {
     let lab = Lab::new();
     let operator = start(&lab);
     running(&lab, json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
-    sessions(&lab, "n1", 1);
     wait_held(&lab, "SSDPool", "p");
+    assert!(!holds(&lab, "KVCacheCluster", "c"), "what destroys nothing is held by engines alone");
+    sessions(&lab, "n1", 1);
     lab.delete("SSDPool", "p");
     lab.wait_condition("SSDPool", "p", BLOCKED);
     std::thread::sleep(SETTLED);
@@ -140,6 +148,58 @@ fn a_pool_in_use_is_wiped_after_engines_have_gone_and_not_before() {
         });
         lab.agent_reports(node, "Wiped");
     }
+    wait_gone(&lab, "SSDPool", "p");
+    operator.kill();
+}
+
+#[test]
+fn engines_that_come_before_a_wipe_is_confirmed_are_waited_for() {
+    let lab = Lab::new();
+    let operator = start(&lab);
+    running(&lab, json!({ "deletionPolicy": "Wipe" }));
+    wait_held(&lab, "SSDPool", "p");
+    lab.delete("SSDPool", "p");
+    let said = lab.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "ConfirmationMissing"]);
+    assert!(said.contains("yes-really-destroy-the-data"), "{said}");
+    sessions(&lab, "n2", 1);
+    let said = lab.wait_condition("SSDPool", "p", BLOCKED);
+    assert!(said.contains("n2 (1)"), "{said}");
+    lab.merge("SSDPool", "p", &json!({ "spec": { "wipeConfirmation": "yes-really-destroy-the-data" } }));
+    lab.wait_condition("SSDPool", "p", BLOCKED);
+    std::thread::sleep(SETTLED);
+    assert_eq!(wait_claims(&lab, "n2", &["p"])[0]["wipe"], false, "an engine reads it");
+    sessions(&lab, "n2", 0);
+    lab.wait_condition_within(LATE, ("SSDPool", "p"), ["DeletionBlocked", "True", "Releasing"]);
+    for node in ["n1", "n2"] {
+        wait_until("the claim says so", PATIENCE, || {
+            (wait_claims(&lab, node, &["p"])[0]["wipe"] == true).then_some(())
+        });
+        lab.agent_reports(node, "Wiped");
+    }
+    wait_gone(&lab, "SSDPool", "p");
+    operator.kill();
+}
+
+#[test]
+fn what_a_stalled_watch_keeps_back_holds_a_deletion() {
+    const SHORT: u64 = 6;
+    let lab = Lab::new();
+    lab.world.allow(TOO_SHORT);
+    let interposer = lab.world.interposer(&lab.server);
+    let files = lab.operator_files("operator").through(&interposer).unused_for(SHORT);
+    let operator = files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"));
+    running(&lab, json!({}));
+    sessions(&lab, "n1", 1);
+    wait_held(&lab, "SSDPool", "p");
+    lab.delete("SSDPool", "p");
+    lab.wait_condition("SSDPool", "p", BLOCKED);
+    interposer.stall(Some("/cachenodes"));
+    sessions(&lab, "n1", 1);
+    // It was said once, and is looked at twice.
+    std::thread::sleep(Duration::from_secs(2 * SHORT + 2));
+    assert!(holds(&lab, "SSDPool", "p"), "the API server knows that n1 has said so again");
+    interposer.stall(None);
+    sessions(&lab, "n1", 0);
     wait_gone(&lab, "SSDPool", "p");
     operator.kill();
 }

@@ -3,6 +3,7 @@
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
+use crate::in_use::TOO_SHORT;
 use crate::lab::{Lab, SETTLED};
 
 /// Waits until a node has exactly these claims.
@@ -112,7 +113,9 @@ fn the_younger_of_two_pools_that_contradict_each_other_is_refused_and_changes_no
 #[test]
 fn a_pool_with_wipe_goes_after_it_was_confirmed_and_every_node_has_wiped() {
     let lab = Lab::new();
-    let operator = lab.operator();
+    lab.world.allow(TOO_SHORT);
+    let started = lab.operator_files("operator").unused_for(5).start();
+    let operator = started.unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"));
     let wipes = |more: Value| {
         let mut spec = json!({ "deletionPolicy": "Wipe" });
         spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());

@@ -84,7 +84,7 @@ fn volumes_without_a_storage_class_are_said_and_come_when_there_is_one() {
     }
     let no_class = ["EtcdReady", "False", "NoStorageClass"];
     let said = lab.wait_condition("KVCacheCluster", "c", no_class);
-    assert!(said.contains("storageClassName is fast") && said.contains("make that StorageClass"), "{said}");
+    assert!(said.contains("ask for StorageClass fast") && said.contains("make that StorageClass"), "{said}");
     let said = lab.wait_condition("KVCacheCluster", "d", no_class);
     assert!(said.contains("is-default-class: \"true\""), "{said}");
     lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "NoStorageClass"]);

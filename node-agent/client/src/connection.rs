@@ -57,6 +57,8 @@ pub(crate) struct Connection {
     reason: OnceLock<String>,
     /// What the agent has said of the session as a whole, if it refused or ended it with words.
     refusal: OnceLock<local::Failure>,
+    /// What came in place of a greeting, of somebody who does not speak as agents do.
+    stranger: OnceLock<String>,
     /// Who is told of the end, besides those who wait for something.
     watcher: OnceLock<Sender<()>>,
 }
@@ -78,6 +80,7 @@ impl Connection {
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
             refusal: OnceLock::new(),
+            stranger: OnceLock::new(),
             watcher: OnceLock::new(),
         })
     }
@@ -221,9 +224,10 @@ impl Connection {
         ClientError::AgentLost { reason: reason.to_owned() }
     }
 
-    /// Why the agent has refused or ended the session, if it said so.
+    /// Why the agent has refused or ended the session, if it said so; or that it is none.
     pub(crate) fn refusal(&self) -> Option<ClientError> {
-        self.refusal.get().cloned().map(ClientError::refused)
+        let refused = self.refusal.get().cloned().map(ClientError::refused);
+        refused.or_else(|| self.stranger.get().map(|said| ClientError::stranger(said)))
     }
 
     pub(crate) fn board(&self) -> &DurableBoard {
@@ -250,10 +254,20 @@ impl Connection {
             Ok(count) => frames.received(count),
             Err(error) => return Err(error.to_string()),
         }
-        while let Some(frame) = frames.next_frame().map_err(|error| error.to_string())? {
-            self.deliver(frame, descriptors).map_err(|error| error.to_string())?;
+        while let Some(frame) = frames.next_frame().map_err(|error| self.misread(&error))? {
+            self.deliver(frame, descriptors).map_err(|error| self.misread(&error))?;
         }
         Ok(())
+    }
+
+    /// What cannot be read, in words. Of one that has not greeted it says that no agent listens there.
+    fn misread(&self, error: &dyn std::error::Error) -> String {
+        let words = error.to_string();
+        if self.progress().is_none() {
+            // Only the first ends the session.
+            let _ = self.stranger.set(words.clone());
+        }
+        words
     }
 
     /// Hands one message to whom it concerns.

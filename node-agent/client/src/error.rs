@@ -11,6 +11,9 @@ use reprise_proto::local::{Failure, FailureKind};
 
 use crate::load::BlockStatus;
 
+/// Linux's code for a socket of another type than the one that connects.
+const EPROTOTYPE: i32 = 91;
+
 /// Why a call did not do what was asked.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -159,8 +162,19 @@ impl ClientError {
         matches!(self, ClientError::Forbidden { .. } | ClientError::BadRequest(_) | ClientError::Version(_))
     }
 
+    /// Somebody listens who does not greet as agents do.
+    pub(crate) fn stranger(said: &str) -> ClientError {
+        ClientError::Version(format!(
+            "what listens at the socket does not greet as an agent of Reprise does ({said}); correct the socket path, or update the older one"
+        ))
+    }
+
     /// A socket to which the system does not connect.
     pub(crate) fn unreachable(socket: &Path, source: io::Error) -> ClientError {
+        // Of datagrams, or of packets.
+        if source.raw_os_error() == Some(EPROTOTYPE) {
+            return ClientError::stranger("its socket is of another type");
+        }
         let socket = socket.to_owned();
         if source.kind() != io::ErrorKind::PermissionDenied {
             return ClientError::AgentAbsent { socket, source };

@@ -79,7 +79,7 @@ impl ClassLooks {
             Ok(found) => Some(found.items.iter().map(class).collect()),
             Err(error) => {
                 // The chart of an older version gives no right to it.
-                tracing::info!(%error, "storage classes cannot be looked at");
+                tracing::debug!(%error, "storage classes cannot be looked at");
                 None
             }
         };
@@ -113,7 +113,7 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
             }
             Err(error) => {
                 // The chart of an older version gives no right to it.
-                tracing::info!(%error, claim = name, "a volume claim of etcd cannot be looked at");
+                tracing::debug!(%error, claim = name, "a volume claim of etcd cannot be looked at");
                 return None;
             }
         }
@@ -137,8 +137,7 @@ fn lacks(wanted: Option<&str>, classes: &[Class]) -> Option<String> {
     };
     match wanted {
         Some(name) if !classes.iter().any(|class| class.name == name) => Some(format!(
-            "etcd.managed.storage.storageClassName is {name}, and there is no StorageClass of this name ({have}), so etcd's volume \
-             claims stay pending: make that StorageClass, or make the KVCacheCluster anew with another one, since it cannot be changed"
+            "etcd's volume claims ask for StorageClass {name}, and there is none of this name ({have}), so they stay pending: make that StorageClass, or make the KVCacheCluster anew with another one, since it cannot be changed"
         )),
         None if !classes.iter().any(|class| class.is_default) => Some(format!(
             "no StorageClass is the default one ({have}), so etcd's volume claims stay pending: annotate one with {}: \"true\", or \
@@ -162,7 +161,7 @@ mod tests {
     #[test]
     fn a_class_that_is_not_there_is_lacking_and_the_others_are_named() {
         let said = lacks(Some("fast"), &[named("slow", true)]).expect("it is not there");
-        assert!(said.contains("is fast") && said.contains("there are slow"), "{said}");
+        assert!(said.contains("StorageClass fast") && said.contains("there are slow"), "{said}");
         assert_eq!(lacks(Some("fast"), &[named("slow", true), named("fast", false)]), None);
     }
 

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Two looks at a held object are not further apart than this, unless the process stood still.
-const GAP_MAX: Duration = Duration::from_secs(30);
+const GAP_MAX: Duration = Duration::from_secs(90);
 /// Objects that nobody has looked at for so long are gone: others are at least once a minute.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 
@@ -33,20 +33,25 @@ struct Seen {
 
 impl Rests {
     /// For how long it has been so, with what is said now. Nothing at the first look.
-    pub(super) fn look(&self, uid: &str, said: Said, is_held: bool, now: Instant) -> Duration {
+    pub(super) fn look(&self, uid: &str, said: &Said, is_held: bool, now: Instant) -> Duration {
         let mut all = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(seen) = all.get_mut(uid) {
             let gap = now.duration_since(seen.last);
             seen.last = now;
-            if seen.said != said || (is_held && gap > GAP_MAX) {
-                seen.said = said;
+            if seen.said != *said || (is_held && gap > GAP_MAX) {
+                seen.said.clone_from(said);
                 seen.since = now;
             }
             return now.duration_since(seen.since);
         }
         all.retain(|_, seen| now.duration_since(seen.last) < FORGOTTEN_AFTER);
-        all.insert(uid.to_owned(), Seen { said, since: now, last: now });
+        all.insert(uid.to_owned(), Seen { said: said.clone(), since: now, last: now });
         Duration::ZERO
+    }
+
+    /// What was seen of it counts no more.
+    pub(super) fn begin_anew(&self, uid: &str) {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(uid);
     }
 }
 
@@ -63,30 +68,33 @@ mod tests {
     #[test]
     fn it_rests_from_the_last_news_on_whatever_that_was() {
         let (rests, begun) = (Rests::default(), Instant::now());
-        let at = |seconds: u32, said: Said| rests.look("u", said, true, begun + seconds * SECOND);
+        let at = |seconds: u32, said: Said| rests.look("u", &said, true, begun + seconds * SECOND);
         assert_eq!(at(0, said(1, "a")), Duration::ZERO);
         assert_eq!(at(20, said(1, "a")), 20 * SECOND);
         assert_eq!(at(30, said(1, "b")), Duration::ZERO, "the same, said again");
         assert_eq!(at(40, Vec::new()), Duration::ZERO, "none any more");
         assert_eq!(at(65, Vec::new()), 25 * SECOND);
         assert_eq!(at(66, said(1, "b")), Duration::ZERO);
-        assert_eq!(rests.look("other", Vec::new(), true, begun + 90 * SECOND), Duration::ZERO);
+        assert_eq!(at(76, said(1, "b")), 10 * SECOND);
+        rests.begin_anew("u");
+        assert_eq!(at(86, said(1, "b")), Duration::ZERO, "nothing counts that was seen before");
+        assert_eq!(rests.look("other", &Vec::new(), true, begun + 90 * SECOND), Duration::ZERO);
     }
 
     #[test]
     fn a_process_that_stood_still_begins_anew_with_what_it_holds() {
         for (is_held, wanted) in [(true, Duration::ZERO), (false, 100 * SECOND)] {
             let (rests, begun) = (Rests::default(), Instant::now());
-            rests.look("u", said(1, "a"), is_held, begun);
-            assert_eq!(rests.look("u", said(1, "a"), is_held, begun + 100 * SECOND), wanted, "{is_held}");
+            rests.look("u", &said(1, "a"), is_held, begun);
+            assert_eq!(rests.look("u", &said(1, "a"), is_held, begun + 100 * SECOND), wanted, "{is_held}");
         }
     }
 
     #[test]
     fn objects_that_are_gone_are_forgotten() {
         let (rests, begun) = (Rests::default(), Instant::now());
-        rests.look("gone", Vec::new(), true, begun);
-        rests.look("new", Vec::new(), true, begun + FORGOTTEN_AFTER);
+        rests.look("gone", &Vec::new(), true, begun);
+        rests.look("new", &Vec::new(), true, begun + FORGOTTEN_AFTER);
         assert_eq!(rests.seen.lock().expect("nobody panicked").len(), 1);
     }
 }

@@ -58,6 +58,13 @@ pub fn finalizer(pool: &SSDPool, found: &Found) -> Finalizer {
     if wipes && wipe(pool, found) != Wipe::Done && !never { Finalizer::Wanted } else { Finalizer::Unwanted }
 }
 
+/// Whether the pool is held whether engines use it or not: what is to be wiped is until that is confirmed, since its data is destroyed then.
+pub fn is_guarded(pool: &SSDPool, found: &Found) -> bool {
+    let goes = pool.metadata.deletion_timestamp.is_some();
+    let is_confirmed = goes && pool.spec.wipe_confirmation.is_some();
+    finalizer(pool, found) == Finalizer::Wanted && !is_confirmed
+}
+
 fn has_claims(pool: &SSDPool, found: &Found) -> bool {
     let uid = pool.uid().unwrap_or_default();
     let claims = |node: &PoolNode| node.node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid);
@@ -119,7 +126,11 @@ mod tests {
         let all = found(&[(3, "Wiped"), (3, "Wiped")]);
         assert_eq!(wipe(&pool(confirmed.clone(), false), &all), Wipe::None);
         assert_eq!(wipe(&pool(json!({}), true), &all), Wipe::None);
-        assert_eq!(wipe(&pool(wipes, true), &all), Wipe::Unconfirmed);
+        assert_eq!(wipe(&pool(wipes.clone(), true), &all), Wipe::Unconfirmed);
+        let guarded = |spec: &Value, deleted| is_guarded(&pool(spec.clone(), deleted), &all);
+        assert!(guarded(&wipes, false) && guarded(&wipes, true), "nobody has confirmed it");
+        assert!(guarded(&confirmed, false), "it may be used until it is deleted");
+        assert!(!guarded(&confirmed, true) && !guarded(&json!({}), false) && !guarded(&json!({}), true));
         assert_eq!(
             wipe(&pool(confirmed.clone(), true), &found(&[(3, "Wiped"), (3, "Open")])),
             Wipe::UnderWay(1)

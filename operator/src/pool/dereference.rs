@@ -54,13 +54,15 @@ pub fn dereference(pool: &SSDPool, context: &Context) -> Found {
         let tenants = tenants(context, &ClusterNames::of(cluster));
         tenants.iter().map(|tenant| bytes(&tenant.spec.per_node.ssd.reserved)).fold(0, u64::saturating_add)
     });
-    Found {
+    let mut found = Found {
         nodes: plan.nodes.iter().filter_map(node).collect(),
         reserved: reserved.unwrap_or_default(),
-        usage: in_use::of_pool(pool, context),
+        usage: Usage::default(),
         cluster,
         plan,
-    }
+    };
+    found.usage = in_use::of_pool(pool, super::build::is_guarded(pool, &found), context);
+    found
 }
 
 impl PoolNode {

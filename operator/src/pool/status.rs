@@ -11,6 +11,9 @@ use reprise_crds::{SSDPool, SSDPoolStatus};
 use super::build::{Wipe, wipe};
 use super::dereference::{Found, PoolNode};
 use crate::cluster::status::has_reported;
+use crate::finalizers::{self, Attempt};
+use crate::in_use::{self, Kept};
+use crate::names::{IN_USE_FINALIZER, WIPE_FINALIZER};
 use crate::plan::Refusal;
 
 /// So many names are in a message, at the most.
@@ -356,6 +359,22 @@ fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
             Reason::Releasing,
             format!("{left} nodes have not wiped their devices yet"),
         )),
+    }
+}
+
+/// Which of its finalizers may not be changed, where nothing else is to be said of a deletion.
+pub fn forbidden(pool: &SSDPool, findings: &[Finding], kept: &Kept, attempt: &Attempt) -> Option<Finding> {
+    if findings.iter().any(|found| found.kind == Type::DeletionBlocked) {
+        return None;
+    }
+    match (kept, attempt) {
+        (Kept::Forbidden(words), _) => {
+            Some(finalizers::forbidden(pool, IN_USE_FINALIZER, in_use::FOR_WHOM, words))
+        }
+        (_, Attempt::Forbidden(words)) => {
+            Some(finalizers::forbidden(pool, WIPE_FINALIZER, "its data to be wiped", words))
+        }
+        _ => None,
     }
 }
 

@@ -6,6 +6,7 @@ the same blocks; with ``interface_v1`` pages are copied straight between SGLang'
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,9 +123,10 @@ class RepriseStorage(HiCacheStorage):
         target_sizes: Any | None = None,
     ) -> bool:
         """Saves flat pages; whether all are there now."""
-        if values is None or any(value is None for value in values):
+        tensors = [value for value in values or () if value is not None]
+        if values is None or len(tensors) < len(values):
             raise ValueError("RepriseStorage saves values; pages of SGLang's memory are saved by batch_set_v1")
-        return all(self._store(PoolName.KV).save_flat(self._hashes(keys), values))
+        return all(self._store(PoolName.KV).save_flat(self._hashes(keys), tensors))
 
     def exists(self, key: str) -> bool:
         """Whether a page is there."""
@@ -215,7 +217,7 @@ class RepriseStorage(HiCacheStorage):
     def _hashes(self, keys: Sequence[str]) -> list[bytes]:
         return [key.encode() + self._generation for key in keys]
 
-    def _usable(self, transfer: PoolTransfer, hashes: list[bytes]) -> set[int]:
+    def _usable(self, transfer: PoolTransfer, hashes: list[bytes]) -> builtins.set[int]:
         """For which lengths of the prefix a pool has what it needs."""
         store = self._store(transfer.name)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:

@@ -31,7 +31,7 @@ from reprise.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -255,6 +255,11 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         """What has happened since the last call."""
         side = self._scheduler or self._working()
         return side.stats.take()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig | None) -> bool:
+        """No: the memory that was registered is another one when the engine wakes up. Asked by vLLM from 0.33 on, which then refuses."""
+        return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:

@@ -80,9 +80,15 @@ def preempt_each_other(plain: Engine, engine: Engine, seed: int) -> None:
     max_tokens = 96
     expected = plain.generate(prompts, max_tokens=max_tokens)["tokens"]
     preempted = engine.metrics()["vllm:num_preemptions"]
-    for _ in range(2):
+    for round_ in range(TRIES):
         engine.forget()
+        before = counted(engine)
         told = engine.generate(prompts, max_tokens=max_tokens)
         assert told["tokens"] == expected
         assert told["reasons"] == ["length"] * len(prompts)
+        # Where engines take all cores, an agent may not get to answer in time.
+        if round_ > 0 and grown(before, counted(engine), "loaded_blocks"):
+            break
+    else:
+        raise AssertionError(f"nothing was loaded in {TRIES} rounds: {counted(engine)}")
     assert engine.metrics()["vllm:num_preemptions"] > preempted, "the engine has too much memory for this test"

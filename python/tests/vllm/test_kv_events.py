@@ -11,9 +11,9 @@ import pytest
 import zmq
 from cluster import Cluster
 from engine import BLOCK_TOKENS, Engine
-from faults import eventually
+from faults import eventually, observer
 from serving import PROMPT_BLOCKS, prompt, see
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 POLL_MS = 200
 TRIES = 20
@@ -30,6 +30,8 @@ class Subscriber:
     """With tokens."""
     of_nodes: set[bytes] = field(default_factory=set)
     """Keys that some node holds."""
+    left: set[bytes] = field(default_factory=set)
+    """Keys that have left the memory of some node."""
     batches: msgspec.msgpack.Decoder[KVEventBatch] = field(
         default_factory=lambda: msgspec.msgpack.Decoder(type=KVEventBatch)
     )
@@ -41,6 +43,8 @@ class Subscriber:
             for event in self.batches.decode(payload).events:
                 if isinstance(event, BlockStored) and event.ownership == "reprise":
                     self.take(event)
+                elif isinstance(event, BlockRemoved) and event.ownership == "reprise" and event.medium == "CPU":
+                    self.left.update(key for key in event.block_hashes if isinstance(key, bytes))
 
     def take(self, event: BlockStored) -> None:
         """Takes what one of them says."""
@@ -73,7 +77,7 @@ def subscriber(engine_events: str, cluster: Cluster) -> Iterator[Subscriber]:
 
 
 def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plane_with_nodes(
-    other: Engine, subscriber: Subscriber
+    other: Engine, subscriber: Subscriber, cluster: Cluster
 ) -> None:
     # What is published before a subscription has arrived is not heard: hence more than one prompt.
     for seed in itertools.count(FIRST_SEED):
@@ -96,3 +100,13 @@ def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plan
         return keys <= subscriber.of_nodes
 
     eventually(all_are_held)
+    assert not keys & subscriber.left
+    with observer(cluster.agents[1]) as agent:
+
+        def all_have_left() -> bool:
+            # What is on NVMe leaves DRAM.
+            agent.trim()
+            subscriber.listen()
+            return keys <= subscriber.left
+
+        eventually(all_have_left, within=60.0)

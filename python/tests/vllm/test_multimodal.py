@@ -1,4 +1,4 @@
-"""What a prompt shows beside its tokens is in vLLM's block hashes, and with them in our keys."""
+"""What a prompt has beside its tokens, images and the name of an adapter, is in vLLM's block hashes, and with them in our keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from test_scheduler import TOKENS, geometry
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -19,7 +20,7 @@ IMAGE_AT = TOKENS + 3
 """In the second block, and into the third."""
 
 
-def keys(algorithm: str, *identifiers: str, offset: int = IMAGE_AT) -> list[bytes]:
+def keys(algorithm: str, *identifiers: str, offset: int = IMAGE_AT, adapter: str | None = None) -> list[bytes]:
     """Keys of the blocks of one prompt, which shows images of these identifiers, the same tokens in place of each."""
     hash_blocks = get_hash_fn_by_name(algorithm)
     init_none_hash(hash_blocks)
@@ -38,6 +39,7 @@ def keys(algorithm: str, *identifiers: str, offset: int = IMAGE_AT) -> list[byte
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         mm_features=shown,
+        lora_request=None if adapter is None else LoRARequest(adapter, 1, "/adapters/of/both"),
         block_hasher=get_request_block_hasher(TOKENS, hash_blocks),
     )
     packed = block_keys(geometry().namespace, request.block_hashes)
@@ -61,3 +63,10 @@ def test_the_same_image_at_another_place_is_another_prefix(algorithm: str) -> No
     here, there = keys(algorithm, "cat"), keys(algorithm, "cat", offset=IMAGE_AT + 1)
     assert here[0] == there[0]
     assert not set(here[1:]) & set(there[1:])
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_names_of_adapters_do_not_share_a_block(algorithm: str) -> None:
+    law, medicine, none = (set(keys(algorithm, adapter=name)) for name in ("law", "medicine", None))
+    assert law == set(keys(algorithm, adapter="law"))
+    assert len(law | medicine | none) == 3 * BLOCKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -118,6 +119,10 @@ REFUSALS = {
     "elements of no kind": Refusal(
         ["KV cache dtype torch.int32", "use bfloat16"], cache=lambda: kv_cache(attention(dtype=torch.int32))
     ),
+    "hashes of less than a block": Refusal(
+        ["hashes are of 8 tokens and blocks of 32", "unset prefix_match_unit"],
+        cache=lambda: dataclasses.replace(kv_cache(), hash_block_size=8),
+    ),
     "two groups": Refusal(
         ["one group of full attention", "2 KV cache groups", "SlidingWindowSpec"],
         cache=lambda: kv_cache(attention(), window()),
@@ -173,9 +178,20 @@ def number(value: int) -> bytes:
     return encoded + bytes([value])
 
 
+def of_another_release(says: str) -> Callable[[bytes], bytes]:
+    """How an agent of another release answers a greeting: ``Failure { kind: VERSION }`` (docs/PROTOCOL.md, part 1)."""
+
+    def answer(hello: bytes) -> bytes:
+        failure = b"\x08\x02\x12" + number(len(says)) + says.encode()
+        response = b"\x08" + number(hello[ID_AT]) + b"\x12" + number(len(failure)) + failure
+        return len(response).to_bytes(4, "little") + response
+
+    return answer
+
+
 @contextlib.contextmanager
-def agent_of_another_release(path: Path, says: str) -> Iterator[None]:
-    """An agent that answers every greeting as one of another release does: ``Failure { kind: VERSION }`` (docs/PROTOCOL.md, part 1)."""
+def listens(path: Path, answer_to: Callable[[bytes], bytes]) -> Iterator[None]:
+    """Somebody who listens at a path, and has one answer to every greeting."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
@@ -191,9 +207,7 @@ def agent_of_another_release(path: Path, says: str) -> Iterator[None]:
                 hello = session.recv(1 << 16)
                 if len(hello) <= ID_AT:
                     continue
-                failure = b"\x08\x02\x12" + number(len(says)) + says.encode()
-                response = b"\x08" + number(hello[ID_AT]) + b"\x12" + number(len(failure)) + failure
-                session.sendall(len(response).to_bytes(4, "little") + response)
+                session.sendall(answer_to(hello))
                 # Until the other side has read it.
                 session.recv(1)
 
@@ -214,13 +228,21 @@ def test_an_agent_of_another_release_is_named_with_what_it_says(
 ) -> None:
     path = tmp_path / "agent.sock"
     says = "the client speaks session protocol 1, this agent 9: use a client and an agent of one release"
-    with agent_of_another_release(path, says):
+    with listens(path, of_another_release(says)):
         config = engine_config(weights, connector(path))
         with pytest.raises(Version, match=f"do not speak the same protocol: {says}"):
             RepriseConnector(config, role, kv_cache())
         shape = geometry()
         with pytest.raises(Version, match=says):
             Client(path, shape.namespace, shape.layout)
+
+
+@pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())
+def test_the_socket_of_another_program_is_refused(weights: Path, role: KVConnectorRole, tmp_path: Path) -> None:
+    path = tmp_path / "web.sock"
+    with listens(path, lambda _: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"):
+        with pytest.raises(Version, match=r"does not greet as an agent of Reprise does.*correct the socket path"):
+            RepriseConnector(engine_config(weights, connector(path)), role, kv_cache())
 
 
 @pytest.mark.parametrize("role", BOTH, ids=lambda role: role.name.lower())

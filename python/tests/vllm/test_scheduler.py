@@ -526,8 +526,9 @@ def test_workers_are_told_of_a_step_that_computes_nothing() -> None:
 
 
 def test_a_finished_request_is_forgotten() -> None:
-    scheduler = side(FakeSession())
+    scheduler = side(FakeSession(answer=[Source.OWN_DRAM] * 2))
     scheduler.matched_tokens(request(4), 0)
+    assert len(scheduler.hit_sources(request(4))) == 2
     scheduler.step(output({}, {}, finished={"r"}))
     assert scheduler.hit_sources(request(4)) == ()
 

@@ -27,6 +27,31 @@ fn an_agent_that_accepts_nobody_times_out() {
 }
 
 #[test]
+fn what_listens_and_is_no_agent_is_said_to_be_none_and_is_not_tried_again() {
+    let said = |answer: &'static [u8]| {
+        let stranger = FakeAgent::start(move |peer| {
+            peer.expect("hello");
+            peer.send_raw(answer);
+            assert!(peer.receive().is_none(), "the client closes");
+        });
+        let error = Client::connect(stranger.options()).expect_err("no agent");
+        stranger.join();
+        error
+    };
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("datagrams");
+    let _socket = std::os::unix::net::UnixDatagram::bind(&path).expect("a socket");
+    let of_datagrams = Client::connect(options(&path)).expect_err("no agent");
+    for error in
+        [said(b"HTTP/1.1 400 Bad Request\r\n\r\n"), said(&[3, 0, 0, 0, 0xff, 0xff, 0xff]), of_datagrams]
+    {
+        let words = error.to_string();
+        assert!(words.contains("does not greet") && words.contains("correct the socket path"), "{words}");
+        assert!(matches!(error, ClientError::Version(_)) && error.is_refusal(), "{words}");
+    }
+}
+
+#[test]
 fn another_protocol_version_is_refused_in_the_words_of_the_agent() {
     let agent = FakeAgent::start(|peer| {
         let (id, _) = peer.expect("hello");

@@ -1,0 +1,138 @@
+//! What the operator and its hooks do with the rights that the chart gives them, and with fewer.
+
+use kube::api::{Api, ApiResource, DynamicObject, Patch, PatchParams};
+use kube::core::GroupVersionKind;
+use reprise_e2e::kubernetes::User;
+use reprise_e2e::{Operator, PATIENCE, tree, wait_until};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::in_use::{BLOCKED, FINALIZER, TOO_SHORT, UNUSED, holds, running, sessions, wait_gone, wait_held};
+use crate::lab::{Lab, SETTLED, SPACE, SYSTEM};
+
+const RIGHTS: &str = "rbac.authorization.k8s.io";
+/// The chart as it is rendered with nothing set, in [`SYSTEM`].
+const CHART: &str = "e2e/tests/chart/golden/default.yaml";
+
+/// Applies roles and bindings of the chart by this name, each changed first. Whom they are given to.
+fn grant(lab: &Lab, name: &str, change: impl Fn(&mut Value)) -> String {
+    let text = std::fs::read_to_string(tree().join(CHART)).expect("it is in the tree");
+    let all = serde_yaml_ng::Deserializer::from_str(&text).map(|one| Value::deserialize(one).expect("YAML"));
+    let mut count = 0;
+    for mut object in all.filter(|one| one["metadata"]["name"] == name) {
+        let kind = object["kind"].as_str().expect("a kind").to_owned();
+        let plural = match kind.as_str() {
+            "ClusterRole" => "clusterroles",
+            "ClusterRoleBinding" => "clusterrolebindings",
+            "Role" => "roles",
+            "RoleBinding" => "rolebindings",
+            _ => continue,
+        };
+        change(&mut object);
+        let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(RIGHTS, "v1", &kind), plural);
+        let api: Api<DynamicObject> = if kind.starts_with("Cluster") {
+            Api::all_with(lab.client(), &resource)
+        } else {
+            Api::namespaced_with(lab.client(), SYSTEM, &resource)
+        };
+        let params = PatchParams::apply("helm").force();
+        lab.server.block_on(api.patch(name, &params, &Patch::Apply(&object))).expect("rights can be given");
+        count += 1;
+    }
+    assert_eq!(count, 4, "both roles of {name} and their bindings");
+    format!("system:serviceaccount:{SYSTEM}:{name}")
+}
+
+/// The operator with the chart's rights, changed.
+fn start(lab: &Lab, change: impl Fn(&mut Value)) -> Operator {
+    lab.world.allow(TOO_SHORT);
+    let name = grant(lab, "reprise-operator", change);
+    let user = User { name: &name, group: None };
+    let files = lab.operator_files("operator").as_user(&lab.server, &user).unused_for(UNUSED);
+    files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"))
+}
+
+/// Takes the right to change finalizers of clusters and pools away.
+fn without_finalizers(role: &mut Value) {
+    for rule in role.get_mut("rules").and_then(Value::as_array_mut).into_iter().flatten() {
+        if rule["verbs"] == json!(["patch"]) && rule["resources"][0] == "kvcacheclusters" {
+            rule["resources"] = json!(["gpuqueueallocations", "cachetenants"]);
+        }
+    }
+}
+
+#[test]
+fn what_lacks_the_right_to_finalizers_is_said_and_everything_else_works() {
+    let lab = Lab::new();
+    lab.world.require("a finalizer may not be changed");
+    let operator = start(&lab, without_finalizers);
+    running(&lab, json!({}));
+    lab.pool("wiped", "/var/lib/wiped", json!({ "deletionPolicy": "Wipe" }));
+    sessions(&lab, "n1", 1);
+    let unknown = ["DeletionBlocked", "Unknown", "Forbidden"];
+    for (kind, name) in [("KVCacheCluster", "c"), ("SSDPool", "p"), ("SSDPool", "wiped")] {
+        let said = lab.wait_condition(kind, name, unknown);
+        assert!(said.contains("rights of this version's chart"), "{said}");
+    }
+    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
+    let ended = |result: &str| operator.metric("reprise_operator_reconciles_total", result);
+    assert_eq!(ended("failed"), 0.0, "it is said, and no error of a reconcile");
+    assert!(ended("done") > 0.0);
+    operator.kill();
+
+    // As an upgrade of the chart does.
+    let operator = start(&lab, |_| ());
+    wait_held(&lab, "SSDPool", "p");
+    wait_held(&lab, "KVCacheCluster", "c");
+    wait_held(&lab, "SSDPool", "wiped");
+    wait_until("nothing is said any more", PATIENCE, || {
+        let pool = lab.get("SSDPool", "p")?;
+        let conditions = pool.data["status"]["conditions"].as_array()?;
+        (!conditions.iter().any(|one| one["type"] == "DeletionBlocked")).then_some(())
+    });
+    operator.kill();
+}
+
+#[test]
+fn a_cluster_in_a_namespace_that_goes_is_held_said_so_and_let_go() {
+    let lab = Lab::new();
+    lab.world.require("not all of a cluster that goes is as it is wanted");
+    let operator = start(&lab, |_| ());
+    running(&lab, json!({}));
+    sessions(&lab, "n1", 1);
+    wait_held(&lab, "KVCacheCluster", "c");
+    // Plays the controller of namespaces; from then on nothing new is taken there.
+    lab.delete("Namespace", SPACE);
+    lab.delete("KVCacheCluster", "c");
+    lab.delete("ConfigMap", "c-agent");
+    let said = lab.wait_condition("KVCacheCluster", "c", BLOCKED);
+    assert!(said.contains("n1 (1)"), "{said}");
+    std::thread::sleep(SETTLED);
+    assert!(lab.get("ConfigMap", "c-agent").is_none(), "it cannot be made again");
+    assert!(lab.get("CacheNode", "n1").is_some(), "its agents are told nothing else");
+    sessions(&lab, "n1", 0);
+    wait_gone(&lab, "KVCacheCluster", "c");
+    operator.kill();
+}
+
+#[test]
+fn what_engines_hold_is_named_by_the_hook_with_its_rights() {
+    let lab = Lab::new();
+    let operator = start(&lab, |_| ());
+    running(&lab, json!({}));
+    sessions(&lab, "n1", 1);
+    wait_held(&lab, "KVCacheCluster", "c");
+    wait_held(&lab, "SSDPool", "p");
+    let name = grant(&lab, "reprise-delete", |_| ());
+    let files = lab.operator_files("hook").as_user(&lab.server, &User { name: &name, group: None });
+    let mut command =
+        files.command(&["delete", "--release", "r", "--namespace", SYSTEM, "--timeout-seconds", "30"]);
+    let output = command.output().expect("the operator can be started");
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    for named in [&format!("{SPACE}/c"), "SSDPool", FINALIZER] {
+        assert!(words.contains(named), "{named}: {words}");
+    }
+    assert!(holds(&lab, "KVCacheCluster", "c"), "it is somebody else's");
+    operator.kill();
+}
