@@ -1,5 +1,5 @@
-# Reprise. `make demo` shows it, `make test` proves it. Both need a Rust toolchain and nothing else; with a Python from 3.11
-# on `make test` also proves the Python package.
+# Reprise. `make demo` shows it, `make test` proves it. Both need a Rust toolchain and nothing else, and `make test` root, for the nodes of its
+# Kubernetes; with a Python from 3.11 on it also proves the Python package.
 #
 # Builds go to one folder outside the tree: $REPRISE_CACHE, by default ~/.cache/reprise.
 
@@ -17,12 +17,12 @@ TRACE ?=
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
-	@echo "make test        everything: formatting, lints, unit, model, conformance and end-to-end tests, a demo"
+	@echo "make test        everything: formatting, lints, unit, model, conformance and end-to-end tests, a demo, a whole Kubernetes; needs root"
 	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
-	@echo "make e2e-k8s     the tests with a whole Kubernetes: two nodes and real pods; needs root, and installs what it lacks"
+	@echo "make e2e-k8s     the tests with a whole Kubernetes alone: two nodes and real pods; needs root, and installs what it lacks"
 	@echo "make e2e-scale   the operator in its pod with 1,000 nodes that kwok plays: time, memory, writes"
 	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
 	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
@@ -55,9 +55,10 @@ test-quick: lint
 # words has other features of dependencies, and is compiled again.
 PROGRAMS := cargo build --locked --workspace --bins --tests
 
-test: lint etcd kubernetes helm
+test: lint etcd cluster helm
 	$(PROGRAMS)
-	cargo test --locked --workspace
+	images/build.sh --profile $(REPRISE_IMAGES_PROFILE)
+	e2e/test.sh
 	python/test.sh
 	python/test-vllm.sh
 
