@@ -27,6 +27,8 @@ const BLOCK_ENTRY_BYTES: u64 = 64;
 const BLOCK_BYTES: u64 = 2 << 20;
 /// A member that is told to stop hands over and ends.
 const GRACE_SECONDS: u32 = 15;
+/// A member that serves has heard of its part of the directory by then, from agents that come back to it.
+const SETTLED_SECONDS: u32 = 5;
 /// A digest over what members share is made of the file of this one.
 const ANY_MEMBER: &str = "any";
 
@@ -87,6 +89,8 @@ fn stateful_set(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Opti
             // Members need not wait for one another.
             "podManagementPolicy": "Parallel",
             "updateStrategy": { "type": "RollingUpdate" },
+            // But when they are replaced, the next one while this has its part of the directory again.
+            "minReadySeconds": SETTLED_SECONDS,
             "selector": { "matchLabels": names.selector(Component::ControlPlane) },
             "template": {
                 "metadata": { "labels": names.labels(Component::ControlPlane), "annotations": annotations },

@@ -219,6 +219,7 @@ fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
     };
     assert_eq!(template(&two), template(&three));
     let set = child(&two, ChildKind::StatefulSet, "c-controlplane");
+    assert_eq!(set["spec"]["minReadySeconds"], 5, "the next is replaced when one has settled");
     assert_eq!(pod(set)["containers"][0]["args"][1], "/etc/reprise/$(POD_NAME).toml");
 }
 
