@@ -6,20 +6,17 @@ cd "$(dirname "$0")/.."
 cluster=(cargo test --locked --workspace --test cluster)
 # Once, before either runs: one cargo waits for another that builds.
 "${cluster[@]}" --no-run
-log=$(mktemp)
-# A group of its own, so that all of it can be ended.
+log=${REPRISE_CACHE:-$HOME/.cache/reprise}/test-cluster.log
+echo "beside the other tests, those of a whole Kubernetes: $log"
+# A group of its own, so that all of it can be ended. Its namespaces end with it, if it is killed: other signals do not get there.
 set -m
-"${cluster[@]}" > "$log" 2>&1 &
+"${cluster[@]}" > "$log" 2>&1 < /dev/null &
 beside=$!
 set +m
-end() {
-    kill -- "-$beside" 2> /dev/null || true
-    rm -f "$log"
-}
-trap end EXIT
+trap 'kill -KILL -- "-$beside" 2> /dev/null || true' EXIT
 code=0
 cargo test --locked --workspace || code=$?
-echo "the tests of a whole Kubernetes:"
 wait "$beside" || code=$?
+echo "the tests of a whole Kubernetes:"
 cat "$log"
 exit "$code"

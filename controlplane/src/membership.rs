@@ -183,7 +183,7 @@ fn member_list(shards: &Shards, view: &MemberView) -> MemberList {
         epoch: view.map.epoch().0,
         members: view.members.iter().map(info).collect(),
         answering: shards.name().to_string(),
-        registered: shards.is_registered(),
+        registered: shards.is_certain_in(view),
     }
 }
 

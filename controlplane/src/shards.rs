@@ -160,8 +160,12 @@ impl Shards {
 
     /// The map, when this member's place in it is certain at this instant: only then may it answer for its slots.
     pub fn certain_map(&self) -> Option<Arc<MemberView>> {
-        let incarnation = self.certain_incarnation()?;
-        self.view().filter(|view| self.incarnation(view) == Some(incarnation))
+        self.view().filter(|view| self.is_certain_in(view))
+    }
+
+    /// Whether this member's registration is certain at this instant, and the view has it: one from before the registration is out of date.
+    pub fn is_certain_in(&self, view: &MemberView) -> bool {
+        self.certain_incarnation().is_some_and(|own| self.incarnation(view) == Some(own))
     }
 
     /// This member's incarnation in a view.

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::PoisonError;
 
 use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
+use kube::core::Status;
 use kube::{Client, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
@@ -21,6 +22,10 @@ use crate::plan::Refusal;
 
 /// HTTP's code for an object that is not valid.
 const UNPROCESSABLE: u16 = 422;
+/// HTTP's code for what one may not do.
+const FORBIDDEN: u16 = 403;
+/// The API server's word for a namespace that goes.
+const NAMESPACE_GOES: &str = "NamespaceTerminating";
 
 /// What came of writing children.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -103,8 +108,17 @@ async fn apply_one(
             let message = format!("the API server refuses {key}: {}", status.message);
             Ok(Some(Refusal::new(Reason::InvalidSpec, message)))
         }
+        Err(kube::Error::Api(status)) if is_of_a_namespace_that_goes(&status) => {
+            let message = format!("{key} cannot be made: {}", status.message);
+            Ok(Some(Refusal::new(Reason::Forbidden, message)))
+        }
         Err(error) => Err(OperatorError::api(format!("apply {key}"))(error)),
     }
+}
+
+fn is_of_a_namespace_that_goes(status: &Status) -> bool {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    status.code == FORBIDDEN && causes.into_iter().any(|cause| cause.reason == NAMESPACE_GOES)
 }
 
 fn is_as_wanted(context: &Context, key: &str, child: &Child, live: &DynamicObject) -> bool {

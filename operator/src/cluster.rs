@@ -53,8 +53,8 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
         Kept::Changed => return Ok(Action::await_change()),
         Kept::Free if goes => return Ok(Action::await_change()),
         Kept::Free | Kept::Held => None,
-        Kept::Forbidden(words) => {
-            Some(finalizers::forbidden(&*cluster, IN_USE_FINALIZER, in_use::FOR_WHOM, &words))
+        Kept::Forbidden(refused) => {
+            Some(finalizers::forbidden(&*cluster, IN_USE_FINALIZER, in_use::FOR_WHOM, &refused))
         }
     };
     let found = dereference::dereference(&cluster, &context).await;
@@ -63,7 +63,7 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let applied = if refused.is_none() && !cluster.spec.paused && in_use::is_kept(&*cluster) {
         match apply::apply(&cluster, &found, &context).await {
             Ok(applied) => Some(applied),
-            // What it waits for is looked at all the same: a namespace that is being deleted takes nothing new.
+            // What it waits for is looked at all the same, and soon: who is looked at too seldom is never seen to rest.
             Err(error) if goes => {
                 let (namespace, name, words) = (cluster.namespace(), cluster.name_any(), error.words());
                 tracing::warn!(namespace, name, words, "not all of a cluster that goes is as it is wanted");

@@ -92,8 +92,17 @@ where
 pub enum Attempt {
     /// It is as it is wanted.
     Done(Left),
-    /// The API server does not let us; its words.
-    Forbidden(String),
+    /// The API server does not let us.
+    Forbidden(Forbidden),
+}
+
+/// A change that the API server does not let us make.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Forbidden {
+    /// What was to become of the finalizer.
+    pub wanted: Finalizer,
+    /// The server's words.
+    pub words: String,
 }
 
 /// Changes that the API server has forbidden.
@@ -136,7 +145,7 @@ where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
     if let Some(words) = context.refusals.standing(object, finalizer) {
-        return Ok(Attempt::Forbidden(words));
+        return Ok(Attempt::Forbidden(Forbidden { wanted, words }));
     }
     match set(context, object, api, finalizer, wanted).await {
         Ok(left) => Ok(Attempt::Done(left)),
@@ -150,23 +159,36 @@ where
                 "a finalizer may not be changed"
             );
             context.refusals.add(object.uid().unwrap_or_default(), finalizer, words.clone(), Instant::now());
-            Ok(Attempt::Forbidden(words))
+            Ok(Attempt::Forbidden(Forbidden { wanted, words }))
         }
         Err(error) => Err(error),
     }
 }
 
 /// That an object's finalizer is not as it should be; `for_whom`: what a deletion should wait for.
-pub fn forbidden<K: Resource>(object: &K, finalizer: &str, for_whom: &str, words: &str) -> Finding {
-    let rights = format!("give the operator the rights of this version's chart ({words})");
-    if object.meta().deletion_timestamp.is_some() {
-        let message = format!("the finalizer {finalizer} may not be taken away: {rights}");
-        return Finding::yes(ConditionType::DeletionBlocked, Reason::Forbidden, message);
+pub fn forbidden<K: Resource>(object: &K, finalizer: &str, for_whom: &str, refused: &Forbidden) -> Finding {
+    let kind = ConditionType::DeletionBlocked;
+    let rights = format!("give the operator the rights of this version's chart ({})", refused.words);
+    match refused.wanted {
+        Finalizer::Wanted => {
+            let message = format!(
+                "a deletion would not wait for {for_whom}, since the finalizer {finalizer} may not be put on the object: {rights}"
+            );
+            Finding::unknown(kind, Reason::Forbidden, message)
+        }
+        Finalizer::Unwanted if object.meta().deletion_timestamp.is_some() => {
+            let message = format!(
+                "it waits for nothing but the finalizer {finalizer}, which may not be taken away: {rights}"
+            );
+            Finding::yes(kind, Reason::Forbidden, message)
+        }
+        Finalizer::Unwanted => {
+            let message = format!(
+                "a deletion would wait for ever, since the finalizer {finalizer} may not be taken away: {rights}"
+            );
+            Finding::unknown(kind, Reason::Forbidden, message)
+        }
     }
-    let message = format!(
-        "a deletion would not wait for {for_whom}, since the finalizer {finalizer} may not be put on the object: {rights}"
-    );
-    Finding::unknown(ConditionType::DeletionBlocked, Reason::Forbidden, message)
 }
 
 #[cfg(test)]

@@ -7,12 +7,12 @@
 //! engines are back, and one that cannot reach the API server says nothing; both have that time. So a node that says nothing for so long holds
 //! nobody: its agent is away, and so is what it served; a deletion that goes on without it says so.
 //!
-//! A pool that is to be wiped has the finalizer from the beginning until its wipe is confirmed: sessions that begin after it was deleted are
-//! waited for as well, since their data would be destroyed. Of other objects a session that begins within a report of the deletion (10 s) is not
-//! waited for; nothing is lost by that.
+//! A pool that is to be wiped has the finalizer from the beginning until its wipe is confirmed and it is deleted, and that time begins then: sessions
+//! that began before are waited for, since their data would be destroyed. Of other objects a session that begins within a report of the
+//! deletion (10 s) is not waited for; no data is lost by that.
 //!
-//! Deliberately absent: a deletion in the foreground, in which Kubernetes removes the children whatever finalizers the owner has. The
-//! cluster stays as long as one of ours is on it, its pods do not.
+//! Deliberately absent: a deletion in the foreground, and one of the namespace, in which Kubernetes removes the children whatever finalizers the owner
+//! has. The cluster stays as long as one of ours is on it, its pods do not.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ use self::rests::Said;
 use crate::cluster::dereference::is_of;
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::finalizers::{Attempt, Finalizer, try_set};
+use crate::finalizers::{Attempt, Finalizer, Forbidden, try_set};
 use crate::names::{ClusterNames, DELETE_IN_USE, IN_USE_FINALIZER};
 use crate::status::tell;
 
@@ -100,8 +100,8 @@ pub enum Kept {
     Held,
     /// It is not held.
     Free,
-    /// Its finalizer is not as it should be, and the API server does not let us; its words.
-    Forbidden(String),
+    /// Its finalizer is not as it should be, and the API server does not let us.
+    Forbidden(Forbidden),
 }
 
 impl Users {
@@ -136,7 +136,9 @@ impl Usage {
         (rests, after, now): (&Rests, Duration, Instant),
     ) -> Usage {
         let is_held = holds(object);
-        let rested = rests.look(&object.uid().unwrap_or_default(), &said, is_held, now);
+        // The end of the guard is news: who came lately may not have been told of yet.
+        let seen = (said.clone(), is_guarded);
+        let rested = rests.look(&object.uid().unwrap_or_default(), &seen, is_held, now);
         let of_node = |(node, sessions, _): &(String, u32, String)| NodeSessions {
             node: node.clone(),
             sessions: *sessions,
@@ -284,23 +286,19 @@ where
         (Finalizer::Wanted, true) | (Finalizer::Unwanted, false) => return Ok(Kept::Free),
         (Finalizer::Wanted, false) | (Finalizer::Unwanted, true) => {}
     }
-    if let Some(words) = context.refusals.standing(object, IN_USE_FINALIZER) {
-        return Ok(Kept::Forbidden(words));
-    }
-    if wanted == Finalizer::Unwanted {
-        if !usage.confirmed && is_news(context, usage).await? {
-            context.rests.begin_anew(&object.uid().unwrap_or_default());
-            usage.left = usage.after;
-            return Ok(if goes { Kept::Held } else { Kept::Free });
-        }
-        if goes {
-            // Before the finalizer goes: the object may go with it.
-            tell(context, object, &usage.let_go()).await;
-        }
+    if wanted == Finalizer::Unwanted && !usage.confirmed && is_news(context, usage).await? {
+        context.rests.begin_anew(&object.uid().unwrap_or_default());
+        usage.left = usage.after;
+        return Ok(if goes { Kept::Held } else { Kept::Free });
     }
     match try_set(context, object, api, IN_USE_FINALIZER, wanted).await? {
-        Attempt::Done(_) => Ok(Kept::Changed),
-        Attempt::Forbidden(words) => Ok(Kept::Forbidden(words)),
+        Attempt::Done(_) => {
+            if goes {
+                tell(context, object, &usage.let_go()).await;
+            }
+            Ok(Kept::Changed)
+        }
+        Attempt::Forbidden(refused) => Ok(Kept::Forbidden(refused)),
     }
 }
 

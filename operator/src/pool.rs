@@ -37,7 +37,10 @@ pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Acti
         return Ok(Action::await_change());
     }
     let (fresh, mut findings) = status::of(&pool, &found, refused.as_ref());
-    findings.extend(status::forbidden(&pool, &findings, &kept, &attempt));
+    if let Some(forbidden) = status::forbidden(&pool, &kept, &attempt) {
+        findings.retain(|found| found.kind != forbidden.kind);
+        findings.push(forbidden);
+    }
     let said =
         crate::status::Found { object: &*pool, api: &api, before: pool.status.as_ref(), findings: &findings };
     let wait = crate::status::write(&context, said, fresh).await?;

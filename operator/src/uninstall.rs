@@ -31,6 +31,8 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const TENANTS_PART: u32 = 3;
 /// HTTP's code for what is not there.
 const NOT_FOUND: u16 = 404;
+/// HTTP's code for a write to what somebody else has written meanwhile.
+const CONFLICT: u16 = 409;
 /// HTTP's code for what is to be asked again later.
 const TOO_MANY_REQUESTS: u16 = 429;
 /// So many things are named when it gives up, at the most.
@@ -236,7 +238,11 @@ impl Run<'_> {
                 "the pool stays: its deletionPolicy is Wipe and nobody has confirmed it; delete it by hand"
             );
         }
-        if let Err(error) = self.name_what_is_held().await {
+        let looked = async {
+            self.let_go_of_unused().await?;
+            self.name_what_is_held().await
+        };
+        if let Err(error) = looked.await {
             tracing::warn!(
                 error = format!("{error:#}"),
                 "what else stays with the operator's finalizers cannot be looked at"
@@ -246,13 +252,45 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Pools of somebody's own that no node has any more are let go of: the operator would do it a little later, and goes now.
+    async fn let_go_of_unused(&self) -> anyhow::Result<()> {
+        let nodes: Api<DynamicObject> =
+            Api::all_with(self.client.clone(), &ApiResource::erase::<CacheNode>(&()));
+        let nodes = self.list(&nodes, &ListParams::default()).await?;
+        let claims = nodes.iter().filter_map(|node| node.data["spec"]["claims"].as_array()).flatten();
+        let claimed: BTreeSet<&str> = claims.filter_map(|claim| claim["uid"].as_str()).collect();
+        let api = self.all_pools();
+        for pool in self.list(&api, &ListParams::default()).await? {
+            let is_unused = !claimed.contains(pool.uid().unwrap_or_default().as_str());
+            let wipes = pool.data["spec"]["deletionPolicy"] == "Wipe";
+            if !is_unused || wipes || !in_use::holds(&pool) {
+                continue;
+            }
+            let mut finalizers = pool.finalizers().to_vec();
+            finalizers.retain(|one| one != IN_USE_FINALIZER);
+            let patch = Patch::Merge(json!({
+                "metadata": { "finalizers": finalizers, "resourceVersion": pool.metadata.resource_version },
+            }));
+            let name = pool.name_any();
+            let patched =
+                self.patiently(async || match api.patch(&name, &PatchParams::default(), &patch).await {
+                    Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(()),
+                    other => other.map(|_| ()),
+                });
+            patched.await.with_context(|| format!("SSDPool {name} cannot be let go of"))?;
+        }
+        Ok(())
+    }
+
     /// Clusters and pools of somebody's own that engines use, or that are to be wiped: without an operator nobody lets them go.
     async fn name_what_is_held(&self) -> anyhow::Result<()> {
         let clusters: Api<DynamicObject> =
             Api::all_with(self.client.clone(), &ApiResource::erase::<KVCacheCluster>(&()));
         let mut objects = self.list(&clusters, &ListParams::default()).await?;
         objects.extend(self.list(&self.all_pools(), &ListParams::default()).await?);
-        objects.retain(in_use::holds);
+        // What stays of the release is named already.
+        let is_named = |object: &DynamicObject| object.labels().get(RELEASE) == Some(&self.release.name);
+        objects.retain(|object| in_use::holds(object) && !is_named(object));
         for object in objects.iter().take(NAMES_MAX) {
             let (kind, name) = (kind(object), full_name(object));
             tracing::warn!(

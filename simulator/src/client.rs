@@ -234,18 +234,14 @@ impl World {
                 self.part_found(node, (lookup, link), &places, answered);
             }
             (Purpose::Learn { lookup }, Reply::Members(list)) => {
-                if list.registered {
-                    self.take_list(node, &list);
-                }
+                self.learn_list(node, &list);
                 self.learned(node, lookup);
             }
             (Purpose::Place { place, link, epoch, places }, Reply::Placed(answer)) => {
                 self.part_placed(node, (place, link, epoch), &places, answer.map(|answer| *answer));
             }
             (Purpose::LearnOfPlaces { place }, Reply::Members(list)) => {
-                if list.registered {
-                    self.take_list(node, &list);
-                }
+                self.learn_list(node, &list);
                 self.learned_of_places(node, place);
             }
             (Purpose::Follow, reply) => {
@@ -350,6 +346,14 @@ impl World {
     }
 
     // ---- the map -----------------------------------------------------------------------------------------------
+
+    /// What a member lists that was asked because its map is newer; home, which may have told more, does not say it again.
+    fn learn_list(&mut self, node: usize, list: &MemberList) {
+        let known = self.client(node).routes.as_ref().map(|routes| routes.map.epoch());
+        if list.registered && known.is_none_or(|known| list.epoch > known) {
+            self.take_list(node, list);
+        }
+    }
 
     /// Takes over a list of members.
     fn take_list(&mut self, node: usize, list: &MemberList) {

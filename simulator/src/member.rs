@@ -188,10 +188,6 @@ impl Member {
         self.registration.filter(|_| certain)
     }
 
-    pub(crate) fn is_registered(&self, now: Tick) -> bool {
-        self.certain_incarnation(now).is_some()
-    }
-
     /// The map, when this member's place in it is certain: only then may it answer for its slots.
     pub(crate) fn certain_map(&self, now: Tick) -> Option<&View> {
         let incarnation = self.certain_incarnation(now)?;
@@ -217,7 +213,7 @@ impl Member {
 
     pub(crate) fn list(&self, now: Tick) -> MemberList {
         let members = self.view.members.iter().map(|(name, incarnation)| (*name, *incarnation)).collect();
-        let (answering, registered) = (self.name, self.is_registered(now));
+        let (answering, registered) = (self.name, self.certain_map(now).is_some());
         MemberList { epoch: self.view.map.epoch(), members, answering, registered }
     }
 

@@ -18,7 +18,7 @@ pub(crate) const UNUSED: u64 = 15;
 /// Somewhat less: what is let go sooner was let go too soon.
 const EARLY: Duration = Duration::from_secs(UNUSED - 3);
 /// And longer, on a busy machine.
-const LATE: Duration = Duration::from_secs(UNUSED + 45);
+pub(crate) const LATE: Duration = Duration::from_secs(UNUSED + 45);
 
 /// What the operator says of a time that is shorter than agents are silent.
 pub(crate) const TOO_SHORT: &str = "give --unused-seconds more than";
@@ -182,7 +182,7 @@ fn engines_that_come_before_a_wipe_is_confirmed_are_waited_for() {
 
 #[test]
 fn what_a_stalled_watch_keeps_back_holds_a_deletion() {
-    const SHORT: u64 = 6;
+    const SHORT: u64 = 10;
     let lab = Lab::new();
     lab.world.allow(TOO_SHORT);
     let interposer = lab.world.interposer(&lab.server);
@@ -191,8 +191,10 @@ fn what_a_stalled_watch_keeps_back_holds_a_deletion() {
     running(&lab, json!({}));
     sessions(&lab, "n1", 1);
     wait_held(&lab, "SSDPool", "p");
+    sessions(&lab, "n1", 1);
     lab.delete("SSDPool", "p");
     lab.wait_condition("SSDPool", "p", BLOCKED);
+    sessions(&lab, "n1", 1);
     interposer.stall(Some("/cachenodes"));
     sessions(&lab, "n1", 1);
     // It was said once, and is looked at twice.

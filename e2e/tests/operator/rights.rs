@@ -7,7 +7,9 @@ use reprise_e2e::{Operator, PATIENCE, tree, wait_until};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::in_use::{BLOCKED, FINALIZER, TOO_SHORT, UNUSED, holds, running, sessions, wait_gone, wait_held};
+use crate::in_use::{
+    BLOCKED, FINALIZER, LATE, TOO_SHORT, UNUSED, holds, running, sessions, wait_gone, wait_held,
+};
 use crate::lab::{Lab, SETTLED, SPACE, SYSTEM};
 
 const RIGHTS: &str = "rbac.authorization.k8s.io";
@@ -94,9 +96,37 @@ fn what_lacks_the_right_to_finalizers_is_said_and_everything_else_works() {
 }
 
 #[test]
+fn a_finalizer_that_may_not_be_taken_away_is_said_once_and_goes_with_the_right() {
+    let lab = Lab::new();
+    lab.world.require("a finalizer may not be changed");
+    let operator = start(&lab, |_| ());
+    running(&lab, json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
+    wait_held(&lab, "SSDPool", "p");
+    sessions(&lab, "n1", 1);
+    lab.delete("SSDPool", "p");
+    lab.wait_condition("SSDPool", "p", BLOCKED);
+    grant(&lab, "reprise-operator", without_finalizers);
+    sessions(&lab, "n1", 0);
+    let said = lab.wait_condition_within(LATE, ("SSDPool", "p"), ["DeletionBlocked", "True", "Forbidden"]);
+    assert!(said.contains(FINALIZER) && said.contains("may not be taken away"), "{said}");
+    let let_go = |event: &DynamicObject| {
+        event.data["note"].as_str().is_some_and(|note| note.contains("no engine has a session any more"))
+    };
+    assert!(!lab.list("Event").iter().any(let_go), "it is not so");
+    operator.kill();
+
+    let operator = start(&lab, |_| ());
+    lab.wait_condition_within(LATE, ("SSDPool", "p"), ["DeletionBlocked", "True", "Releasing"]);
+    for node in ["n1", "n2"] {
+        lab.agent_reports(node, "Wiped");
+    }
+    wait_gone(&lab, "SSDPool", "p");
+    operator.kill();
+}
+
+#[test]
 fn a_cluster_in_a_namespace_that_goes_is_held_said_so_and_let_go() {
     let lab = Lab::new();
-    lab.world.require("not all of a cluster that goes is as it is wanted");
     let operator = start(&lab, |_| ());
     running(&lab, json!({}));
     sessions(&lab, "n1", 1);
@@ -105,8 +135,12 @@ fn a_cluster_in_a_namespace_that_goes_is_held_said_so_and_let_go() {
     lab.delete("Namespace", SPACE);
     lab.delete("KVCacheCluster", "c");
     lab.delete("ConfigMap", "c-agent");
+    sessions(&lab, "n1", 1);
     let said = lab.wait_condition("KVCacheCluster", "c", BLOCKED);
     assert!(said.contains("n1 (1)"), "{said}");
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "Forbidden"]);
+    assert!(said.contains("ConfigMap/cache/c-agent") && said.contains("being terminated"), "{said}");
+    sessions(&lab, "n1", 1);
     std::thread::sleep(SETTLED);
     assert!(lab.get("ConfigMap", "c-agent").is_none(), "it cannot be made again");
     assert!(lab.get("CacheNode", "n1").is_some(), "its agents are told nothing else");

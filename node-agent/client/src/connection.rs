@@ -261,9 +261,10 @@ impl Connection {
     }
 
     /// What cannot be read, in words. Of one that has not greeted it says that no agent listens there.
-    fn misread(&self, error: &dyn std::error::Error) -> String {
+    fn misread(&self, error: &ClientError) -> String {
         let words = error.to_string();
-        if self.progress().is_none() {
+        let is_strange = matches!(error, ClientError::Protocol(_) | ClientError::Version(_));
+        if is_strange && self.progress().is_none() {
             // Only the first ends the session.
             let _ = self.stranger.set(words.clone());
         }

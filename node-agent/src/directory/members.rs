@@ -243,11 +243,15 @@ fn write_nodes(shared: &Shared, write: impl FnOnce(&mut super::nodes::NodeMap)) 
     write(&mut shared.nodes.write().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// Asks a member whose map is newer for it.
+/// Asks a member whose map is newer for it. What it lists may be older all the same than what has come meanwhile: that is not taken, since home, which
+/// has told the newer one, does not say it again. A store that begins anew, and its epochs with it, is heard of from a new home.
 pub(super) async fn learn(shared: &Arc<Shared>, channel: Channel, home: &str) -> Result<(), Status> {
     let mut client = MembershipClient::new(channel);
     let list = within(shared.settings.call_timeout, client.list_members(ListMembersRequest {})).await?;
-    if list.registered {
+    let is_newer =
+        |known: Option<&Arc<Routes>>| known.is_none_or(|known| Epoch(list.epoch) > known.map.epoch());
+    let is_newer = is_newer(shared.routes.borrow().as_ref());
+    if list.registered && is_newer {
         take(shared, list, home);
     }
     Ok(())

@@ -18,6 +18,9 @@ const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 /// What the agents of an object's nodes have said that had sessions: node, how many, and when, by the node's clock.
 pub(super) type Said = Vec<(String, u32, String)>;
 
+/// That, and whether the object was guarded.
+type State = (Said, bool);
+
 /// What was seen of objects, by their unique ids.
 #[derive(Debug, Default)]
 pub struct Rests {
@@ -26,26 +29,26 @@ pub struct Rests {
 
 #[derive(Debug)]
 struct Seen {
-    said: Said,
+    state: State,
     since: Instant,
     last: Instant,
 }
 
 impl Rests {
-    /// For how long it has been so, with what is said now. Nothing at the first look.
-    pub(super) fn look(&self, uid: &str, said: &Said, is_held: bool, now: Instant) -> Duration {
+    /// For how long it has been so, as it is now. Nothing at the first look.
+    pub(super) fn look(&self, uid: &str, state: &State, is_held: bool, now: Instant) -> Duration {
         let mut all = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(seen) = all.get_mut(uid) {
             let gap = now.duration_since(seen.last);
             seen.last = now;
-            if seen.said != *said || (is_held && gap > GAP_MAX) {
-                seen.said.clone_from(said);
+            if seen.state != *state || (is_held && gap > GAP_MAX) {
+                seen.state.clone_from(state);
                 seen.since = now;
             }
             return now.duration_since(seen.since);
         }
         all.retain(|_, seen| now.duration_since(seen.last) < FORGOTTEN_AFTER);
-        all.insert(uid.to_owned(), Seen { said: said.clone(), since: now, last: now });
+        all.insert(uid.to_owned(), Seen { state: state.clone(), since: now, last: now });
         Duration::ZERO
     }
 
@@ -61,24 +64,29 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn said(sessions: u32, when: &str) -> Said {
-        vec![("n1".to_owned(), sessions, when.to_owned())]
+    fn said(sessions: u32, when: &str) -> State {
+        (vec![("n1".to_owned(), sessions, when.to_owned())], false)
+    }
+
+    fn none() -> State {
+        (Vec::new(), false)
     }
 
     #[test]
     fn it_rests_from_the_last_news_on_whatever_that_was() {
         let (rests, begun) = (Rests::default(), Instant::now());
-        let at = |seconds: u32, said: Said| rests.look("u", &said, true, begun + seconds * SECOND);
+        let at = |seconds: u32, state: State| rests.look("u", &state, true, begun + seconds * SECOND);
         assert_eq!(at(0, said(1, "a")), Duration::ZERO);
         assert_eq!(at(20, said(1, "a")), 20 * SECOND);
         assert_eq!(at(30, said(1, "b")), Duration::ZERO, "the same, said again");
-        assert_eq!(at(40, Vec::new()), Duration::ZERO, "none any more");
-        assert_eq!(at(65, Vec::new()), 25 * SECOND);
+        assert_eq!(at(40, none()), Duration::ZERO, "none any more");
+        assert_eq!(at(65, none()), 25 * SECOND);
+        assert_eq!(at(65, (Vec::new(), true)), Duration::ZERO, "a guard that begins or ends");
         assert_eq!(at(66, said(1, "b")), Duration::ZERO);
         assert_eq!(at(76, said(1, "b")), 10 * SECOND);
         rests.begin_anew("u");
         assert_eq!(at(86, said(1, "b")), Duration::ZERO, "nothing counts that was seen before");
-        assert_eq!(rests.look("other", &Vec::new(), true, begun + 90 * SECOND), Duration::ZERO);
+        assert_eq!(rests.look("other", &none(), true, begun + 90 * SECOND), Duration::ZERO);
     }
 
     #[test]
@@ -93,8 +101,8 @@ mod tests {
     #[test]
     fn objects_that_are_gone_are_forgotten() {
         let (rests, begun) = (Rests::default(), Instant::now());
-        rests.look("gone", &Vec::new(), true, begun);
-        rests.look("new", &Vec::new(), true, begun + FORGOTTEN_AFTER);
+        rests.look("gone", &none(), true, begun);
+        rests.look("new", &none(), true, begun + FORGOTTEN_AFTER);
         assert_eq!(rests.seen.lock().expect("nobody panicked").len(), 1);
     }
 }

@@ -9,12 +9,15 @@ use reprise_crds::node::DeviceState;
 
 use super::dereference::{Found, PoolNode};
 use crate::finalizers::Finalizer;
+use crate::names::WIPE_FINALIZER;
 
 /// How far a wipe is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wipe {
     /// The pool is not being deleted, or its data stays.
     None,
+    /// It was asked for after the pool had been deleted, which takes no finalizer then: its data stays.
+    TooLate,
     /// Nobody has confirmed it.
     Unconfirmed,
     /// No cluster has the pool, so no agent can do it.
@@ -29,6 +32,9 @@ pub enum Wipe {
 pub fn wipe(pool: &SSDPool, found: &Found) -> Wipe {
     if pool.metadata.deletion_timestamp.is_none() || pool.spec.deletion_policy != DeletionPolicy::Wipe {
         return Wipe::None;
+    }
+    if !pool.finalizers().iter().any(|one| one == WIPE_FINALIZER) {
+        return Wipe::TooLate;
     }
     if found.plan.cluster.is_none() || found.plan.refused.is_some() {
         return Wipe::Nobody;
@@ -55,7 +61,8 @@ pub fn finalizer(pool: &SSDPool, found: &Found) -> Finalizer {
     let wipes = pool.spec.deletion_policy == DeletionPolicy::Wipe;
     // A pool that no cluster ever had has nothing to wipe.
     let never = wipe(pool, found) == Wipe::Nobody && !has_claims(pool, found) && pool.status.is_none();
-    if wipes && wipe(pool, found) != Wipe::Done && !never { Finalizer::Wanted } else { Finalizer::Unwanted }
+    let is_over = [Wipe::Done, Wipe::TooLate].contains(&wipe(pool, found));
+    if wipes && !is_over && !never { Finalizer::Wanted } else { Finalizer::Unwanted }
 }
 
 /// Whether the pool is held whether engines use it or not: what is to be wiped is until that is confirmed, since its data is destroyed then.
@@ -88,6 +95,7 @@ mod tests {
         let mut metadata = json!({ "name": "p", "uid": "u", "generation": 3 });
         if deleted {
             metadata["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+            metadata["finalizers"] = json!([WIPE_FINALIZER]);
         }
         let whole = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": metadata, "spec": spec });
         serde_json::from_value(whole).expect("a pool")
@@ -137,6 +145,10 @@ mod tests {
         );
         // What was wiped for an older claim may have been opened again.
         assert_eq!(wipe(&pool(confirmed.clone(), true), &found(&[(2, "Wiped")])), Wipe::UnderWay(1));
+        let mut late = pool(wipes.clone(), true);
+        late.metadata.finalizers = None;
+        assert_eq!((wipe(&late, &all), finalizer(&late, &all)), (Wipe::TooLate, Finalizer::Unwanted));
+        assert!(!is_guarded(&late, &all), "a confirmation would do nothing");
         let mut one_is_missing = all.clone();
         one_is_missing.nodes.pop();
         assert_eq!(wipe(&pool(confirmed.clone(), true), &one_is_missing), Wipe::UnderWay(1));

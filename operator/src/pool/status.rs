@@ -338,12 +338,16 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
 /// Only while the pool is being deleted.
 fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
     let kind = Type::DeletionBlocked;
+    let wipe = wipe(pool, found);
     // Nothing is wiped before.
-    if let Some(used) = found.usage.blocked(pool) {
+    if let Some(mut used) = found.usage.blocked(pool) {
+        if wipe == Wipe::TooLate {
+            used.message += ". Its data stays: it was deleted before deletionPolicy was Wipe";
+        }
         return Some(used);
     }
-    match wipe(pool, found) {
-        Wipe::None | Wipe::Done => None,
+    match wipe {
+        Wipe::None | Wipe::TooLate | Wipe::Done => None,
         Wipe::Unconfirmed => {
             let message = "deletionPolicy is Wipe and nobody has confirmed it: set wipeConfirmation to yes-really-destroy-the-data, \
                            or deletionPolicy to Retain";
@@ -362,17 +366,14 @@ fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
     }
 }
 
-/// Which of its finalizers may not be changed, where nothing else is to be said of a deletion.
-pub fn forbidden(pool: &SSDPool, findings: &[Finding], kept: &Kept, attempt: &Attempt) -> Option<Finding> {
-    if findings.iter().any(|found| found.kind == Type::DeletionBlocked) {
-        return None;
-    }
+/// Which of its finalizers may not be changed. Whatever else a deletion waits for does not come before that.
+pub fn forbidden(pool: &SSDPool, kept: &Kept, attempt: &Attempt) -> Option<Finding> {
     match (kept, attempt) {
-        (Kept::Forbidden(words), _) => {
-            Some(finalizers::forbidden(pool, IN_USE_FINALIZER, in_use::FOR_WHOM, words))
+        (Kept::Forbidden(refused), _) => {
+            Some(finalizers::forbidden(pool, IN_USE_FINALIZER, in_use::FOR_WHOM, refused))
         }
-        (_, Attempt::Forbidden(words)) => {
-            Some(finalizers::forbidden(pool, WIPE_FINALIZER, "its data to be wiped", words))
+        (_, Attempt::Forbidden(refused)) => {
+            Some(finalizers::forbidden(pool, WIPE_FINALIZER, "its data to be wiped", refused))
         }
         _ => None,
     }

@@ -27,7 +27,7 @@ fn an_agent_that_accepts_nobody_times_out() {
 }
 
 #[test]
-fn what_listens_and_is_no_agent_is_said_to_be_none_and_is_not_tried_again() {
+fn what_listens_and_is_no_agent_is_said_to_be_none_and_counts_as_a_refusal() {
     let said = |answer: &'static [u8]| {
         let stranger = FakeAgent::start(move |peer| {
             peer.expect("hello");

@@ -236,3 +236,28 @@ fn members_are_followed_at_another_one_when_their_teller_goes_or_is_not_sure_of_
     }
     agent.client.shutdown();
 }
+
+#[test]
+fn a_list_that_is_older_than_the_known_one_is_not_learned() {
+    let (members, agent, keys) = two_that_know_replicas();
+    let known = agent.client.status().map_epoch;
+    assert!(known > 1);
+    // They own nothing, by a newer map, and list what they knew before: as a member that has just been registered again.
+    for fake in &members.fakes {
+        fake.write(|state| {
+            state.members = Some(list(1, Vec::new()));
+            state.map_epoch = 9;
+            state.own(SlotSet::EMPTY);
+        });
+    }
+    let give_up = Instant::now() + PATIENCE;
+    let mut lookup = 0;
+    while agent.client.status().lookup_keys_redirected == 0 {
+        lookup += 1;
+        agent.found(lookup, &keys, LOOKUP_TIMEOUT);
+        assert!(Instant::now() < give_up, "no key is elsewhere");
+    }
+    let status = agent.client.status();
+    assert_eq!((status.map_epoch, status.members), (known, 2), "{status:?}");
+    agent.client.shutdown();
+}
