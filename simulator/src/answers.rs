@@ -77,7 +77,7 @@ impl World {
         }
     }
 
-    /// Whoever answers holds a lease, by its own clock, and unless that stood still by the store's.
+    /// Whoever answers holds a lease, by its own clock, and unless one of the clocks stood still or jumped by the store's.
     fn assert_lease(&self, member: usize) {
         let host = Host::Member(member);
         let (now, stood) = (self.time(host), self.place(host).stood);

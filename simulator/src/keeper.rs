@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use reprise_policy::Tick;
 
+use crate::clock::Stopped;
 use crate::messages::{CallId, Message, Question, Told};
 use crate::network::{Host, LineId};
 use crate::store::{Prefix, Revision, Store};
@@ -24,7 +25,7 @@ pub(crate) const SLOW: Duration = Duration::from_millis(1500);
 pub(crate) struct Keeper {
     pub(crate) store: Store,
     watchers: Vec<Watcher>,
-    /// The next look at leases is then.
+    /// The next look at leases is when its clock shows this.
     expire_at: Option<Tick>,
     /// Its disk is busy until then: it writes one thing after the other.
     busy_until: Tick,
@@ -65,7 +66,7 @@ impl World {
     /// The store's process starts on what its disk has.
     pub(crate) fn start_store(&mut self) {
         self.begin_process(Host::Store);
-        let now = self.now;
+        let now = self.time(Host::Store);
         self.keeper.store.restarted(now);
         self.keeper.watchers.clear();
         self.keeper.expire_at = None;
@@ -78,7 +79,7 @@ impl World {
     }
 
     pub(crate) fn keep(&mut self, of: (LineId, CallId), question: Question) {
-        let now = self.now;
+        let now = self.time(Host::Store);
         let took_us_max = match question {
             Question::Transact { .. } | Question::Delete { .. } | Question::Grant(_) => WRITE_US_MAX,
             _ => READ_US_MAX,
@@ -160,8 +161,8 @@ impl World {
         }
         match what {
             KeeperStep::Answer { line, call, told } => self.send(line, 0, Message::Told { call, told }),
-            // One that was scheduled before an earlier one changes nothing.
-            KeeperStep::Expire if self.keeper.expire_at.is_none_or(|at| at > self.now) => {}
+            // One that was scheduled before an earlier one, or before its clock stood still, changes nothing.
+            KeeperStep::Expire if self.keeper.expire_at.is_none_or(|at| at > self.time(Host::Store)) => {}
             KeeperStep::Expire => {
                 self.keeper.expire_at = None;
                 self.expire_leases();
@@ -172,11 +173,26 @@ impl World {
 
     /// Ends leases that are over, and comes again when the next one is.
     fn expire_leases(&mut self) {
-        let next = self.keeper.store.expire(self.now);
+        self.keeper.store.expire(self.time(Host::Store), self.now);
+        let next = self.keeper.store.next_expiry();
         if let Some(next) = next.filter(|next| self.keeper.expire_at.is_none_or(|at| *next < at)) {
-            self.keeper.expire_at = Some(next);
-            let life = self.place(Host::Store).life;
-            self.queue.push(next, Action::Store { life, what: KeeperStep::Expire });
+            self.come_at(next);
+        }
+    }
+
+    fn come_at(&mut self, next: Tick) {
+        self.keeper.expire_at = Some(next);
+        let (at, life) = (self.when(Host::Store, next), self.place(Host::Store).life);
+        self.queue.push(at, Action::Store { life, what: KeeperStep::Expire });
+    }
+
+    /// The store's process goes on after it was stopped: its clock may show anything, so its timer is set anew.
+    pub(crate) fn store_goes_on(&mut self, how: Stopped) {
+        if let Stopped::Jumps(_) = how {
+            self.keeper.store.clock_jumped();
+        }
+        if let Some(next) = self.keeper.store.next_expiry() {
+            self.come_at(next);
         }
     }
 

@@ -139,13 +139,22 @@ impl World {
             Stopped::Stands => place.stood = Some(place.resumed),
             Stopped::Jumps(ahead) => self.hasten(host, ahead),
         }
-        let place = self.place_mut(host);
-        for action in std::mem::take(&mut place.deferred) {
+        match (how, host) {
+            (Stopped::GoesOn, _) => {}
+            (Stopped::Stands, Host::Store) => self.count("store clocks stood still"),
+            (Stopped::Stands, _) => self.count("clocks stood still"),
+            (Stopped::Jumps(_), Host::Store) => self.count("store clocks jumped"),
+            (Stopped::Jumps(_), _) => self.count("clocks jumped"),
+        }
+        for action in std::mem::take(&mut self.place_mut(host).deferred) {
             self.queue.push(now, action);
+        }
+        if host == Host::Store {
+            self.store_goes_on(how);
         }
     }
 
-    /// A process's clock has jumped: its timers are due sooner.
+    /// A process's clock has jumped: its timers are due sooner. The store sets its own anew.
     fn hasten(&mut self, host: Host, micros: u64) {
         let (now, micros) = (self.now, self.place(host).clock.takes(micros));
         self.queue.advance(|at, action| {

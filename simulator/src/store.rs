@@ -99,6 +99,15 @@ pub(crate) struct Compacted;
 struct Lease {
     time_to_live: Duration,
     expires: Tick,
+    /// It ends sooner than was told: the store's clock has jumped since.
+    hastened: bool,
+}
+
+impl Lease {
+    /// Its whole time, from now on.
+    fn renewed(now: Tick, time_to_live: Duration) -> Lease {
+        Lease { time_to_live, expires: now.after(time_to_live), hastened: false }
+    }
 }
 
 /// See the module.
@@ -113,7 +122,7 @@ pub(crate) struct Store {
     changes: Vec<Change>,
     leases: BTreeMap<LeaseId, Lease>,
     leases_begun: u64,
-    /// When leases expired: for whoever looks from outside.
+    /// When leases expired by the world's time, unless the store's clock had jumped: for whoever looks from outside.
     pub(crate) ended: BTreeMap<LeaseId, Tick>,
 }
 
@@ -191,14 +200,14 @@ impl Store {
     pub(crate) fn grant(&mut self, now: Tick, time_to_live: Duration) -> LeaseId {
         self.leases_begun += 1;
         let id = LeaseId(self.leases_begun);
-        self.leases.insert(id, Lease { time_to_live, expires: now.after(time_to_live) });
+        self.leases.insert(id, Lease::renewed(now, time_to_live));
         id
     }
 
     /// Whether the lease lives.
     pub(crate) fn keep_alive(&mut self, now: Tick, id: LeaseId) -> bool {
         let lease = self.leases.get_mut(&id);
-        lease.map(|lease| lease.expires = now.after(lease.time_to_live)).is_some()
+        lease.map(|lease| *lease = Lease::renewed(now, lease.time_to_live)).is_some()
     }
 
     /// A lease ends, and what is under it with it.
@@ -217,20 +226,31 @@ impl Store {
         }
     }
 
-    /// Ends the leases whose time is over. Returns when the next one is.
-    pub(crate) fn expire(&mut self, now: Tick) -> Option<Tick> {
+    /// Ends the leases whose time is over, when the store's clock shows `now`; for the world it is `seen`.
+    pub(crate) fn expire(&mut self, now: Tick, seen: Tick) {
         let over = self.leases.iter().filter(|(_, lease)| lease.expires <= now);
-        let over: Vec<LeaseId> = over.map(|(id, _)| *id).collect();
-        for id in over {
+        let over: Vec<(LeaseId, bool)> = over.map(|(id, lease)| (*id, lease.hastened)).collect();
+        for (id, hastened) in over {
             self.revoke(id);
-            self.ended.insert(id, now);
+            if !hastened {
+                self.ended.insert(id, seen);
+            }
         }
+    }
+
+    /// When the next lease is over, by the store's clock.
+    pub(crate) fn next_expiry(&self) -> Option<Tick> {
         self.leases.values().map(|lease| lease.expires).min()
+    }
+
+    /// The store's clock has jumped: no lease lasts as long as its holder was told.
+    pub(crate) fn clock_jumped(&mut self) {
+        self.leases.values_mut().for_each(|lease| lease.hastened = true);
     }
 
     /// The store starts again: every lease has its whole time once more, as etcd does when it has a new leader.
     pub(crate) fn restarted(&mut self, now: Tick) {
-        self.leases.values_mut().for_each(|lease| lease.expires = now.after(lease.time_to_live));
+        self.leases.values_mut().for_each(|lease| *lease = Lease::renewed(now, lease.time_to_live));
     }
 
     /// What happened from a revision on.
@@ -272,13 +292,26 @@ mod tests {
         assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Ok(1));
         assert_eq!(put(&mut store, Key::Member(1), None), Err(Refused::Conflict));
         assert!(store.keep_alive(Tick(1_000_000), lease));
-        assert_eq!(store.expire(Tick(2_999_999)), Some(Tick(3_000_000)));
-        assert_eq!(store.expire(Tick(3_000_000)), None);
+        store.expire(Tick(2_999_999), Tick(7));
+        assert_eq!((store.next_expiry(), store.ended.len()), (Some(Tick(3_000_000)), 0));
+        store.expire(Tick(3_000_000), Tick(8));
+        assert_eq!((store.next_expiry(), store.ended.get(&lease)), (None, Some(&Tick(8))));
         assert!(!store.keep_alive(Tick(3_000_000), lease));
         assert_eq!(put(&mut store, Key::Member(1), Some(lease)), Err(Refused::LeaseGone));
         let told = store.changes(Prefix::Members, 1).expect("not compacted");
         assert_eq!(told.iter().map(|change| change.entry.is_some()).collect::<Vec<_>>(), [true, false]);
         assert!(store.changes(Prefix::Nodes, 1).expect("not compacted").is_empty());
+    }
+
+    #[test]
+    fn who_was_told_of_a_lease_before_the_clock_jumped_is_not_held_to_its_end() {
+        let mut store = Store::default();
+        let [lost, renewed] = [(); 2].map(|()| store.grant(Tick(0), Duration::from_secs(2)));
+        store.clock_jumped();
+        assert!(store.keep_alive(Tick(1_900_000), renewed));
+        store.expire(Tick(20_000_000), Tick(5));
+        assert_eq!(store.ended.keys().collect::<Vec<_>>(), [&renewed]);
+        assert!(!store.keep_alive(Tick(20_000_000), lost));
     }
 
     #[test]

@@ -13,7 +13,7 @@ fn replay(run: &Run) -> String {
 }
 
 /// What these runs must have met, for their silence to mean something.
-const REACHED: [&str; 68] = [
+const REACHED: [&str; 72] = [
     "kills",
     "power losses",
     "pauses",
@@ -22,6 +22,10 @@ const REACHED: [&str; 68] = [
     "members cut off from the store",
     "store restarts",
     "store pauses",
+    "clocks stood still",
+    "clocks jumped",
+    "store clocks stood still",
+    "store clocks jumped",
     "slow stores",
     "compactions",
     "watches compacted",
