@@ -21,17 +21,8 @@ pub struct Agent {
 
 /// The command that runs an agent with the configuration of these files.
 pub fn command(files: &AgentFiles) -> Command {
-    let program = binary("reprise-agent");
-    let mut command = match files.start.launcher.split_first() {
-        Some((launcher, arguments)) => {
-            let mut command = Command::new(launcher);
-            command.args(arguments).arg(program);
-            command
-        }
-        None => Command::new(program),
-    };
+    let mut command = files.start.command(&binary("reprise-agent"));
     command.arg("--config").arg(&files.config).args(&files.start.arguments);
-    command.envs(files.start.environment.iter().map(|(name, value)| (name, value)));
     files.host.command(command)
 }
 

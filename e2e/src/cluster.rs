@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use reprise_client::Scope;
 
+use crate::config::StartedWith;
 use crate::content::small;
 use crate::directory::{Numbers, snapshot};
 use crate::host::Host;
@@ -63,9 +64,18 @@ impl Cluster {
     /// # Panics
     /// When it does not become that.
     #[must_use]
-    pub fn with_agents(mut self, hosts: [&Host; 2]) -> Cluster {
-        for (node, host) in ["first", "second"].into_iter().zip(hosts) {
-            let agent = self.agent(node, host);
+    pub fn with_agents(self, hosts: [&Host; 2]) -> Cluster {
+        self.with_started(hosts.map(|host| (host, StartedWith::default())))
+    }
+
+    /// With the two nodes, each on a host and started with something besides; whole.
+    ///
+    /// # Panics
+    /// When it does not become that.
+    #[must_use]
+    pub fn with_started(mut self, agents: [(&Host, StartedWith); 2]) -> Cluster {
+        for (node, (host, start)) in ["first", "second"].into_iter().zip(agents) {
+            let agent = self.agent(node, host, start);
             self.agents.push(agent);
         }
         self.wait_until_whole(self.members.len());
@@ -91,9 +101,10 @@ impl Cluster {
         (self, saver, reader)
     }
 
-    fn agent(&self, node: &str, host: &Host) -> Agent {
+    fn agent(&self, node: &str, host: &Host, start: StartedWith) -> Agent {
         let control_plane = self.members.iter().map(|member| member.address().to_owned()).collect();
-        self.world.agent(&AgentConfig { control_plane, host: host.clone(), ..AgentConfig::named(node) })
+        let config = AgentConfig { control_plane, host: host.clone(), ..AgentConfig::named(node) };
+        self.world.agent_with(&config, start)
     }
 
     /// An engine of each node.

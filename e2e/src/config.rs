@@ -2,7 +2,9 @@
 //!
 //! The usual is small: an agent with 16 MiB of arena and a pool of 64 MiB is ready within some tens of milliseconds.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use reprise_policy::{ByteSize, Interval};
@@ -60,6 +62,16 @@ pub struct StartedWith {
     pub arguments: Vec<String>,
     /// Variables of its environment.
     pub environment: Vec<(String, String)>,
+}
+
+impl StartedWith {
+    /// The command that runs a program so, without the arguments that it is started with besides.
+    pub fn command(&self, program: &Path) -> Command {
+        let mut words = self.launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().expect("the program at least"));
+        command.args(words).envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command
+    }
 }
 
 impl AgentConfig {

@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::admin::Admin;
-use crate::config::quoted;
+use crate::config::{StartedWith, quoted};
 use crate::host::Host;
 use crate::process::{Refused, Running, Starting, binary};
 use crate::wait::PATIENCE;
 use rustix::process::Signal;
+
+/// Its program.
+const PROGRAM: &str = "reprise-controlplane";
 
 /// Where a control plane keeps node numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +27,7 @@ pub enum Store {
 #[derive(Debug)]
 pub struct ControlPlane {
     host: Host,
+    started: StartedWith,
     config: PathBuf,
     log: PathBuf,
     running: Option<Running>,
@@ -33,7 +37,7 @@ pub struct ControlPlane {
 
 /// The command that runs a control plane with a configuration.
 pub fn command(config: &Path) -> Command {
-    let mut command = Command::new(binary("reprise-controlplane"));
+    let mut command = Command::new(binary(PROGRAM));
     command.arg("--config").arg(config);
     command
 }
@@ -50,20 +54,20 @@ impl ControlPlane {
             }
             Store::Memory => "kind = \"memory\"\n".to_owned(),
         };
-        ControlPlane::start(folder, &Host::LOOPBACK, "controlplane", &store)
+        ControlPlane::start(folder, &Host::LOOPBACK, StartedWith::default(), "controlplane", &store)
     }
 
-    /// Starts a member on a host, with its files in `folder` and its store in an etcd.
+    /// Starts a member on a host, with something besides, its files in `folder` and its store in an etcd.
     ///
     /// # Panics
     /// When it does not start.
-    pub fn member(folder: &Path, host: &Host, name: &str, etcd: &str) -> ControlPlane {
+    pub fn member(folder: &Path, host: &Host, started: StartedWith, name: &str, etcd: &str) -> ControlPlane {
         let store = format!("kind = \"etcd\"\nendpoints = [\"{etcd}\"]\n[member]\nname = \"{name}\"\n");
-        ControlPlane::start(folder, host, name, &store)
+        ControlPlane::start(folder, host, started, name, &store)
     }
 
     /// `sections`: that of the store first.
-    fn start(folder: &Path, host: &Host, name: &str, sections: &str) -> ControlPlane {
+    fn start(folder: &Path, host: &Host, started: StartedWith, name: &str, sections: &str) -> ControlPlane {
         let config = folder.join(format!("{name}.toml"));
         let log = folder.join(format!("{name}.log"));
         let text = |grpc: &str, admin: &str| {
@@ -71,12 +75,12 @@ impl ControlPlane {
         };
         let any_port = format!("{}:0", host.address());
         fs::write(&config, text(&any_port, &any_port)).expect("a configuration can be written");
-        let (running, grpc, admin) = start(host, &config, &log)
+        let (running, grpc, admin) = start(host, &started, &config, &log)
             .unwrap_or_else(|refused| panic!("the control plane does not start: {refused:?}"));
         // Whoever knows it finds it again after a restart.
         fs::write(&config, text(&grpc, &admin)).expect("a configuration can be written");
         let (host, admin) = (host.clone(), Admin::at(&admin));
-        ControlPlane { host, config, log, running: Some(running), grpc, admin }
+        ControlPlane { host, started, config, log, running: Some(running), grpc, admin }
     }
 
     /// `host:port` of its services.
@@ -87,6 +91,11 @@ impl ControlPlane {
     /// Its admin port.
     pub fn admin(&self) -> &Admin {
         &self.admin
+    }
+
+    /// Starts it with something else from the next start on.
+    pub fn set_start(&mut self, started: StartedWith) {
+        self.started = started;
     }
 
     /// SIGKILL.
@@ -126,7 +135,7 @@ impl ControlPlane {
     /// When it does not start.
     pub fn restart(&mut self) {
         assert!(self.running.is_none(), "one process at a time");
-        let (running, grpc, _) = start(&self.host, &self.config, &self.log)
+        let (running, grpc, _) = start(&self.host, &self.started, &self.config, &self.log)
             .unwrap_or_else(|refused| panic!("the control plane does not start again: {refused:?}"));
         assert_eq!(grpc, self.grpc, "configured addresses are taken");
         self.running = Some(running);
@@ -140,8 +149,15 @@ impl ControlPlane {
     }
 }
 
-fn start(host: &Host, config: &Path, log: &Path) -> Result<(Running, String, String), Refused> {
-    let (running, ready) = Starting::spawn(host.command(command(config)), log).ready()?;
+fn start(
+    host: &Host,
+    started: &StartedWith,
+    config: &Path,
+    log: &Path,
+) -> Result<(Running, String, String), Refused> {
+    let mut command = started.command(&binary(PROGRAM));
+    command.arg("--config").arg(config).args(&started.arguments);
+    let (running, ready) = Starting::spawn(host.command(command), log).ready()?;
     let text = |field: &str| ready[field].as_str().expect("the ready line names its ports").to_owned();
     Ok((running, text("grpc"), text("admin")))
 }

@@ -6,12 +6,11 @@
 //! not tell apart is two blocks of one node, of which one is told on NVMe and the other one is there: both must be in DRAM.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::process::Command;
 
 use reprise_client::{Scope, Source};
 use serde_json::Value;
 
-use crate::process::binary;
+use crate::cli::reprise;
 use crate::wait::{PATIENCE, wait_until};
 use crate::{Agent, ControlPlane, Engine, content};
 
@@ -28,18 +27,8 @@ pub struct Numbers(BTreeMap<String, u64>);
 /// # Panics
 /// When a member does not answer, or a replica is told twice.
 pub fn snapshot(asked: &ControlPlane) -> Told {
-    let mut command = Command::new(binary("reprise"));
-    let output = command
-        .args(["--json", "events", "--controlplane", asked.address()])
-        .output()
-        .expect("reprise can be run");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "no snapshot: {said}");
-    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
     let mut told = Told::default();
-    for line in text.lines() {
-        told.take(&serde_json::from_str(line).expect("every line is an object"));
-    }
+    reprise(asked, &["events"]).iter().for_each(|line| told.take(line));
     told
 }
 

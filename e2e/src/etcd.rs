@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::config::StartedWith;
 use crate::host::Host;
 use crate::process::Running;
 use crate::wait::{PATIENCE, wait_until};
@@ -28,6 +29,7 @@ const ATTEMPTS_MAX: usize = 5;
 pub struct Etcd {
     folder: PathBuf,
     host: Host,
+    started: StartedWith,
     ports: Ports,
     tls: Option<ServerTls>,
     running: Option<Running>,
@@ -68,9 +70,23 @@ impl Etcd {
     /// # Panics
     /// When it does not start.
     pub fn start_in(folder: &Path, host: &Host) -> Etcd {
+        Etcd::start_with(folder, host, &StartedWith::default())
+    }
+
+    /// The same, with something besides.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn start_with(folder: &Path, host: &Host, started: &StartedWith) -> Etcd {
         for _ in 0..ATTEMPTS_MAX {
-            let (host, ports) = (host.clone(), Ports::free());
-            let mut etcd = Etcd { folder: folder.to_owned(), host, ports, tls: None, running: None };
+            let mut etcd = Etcd {
+                folder: folder.to_owned(),
+                host: host.clone(),
+                started: started.clone(),
+                ports: Ports::free(),
+                tls: None,
+                running: None,
+            };
             if etcd.try_start() {
                 return etcd;
             }
@@ -86,6 +102,11 @@ impl Etcd {
     /// `host:port` for clients.
     pub fn address(&self) -> String {
         format!("{}:{}", self.host.address(), self.ports.client)
+    }
+
+    /// Starts it with something else from the next start on.
+    pub fn set_start(&mut self, started: StartedWith) {
+        self.started = started;
     }
 
     /// SIGKILL.
@@ -196,8 +217,9 @@ impl Etcd {
         let at = |scheme, port| format!("{scheme}://{}:{port}", self.host.address());
         let (client, peer, health) = (at(self.scheme(), client), at("http", peer), at("http", health));
         let log = fs::File::options().create(true).append(true).open(self.folder.join("etcd.log"));
-        let mut command = Command::new(binary());
+        let mut command = self.started.command(binary());
         command
+            .args(&self.started.arguments)
             .args(["--name", "test", "--log-level", "error", "--data-dir"])
             .arg(self.folder.join("etcd"))
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])

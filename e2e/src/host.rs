@@ -26,6 +26,9 @@ const OUTSIDE: &str = "REPRISE_E2E_OUTSIDE";
 /// Where the bridge is reached, by which the machine itself is on the network.
 const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 
+/// What a program gets of its own, which ends with it.
+const NAMESPACES: [&str; 6] = ["--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"];
+
 /// All that a network is made with.
 const PROBE: &str = "mount -t tmpfs none /run && ip netns add probe && ip netns exec probe true && ip link add hub type \
                      bridge && ip link add name far type veth peer name near && ip link set near netns probe";
@@ -65,6 +68,7 @@ impl Host {
         // It becomes the command, so its process id and its end are the command's.
         let mut there = Command::new("ip");
         there.args(["netns", "exec", namespace]).arg(command.get_program()).args(command.get_args());
+        there.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         there
     }
 
@@ -95,14 +99,18 @@ pub fn in_own_namespace(test: &str) -> bool {
     if env::var_os(INSIDE).is_some() {
         return true;
     }
-    let as_root = ["--net", "--mount"];
-    let as_user = ["--user", "--map-root-user", "--net", "--mount"];
-    let works = |flags: &&[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(*flags).args(["sh", "-c", PROBE]);
-        command.output().is_ok_and(|output| output.status.success())
+    let as_root = Command::new("unshare");
+    let mut as_user = Command::new("unshare");
+    as_user.args(["--user", "--map-root-user"]);
+    let works = |command: &mut Command| {
+        command.args(NAMESPACES);
+        let mut probe = Command::new(command.get_program());
+        probe.args(command.get_args()).args(["sh", "-c", PROBE]);
+        probe.output().is_ok_and(|output| output.status.success())
     };
-    let Some(flags) = [&as_root[..], &as_user[..]].into_iter().find(works) else {
+    let Some(mut command) =
+        [as_root, as_user].into_iter().find_map(|mut command| works(&mut command).then_some(command))
+    else {
         assert!(env::var_os(WITHOUT).is_some_and(|set| set == "1"), "{test} cannot be run: {REMEDY}");
         say(&format!("SKIPPED {test}, as {WITHOUT}=1 allows: NOTHING OF IT IS TESTED. {REMEDY}"));
         return false;
@@ -110,9 +118,7 @@ pub fn in_own_namespace(test: &str) -> bool {
     let own = env::current_exe().expect("a process knows its executable");
     // What has to be built is built where there is a network.
     etcd::binary();
-    let status = Command::new("unshare")
-        .args(flags)
-        .args(["--pid", "--fork", "--kill-child"])
+    let status = command
         .arg(own)
         .args(["--exact", test, "--nocapture"])
         .env(INSIDE, "1")
@@ -131,8 +137,7 @@ pub fn enter_own_namespaces() -> Result<(), String> {
     if is_in_own_namespaces() {
         return Ok(());
     }
-    let flags = ["--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"];
-    let probe = Command::new("unshare").args(flags).args(["sh", "-c", PROBE]).output();
+    let probe = Command::new("unshare").args(NAMESPACES).args(["sh", "-c", PROBE]).output();
     let probe = probe.map_err(|error| format!("unshare cannot be run ({error}): install util-linux"))?;
     if !probe.status.success() {
         let said = String::from_utf8_lossy(&probe.stderr);
@@ -144,7 +149,7 @@ pub fn enter_own_namespaces() -> Result<(), String> {
     }
     let own = env::current_exe().expect("a process knows its executable");
     let mut again = Command::new("unshare");
-    again.args(flags).arg(own).args(env::args_os().skip(1)).env(INSIDE, "1");
+    again.args(NAMESPACES).arg(own).args(env::args_os().skip(1)).env(INSIDE, "1");
     // This process becomes `unshare`, which enters the namespaces itself and stays until the program has ended.
     again.env(OUTSIDE, std::process::id().to_string());
     Err(format!("unshare cannot be run: {}", again.exec()))

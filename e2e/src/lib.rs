@@ -22,6 +22,8 @@ use std::path::{Path, PathBuf};
 
 pub mod admin;
 pub mod agent;
+pub mod cli;
+pub mod clock;
 pub mod cluster;
 pub mod config;
 pub mod content;

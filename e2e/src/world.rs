@@ -128,6 +128,11 @@ impl World {
         self.etcd_at(&Host::LOOPBACK)
     }
 
+    /// Starts an etcd that is started with something besides.
+    pub fn etcd_with(&self, started: StartedWith) -> Etcd {
+        Etcd::start_with(self.folder(), &Host::LOOPBACK, &started)
+    }
+
     /// Starts an etcd on a host.
     pub fn etcd_at(&self, host: &Host) -> Etcd {
         Etcd::start_in(self.folder(), host)
@@ -140,8 +145,17 @@ impl World {
 
     /// Starts a member on a host.
     pub fn member_at(&self, host: &Host, name: &str, endpoint: &str) -> ControlPlane {
+        self.start_member(host, StartedWith::default(), name, endpoint)
+    }
+
+    /// Starts a member that is started with something besides.
+    pub fn member_with(&self, started: StartedWith, name: &str, endpoint: &str) -> ControlPlane {
+        self.start_member(&Host::LOOPBACK, started, name, endpoint)
+    }
+
+    fn start_member(&self, host: &Host, started: StartedWith, name: &str, endpoint: &str) -> ControlPlane {
         self.logs().add(self.folder().join(format!("{name}.log")));
-        ControlPlane::member(self.folder(), host, name, endpoint)
+        ControlPlane::member(self.folder(), host, started, name, endpoint)
     }
 
     /// Starts an API server of Kubernetes, with an etcd of its own.

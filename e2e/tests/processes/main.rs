@@ -4,6 +4,7 @@
 
 mod agent;
 mod check;
+mod clocks;
 mod control_plane;
 mod corruption;
 mod engines;
@@ -17,6 +18,7 @@ mod partitions;
 mod peers;
 mod placement;
 mod pressure;
+mod seen;
 mod sessions;
 mod start;
 mod tenants;

@@ -4,12 +4,10 @@
 //! Three members over a real etcd; two of them are killed in the middle of a drain. Limits of nodes are added up only where no order came
 //! between two looks at all of them, so that they held at one instant.
 
-use std::process::Command;
-
 use reprise_client::Scope;
+use reprise_e2e::cli::reprise;
 use reprise_e2e::cluster::{SLOTS, load_from_peer, numbers, wait_for_sources};
 use reprise_e2e::content::{device_slot_bytes, small};
-use reprise_e2e::process::binary;
 use reprise_e2e::{Agent, AgentConfig, Cluster, ControlPlane, Engine, PATIENCE, World, wait_until};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{ByteSize, Epoch, TenantName};
@@ -26,17 +24,6 @@ const GIVEN: u64 = 30;
 
 /// Of an arena enough are left when a tenant without engines on a node takes one.
 const REGION: ByteSize = ByteSize(2 << 20);
-
-/// Runs a command with a member; the objects that it prints.
-fn reprise(member: &ControlPlane, arguments: &[&str]) -> Vec<Value> {
-    let mut command = Command::new(binary("reprise"));
-    command.arg("--json").args(arguments).args(["--controlplane", member.address()]);
-    let output = command.output().expect("reprise can be run");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?} failed: {said}");
-    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
-    text.lines().map(|line| serde_json::from_str(line).expect("every line is an object")).collect()
-}
 
 /// Who decides what, as positions of members.
 #[derive(Clone, Copy, Debug)]

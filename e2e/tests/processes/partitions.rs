@@ -14,6 +14,9 @@ use reprise_e2e::{Cluster, Engine, Loading, Outcome, PATIENCE, World, wait_until
 /// Bound on a load of a few blocks while anything is cut: the silence after which a peer is lost, and a look-up.
 const LOAD_WITHIN: Duration = Duration::from_secs(6);
 
+/// Blocks that are saved before anything is cut.
+const FIRST: u64 = 60;
+
 /// The test that needs namespaces.
 const PARTITIONS: &str = "partitions::a_partition_between_any_two_costs_misses_and_nothing_else";
 
@@ -26,13 +29,18 @@ struct Subject {
 }
 
 impl Subject {
-    /// Hits on the node itself go on, and what comes from elsewhere is right or missed, in time.
-    fn assert_serves(&mut self) {
-        self.saver.save_durably(&numbers(self.saved..self.saved + 10));
+    /// Hits on the node itself go on, also of new blocks; their numbers.
+    fn save(&mut self) -> Vec<u64> {
+        let own = numbers(self.saved..self.saved + 10);
+        self.saver.save_durably(&own);
         self.saved += 10;
-        let own = numbers(self.saved - 10..self.saved);
         assert_eq!(self.saver.load_all(&own, &Loading::CLUSTER), vec![Source::OwnDram; own.len()]);
-        let (outcomes, took) = self.reader.timed_load(&own, &Loading::CLUSTER);
+        own
+    }
+
+    /// What comes from elsewhere is right or missed, in time; how many come.
+    fn come(&self, numbers: &[u64]) -> usize {
+        let (outcomes, took) = self.reader.timed_load(numbers, &Loading::CLUSTER);
         assert!(took < LOAD_WITHIN, "a load took {took:?}");
         // What is known to be there and cannot be had is said to have failed; the engine computes it like any miss.
         let is_missed = |outcome: Outcome| {
@@ -41,17 +49,30 @@ impl Subject {
                 Outcome::Missing(BlockStatus::Miss | BlockStatus::Failed | BlockStatus::Deadline)
             )
         };
-        for outcome in outcomes {
-            assert!(outcome.is_right() || is_missed(outcome), "{outcome:?}");
+        for outcome in &outcomes {
+            assert!(outcome.is_right() || is_missed(*outcome), "{outcome:?}");
         }
+        outcomes.into_iter().filter(|outcome| outcome.is_right()).count()
+    }
+
+    /// Hits on the node itself go on, and what comes from elsewhere is right or missed, in time.
+    fn assert_serves(&mut self) {
+        let own = self.save();
+        self.come(&own);
+    }
+
+    /// How many of the first blocks, which are on the first node alone, are known on the second up to one that is not.
+    fn known(&self) -> usize {
+        self.reader.matches(&numbers(0..FIRST), Scope::Cluster).len()
     }
 
     /// The network is whole: so is everything else, soon.
     fn assert_heals(&mut self) {
-        self.cluster.wait_until_whole(3);
-        wait_for_sources(&self.reader, &numbers(0..self.saved), PATIENCE);
+        let saved = numbers(0..self.saved);
+        self.cluster.assert_complete(3, [&self.saver, &self.reader], &saved);
+        wait_for_sources(&self.reader, &saved, PATIENCE);
         self.reader.trim();
-        load_from_peer(&self.reader, &numbers(self.saved - 20..self.saved));
+        load_from_peer(&self.reader, &numbers(self.saved - 10..self.saved));
     }
 }
 
@@ -68,12 +89,15 @@ fn a_partition_between_any_two_costs_misses_and_nothing_else() {
     let member = |host, name| world.member_at(host, name, &endpoint);
     let members = vec![member(&a, "a"), member(&b, "b"), member(&c, "c")];
     let cluster = Cluster::of(world, etcd, members).with_agents([&first, &second]);
-    let (cluster, saver, reader) = cluster.hold(60);
-    let mut subject = Subject { cluster, saver, reader, saved: 60 };
+    let (cluster, saver, reader) = cluster.hold(FIRST);
+    let mut subject = Subject { cluster, saver, reader, saved: FIRST };
+    let all = numbers(0..FIRST).len();
 
     // The two nodes: what the directory names cannot be fetched.
     network.cut(&first, &second);
-    subject.assert_serves();
+    let fresh = subject.save();
+    wait_for_sources(&subject.reader, &fresh, PATIENCE);
+    assert_eq!(subject.come(&fresh), 0, "what is known and out of reach is missed");
     network.mend(&first, &second);
     subject.assert_heals();
 
@@ -86,15 +110,28 @@ fn a_partition_between_any_two_costs_misses_and_nothing_else() {
         (subject.cluster.members[0].offers("first") == Some(true)).then_some(())
     });
     subject.assert_serves();
-    let known = subject.reader.matches(&numbers(0..60), Scope::Cluster).len();
-    println!("{known} of 60 leading blocks are known while a member does not hear their node");
+    assert!(subject.known() < all, "a third of the blocks are of the member that does not hear their node");
     network.mend(&first, &b);
     subject.assert_heals();
 
     // The asking node and a member: its part is unknown there, and only there.
     network.cut(&second, &a);
     subject.assert_serves();
+    assert!(subject.known() < all, "a third of the blocks are of the member that cannot be asked");
+    assert_eq!(subject.cluster.members[0].offers("first"), Some(true), "others are told of them");
     network.mend(&second, &a);
+    subject.assert_heals();
+
+    // A node and all members: nobody is sent to it, and its own engines notice nothing.
+    for member in [&a, &b, &c] {
+        network.cut(&first, member);
+    }
+    subject.cluster.wait_until_not_offered("first");
+    let own = subject.save();
+    assert_eq!((subject.known(), subject.come(&own)), (0, 0), "what only that node has is missed");
+    for member in [&a, &b, &c] {
+        network.mend(&first, member);
+    }
     subject.assert_heals();
 
     // Two members: neither needs the other.
