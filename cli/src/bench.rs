@@ -15,6 +15,7 @@ mod mooncake;
 mod operator;
 mod peer;
 mod pool_file;
+mod rebuild;
 mod recovery;
 mod report;
 mod resident;
@@ -76,8 +77,12 @@ enum Which {
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
-    /// One of three control-plane members is killed: how long its keys are missed.
-    Failover,
+    /// One of three control-plane members is killed: how long its keys are missed. All are: how long until they know everything again.
+    Failover {
+        /// Replica entries that all members lose, ten million at the most.
+        #[arg(long, default_value_t = service::ENTRIES_MAX)]
+        entries: usize,
+    },
     /// The operator with many nodes and pools on a real API server: reconciles, memory, writes. Needs `make etcd kubernetes`.
     Operator {
         /// Nodes of the Kubernetes cluster; agents on all of them are played.
@@ -139,7 +144,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Which::Directory { entries: 10_000_000, peer: None },
         Which::Recovery { entries: 1_000_000 },
         Which::Etcd { entries: 1_000_000 },
-        Which::Failover,
+        Which::Failover { entries: service::ENTRIES_MAX },
     ];
     let chosen = match &args.which {
         Which::All => all.as_slice(),
@@ -158,7 +163,11 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
             }
             Which::Recovery { entries } => recovery::run(*entries, &settings)?,
             Which::Etcd { entries } => etcd::run(*entries, &settings)?,
-            Which::Failover => failover::run(&settings)?,
+            Which::Failover { entries } => {
+                let mut figures = failover::run(&settings)?;
+                figures.extend(rebuild::run((*entries).min(service::ENTRIES_MAX), &settings)?);
+                figures
+            }
             Which::Operator { nodes, pools } => {
                 operator::run(operator::Scale { nodes: *nodes, pools: *pools }, &settings)?
             }

@@ -22,6 +22,8 @@ pub struct AgentConfig {
     pub region: ByteSize,
     /// Size of the pool's file; `None`: blocks live in memory only.
     pub pool: Option<ByteSize>,
+    /// Where the pool's file is; `None`: beside the agent's other files.
+    pub pool_folder: Option<PathBuf>,
     /// Delay of write-back.
     pub writeback_delay: Duration,
     /// Silence after which a peer is lost.
@@ -82,6 +84,7 @@ impl AgentConfig {
             arena: ByteSize(16 << 20),
             region: ByteSize(8 << 20),
             pool: Some(ByteSize(64 << 20)),
+            pool_folder: None,
             writeback_delay: Duration::from_millis(10),
             stall_timeout: Duration::from_secs(2),
             control_plane: Vec::new(),

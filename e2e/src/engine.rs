@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use reprise_client::{
     BlockStatus, Client, ClientError, CommitOutcome, ConnectOptions, CopyError, Load, LoadRequest, Priority,
-    Reservation, Scope, Source,
+    Reservation, Scope, Source, Ticket,
 };
 use reprise_policy::{BlockKey, Layout, TenantName};
 
@@ -139,9 +139,17 @@ impl Engine {
     /// When one does not.
     pub fn save_durably(&self, numbers: &[u64]) {
         let committed = self.save(numbers).unwrap_or_else(|error| panic!("blocks cannot be saved: {error}"));
-        let durable = self.client.wait_durable(committed.ticket, PATIENCE);
+        self.await_durable(committed.ticket, numbers.len());
+    }
+
+    /// Waits until all of so many blocks that were saved are durable.
+    ///
+    /// # Panics
+    /// When one is not.
+    pub fn await_durable(&self, ticket: Ticket, count: usize) {
+        let durable = self.client.wait_durable(ticket, PATIENCE);
         let durable = durable.unwrap_or_else(|error| panic!("no durable notice: {error}"));
-        assert_eq!((durable.durable as usize, durable.lost_keys.len()), (numbers.len(), 0));
+        assert_eq!((durable.durable as usize, durable.lost_keys.len()), (count, 0));
     }
 
     /// Loads blocks layer by layer, and compares every byte of those that come.

@@ -74,8 +74,11 @@ impl World {
 
     /// Writes an agent's configuration.
     pub fn configure(&self, config: &AgentConfig) -> AgentFiles {
-        let files =
+        let mut files =
             AgentFiles { host: config.host.clone(), ..AgentFiles::within(self.folder(), &config.node) };
+        if let Some(folder) = &config.pool_folder {
+            files.pool = folder.join(format!("{}.pool", config.node));
+        }
         fs::write(&files.config, config.text(&files)).expect("a configuration can be written");
         files
     }

@@ -280,7 +280,17 @@ fn the_keys_of_a_killed_member_are_found_again_and_no_answer_is_wrong_meanwhile(
     build_etcd();
     let world = World::new();
     let folder = world.folder().to_str().expect("our folders have plain names");
-    let figures = objects(&["bench", "failover", "--repetitions", "1", "--dir", folder, "--json"]);
+    let figures = objects(&[
+        "bench",
+        "failover",
+        "--repetitions",
+        "1",
+        "--entries",
+        "100000",
+        "--dir",
+        folder,
+        "--json",
+    ]);
     assert_form(&figures);
     for name in ["wrong_answers", "loads_compared", "wrong_loads", "evicted_before", "evicted_still_answered"]
     {
@@ -288,6 +298,8 @@ fn the_keys_of_a_killed_member_are_found_again_and_no_answer_is_wrong_meanwhile(
         let figure = figures.iter().find(is_named).expect("a figure");
         assert_eq!(figure["met"], true, "{figure}");
     }
+    let names = ["failover.rebuild_100000_entries_median", "etcd.in_use_at_100000_blocks"];
+    assert!(names.iter().all(|name| figures.iter().any(|figure| figure["name"] == *name)), "{figures:?}");
 }
 
 #[test]

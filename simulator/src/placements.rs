@@ -216,10 +216,13 @@ impl World {
         self.process(node).placed.refused = Some(now);
     }
 
-    /// A peer does not get a block. Of a tenant without memory on the node nothing can be read there, hence nothing given.
+    /// A peer does not get a block. Of a tenant without memory on the node nothing can be read there, hence nothing given; what a lost
+    /// device may still write to is nobody's memory.
     pub(crate) fn note_unreadable(&mut self, node: usize) {
-        let without_memory = |usage: TenantUsage| usage.dram.used == 0 && usage.nvme.used > 0;
-        if self.process(node).core.tenant_usage().any(without_memory) {
+        let core = &self.process(node).core;
+        let lost = core.counters().arena_lost_bytes;
+        let without_memory = |usage: TenantUsage| usage.dram.used <= lost && usage.nvme.used > 0;
+        if core.tenant_usage().any(without_memory) {
             self.note_refusal(node, "refused in calm: unreadable");
         }
     }

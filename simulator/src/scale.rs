@@ -2,13 +2,15 @@
 //!
 //! Every agent is the production core with a few blocks, every member the production core; nothing breaks but what the scenario
 //! breaks. Measured in simulated time: from the first start of everything, and again from the loss of all members' memory at
-//! once, until every slot has an owner that knows all nodes' inventories. Members and network take as much at once as comes;
+//! once, until every slot has an owner that knows all nodes' inventories. While no member is there every engine matches what its node
+//! has, and finds it. Members and network take as much at once as comes;
 //! the store writes one thing after the other.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use reprise_agent_core::event::Request;
-use reprise_policy::{SessionId, SlotSet};
+use reprise_agent_core::event::{Request, Scope};
+use reprise_policy::{BlockKey, SessionId, SlotSet};
 
 use crate::engine::Asked;
 use crate::network::Host;
@@ -47,6 +49,8 @@ pub struct Measured {
     pub registrations: u64,
     /// Inventories asked for in the whole run.
     pub inventories: u64,
+    /// Engines that matched blocks of their node while it reached no member, and found them.
+    pub local_matches: u64,
     /// Replicas that the directories hold.
     pub replicas: u64,
     /// How many things happened.
@@ -69,6 +73,8 @@ pub fn scale(cluster: Cluster) -> Result<Measured, String> {
     world.fill();
     let lost = world.now;
     (0..cluster.members).for_each(|member| world.kill_member(member));
+    world.run_until(lost.after(RESTART_AFTER / 2));
+    world.match_own();
     world.run_until(lost.after(RESTART_AFTER));
     (0..cluster.members).for_each(|member| world.start_member(member));
     let rebuild = RESTART_AFTER + world.measure("the rebuilding")?;
@@ -78,6 +84,7 @@ pub fn scale(cluster: Cluster) -> Result<Measured, String> {
         rebuild,
         registrations: seen("registrations"),
         inventories: seen("inventories"),
+        local_matches: seen("local matches alone"),
         replicas: world.replicas_held(),
         steps: world.trace.steps(),
         digest: world.trace.digest(),
@@ -137,11 +144,17 @@ impl World {
             self.commit(node, session, &keys);
         }
         self.run_until(self.now.after(WRITE_TIME));
+    }
+
+    /// Every engine asks for all that its node has; that it is answered in time, with all of it, is looked at whenever an engine asks.
+    fn match_own(&mut self) {
         for node in 0..self.nodes.len() {
             let session = self.seated(node);
-            self.close_session(node, session);
+            let held = &self.process(node).inventory;
+            let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
+            let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
+            self.ask(node, session, Asked::Match(keys.clone(), scope), Request::Match { keys, scope });
         }
-        self.run_until(self.now.after(LOOK_EVERY));
     }
 
     fn seated(&self, node: usize) -> SessionId {

@@ -24,24 +24,26 @@ const IN_USE: &str = "etcd_mvcc_db_total_size_in_use_in_bytes";
 pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let control = ControlPlanes::Etcd { members: 1 };
     let cluster = Cluster::start_controlplane(&settings.directory, control)?;
-    let metrics = cluster.etcd_metrics().context("the cluster has no etcd")?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let mut figures = Vec::new();
     for entries in [FEW, entries] {
         // Dropped with its heartbeats before the nodes register again and announce more.
         announce(&runtime, &cluster, &Inventories::new(entries))?;
-        let page = http::get(&metrics, "/metrics").context("asking etcd for its metrics")?;
-        for (metric, of) in [(FILE, "database"), (IN_USE, "in_use")] {
-            let mib = value(&page, metric)? / f64::from(1 << 20);
-            figures.push(Figure::absolute(
-                format!("etcd.{of}_at_{entries}_blocks"),
-                mib,
-                "MiB",
-                Target::AtMost(DATA_MIB_MAX),
-            ));
-        }
+        figures.extend(sizes(&cluster, entries)?);
     }
     Ok(figures)
+}
+
+/// What a cluster's etcd keeps while there are so many blocks.
+pub(super) fn sizes(cluster: &Cluster, entries: usize) -> anyhow::Result<Vec<Figure>> {
+    let metrics = cluster.etcd_metrics().context("the cluster has no etcd")?;
+    let page = http::get(&metrics, "/metrics").context("asking etcd for its metrics")?;
+    let figure = |(metric, of)| {
+        let mib = value(&page, metric)? / f64::from(1 << 20);
+        let name = format!("etcd.{of}_at_{entries}_blocks");
+        Ok(Figure::absolute(name, mib, "MiB", Target::AtMost(DATA_MIB_MAX)))
+    };
+    [(FILE, "database"), (IN_USE, "in_use")].into_iter().map(figure).collect()
 }
 
 /// A metric without labels, from its page in the text format of Prometheus.

@@ -63,9 +63,6 @@ const OWNED_WITHIN: Duration = Duration::from_secs(10);
 /// Seed of the keys.
 const SEED: u64 = 40_000;
 
-/// Mooncake 0.3.13's master answers a single key in 62 µs at the median on this class of machine.
-const SINGLE_KEY_MICROSECONDS: f64 = 62.0;
-
 /// The nodes' inventories, ready to be sent.
 pub(super) struct Inventories {
     /// Of each node, packed keys by update.
@@ -134,8 +131,8 @@ fn latency(cluster: &Cluster, inventories: &Inventories, settings: &Settings) ->
         || loopback::round_trip_us(SINGLE_CALLS),
         || single_key(cluster, inventories, repetitions.next().expect("endless")),
     )?;
-    let target = Target::AtMost(SINGLE_KEY_MICROSECONDS);
-    let against = ("a byte over loopback TCP and back", target);
+    // What is enough is said beside another master, in the same run.
+    let against = ("a byte over loopback TCP and back", Target::None);
     Ok(vec![Figure::relative("directory.service_single_key_p50", single, "us", against)])
 }
 

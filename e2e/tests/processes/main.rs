@@ -20,5 +20,6 @@ mod placement;
 mod pressure;
 mod seen;
 mod sessions;
+mod stalled;
 mod start;
 mod tenants;
