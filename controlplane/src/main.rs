@@ -59,8 +59,17 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         _ = interrupt.recv() => return Ok(()),
     };
     tracing::info!(grpc = %member.grpc, admin = %member.admin, "control plane is ready");
-    let events = member.publisher.as_ref().map(|publisher| publisher.publish);
-    let ready = json!({ "ready": true, "admin": member.admin, "grpc": member.grpc, "events": events });
+    let (events, replay) = match &member.publisher {
+        Some(publisher) => (Some(publisher.publish), publisher.replay),
+        None => (None, None),
+    };
+    let ready = json!({
+        "ready": true,
+        "admin": member.admin,
+        "grpc": member.grpc,
+        "events": events,
+        "events_replay": replay,
+    });
     print(&format!("{ready}\n"))?;
     tokio::select! {
         _ = terminate.recv() => {}

@@ -88,7 +88,7 @@ class Cluster:
         self, home: Path, agents: int = 1, arena: int = 256 * MIB, pool: int = 512 * MIB, publish: bool = False
     ) -> None:
         home.mkdir(parents=True, exist_ok=True)
-        events = '[events]\npublish = "127.0.0.1:0"\n' if publish else ""
+        events = '[events]\npublish = "127.0.0.1:0"\nreplay = "127.0.0.1:0"\n' if publish else ""
         config = home / "controlplane.toml"
         config.write_text(
             'listen = "127.0.0.1:0"\nadmin = "127.0.0.1:0"\n'

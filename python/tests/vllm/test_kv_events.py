@@ -21,6 +21,12 @@ FIRST_SEED = 800
 """Of prompts that no engine on another node has saved: those would be loaded, and not told of as stored."""
 
 
+BATCHES: msgspec.msgpack.Decoder[KVEventBatch] = msgspec.msgpack.Decoder(type=KVEventBatch)
+"""vLLM's own words for what is published."""
+END = (-1).to_bytes(8, "big", signed=True)
+"""The number of what ends a replay."""
+
+
 @dataclass
 class Subscriber:
     """Hears both publishers, and keeps what they say of blocks in Reprise."""
@@ -32,15 +38,12 @@ class Subscriber:
     """Keys that some node holds."""
     left: set[bytes] = field(default_factory=set)
     """Keys that have left the memory of some node."""
-    batches: msgspec.msgpack.Decoder[KVEventBatch] = field(
-        default_factory=lambda: msgspec.msgpack.Decoder(type=KVEventBatch)
-    )
 
     def listen(self) -> None:
         """Takes what comes until nothing has come for a moment."""
         while self.socket.poll(POLL_MS):
             _topic, _sequence, payload = self.socket.recv_multipart()
-            for event in self.batches.decode(payload).events:
+            for event in BATCHES.decode(payload).events:
                 if isinstance(event, BlockStored) and event.ownership == "reprise":
                     self.take(event)
                 elif isinstance(event, BlockRemoved) and event.ownership == "reprise" and event.medium == "CPU":
@@ -76,6 +79,24 @@ def subscriber(engine_events: str, cluster: Cluster) -> Iterator[Subscriber]:
     context.term()
 
 
+def replayed(endpoint: str, first: int) -> list[tuple[int, KVEventBatch]]:
+    """What a member publishes again, from a number on, as a router asks that has missed batches."""
+    batches: list[tuple[int, KVEventBatch]] = []
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint)
+        socket.send_multipart([b"", first.to_bytes(8, "big")])
+        while True:
+            assert socket.poll(POLL_MS * TRIES), f"no end of the replay after {len(batches)} batches"
+            _empty, _topic, number, payload = socket.recv_multipart()
+            if number == END:
+                break
+            batches.append((int.from_bytes(number, "big"), BATCHES.decode(payload)))
+        socket.close(linger=0)
+    context.term()
+    return batches
+
+
 def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plane_with_nodes(
     other: Engine, subscriber: Subscriber, cluster: Cluster
 ) -> None:
@@ -101,6 +122,18 @@ def test_saved_blocks_are_told_by_the_engine_with_tokens_and_by_the_control_plan
 
     eventually(all_are_held)
     assert not keys & subscriber.left
+    replay = f"tcp://{cluster.member.ready['events_replay']}"
+    told = replayed(replay, 0)
+    assert [number for number, _ in told] == list(range(len(told)))
+    stored = {
+        key
+        for _, batch in told
+        for event in batch.events
+        if isinstance(event, BlockStored) and event.ownership == "reprise"
+        for key in event.block_hashes
+    }
+    assert keys <= stored
+    assert [number for number, _ in replayed(replay, 3)][: len(told) - 3] == list(range(3, len(told)))
     with observer(cluster.agents[1]) as agent:
 
         def all_have_left() -> bool:
