@@ -1,4 +1,4 @@
-//! Records under one prefix of the store, followed: all of them first, then every change, whatever happens to the store.
+//! Records of one family in the store, followed: all of them first, then every change, whatever happens to the store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,6 +7,7 @@ use reprise_controlplane_store::{Event, KeyValue, Range, Revision, Store, StoreE
 use tokio::time::sleep;
 
 use crate::complaint::Complaint;
+use crate::keys::Family;
 
 /// Pause after the store failed.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
@@ -43,13 +44,13 @@ impl<'a> News<'a> {
     }
 }
 
-/// Follows at most `limit` records under a prefix; never returns. `take` is told everything in order, also when the store was
+/// Follows at most `limit` records of a family; never returns. `take` is told everything in order, also when the store was
 /// away or has compacted what came meanwhile: then it is told all records again.
-pub async fn follow(store: &Arc<dyn Store>, prefix: &str, limit: usize, mut take: impl FnMut(News<'_>)) {
+pub async fn follow(store: &Arc<dyn Store>, family: Family, limit: usize, mut take: impl FnMut(News<'_>)) {
     let mut complaint = Complaint::default();
     loop {
         let mut told = false;
-        let error = follow_on(store, prefix, limit, |news| {
+        let error = follow_on(store, family, limit, |news| {
             told = true;
             take(news);
         })
@@ -62,6 +63,7 @@ pub async fn follow(store: &Arc<dyn Store>, prefix: &str, limit: usize, mut take
             StoreError::Compacted { .. } => {}
             error => {
                 if complaint.is_news(&error) {
+                    let prefix = family.prefix();
                     tracing::warn!(%error, prefix, "the store cannot be followed; trying again");
                 }
                 sleep(RETRY_AFTER).await;
@@ -73,14 +75,15 @@ pub async fn follow(store: &Arc<dyn Store>, prefix: &str, limit: usize, mut take
 /// Follows until the store fails.
 async fn follow_on(
     store: &Arc<dyn Store>,
-    prefix: &str,
+    family: Family,
     limit: usize,
     mut take: impl FnMut(News<'_>),
 ) -> StoreError {
+    let prefix = family.prefix().as_bytes();
     let follow = async {
-        let range = store.range(prefix.as_bytes(), limit).await?;
+        let range = store.range(prefix, limit).await?;
         take(News::All(&range));
-        let mut watch = store.watch(prefix.as_bytes(), Revision(range.revision.0 + 1)).await?;
+        let mut watch = store.watch(prefix, Revision(range.revision.0 + 1)).await?;
         loop {
             take(News::Changes(&watch.next().await?));
         }

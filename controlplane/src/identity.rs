@@ -1,9 +1,6 @@
 //! Which store this is: a member must not go on with what it knows from one store when it is another now.
 //!
-//! | key                  | value                              |
-//! |----------------------|------------------------------------|
-//! | `identity`           | random text, put by the first member |
-//! | `identities/<text>`  | empty: it is there while the store is |
+//! It is a random text under one key, and in the name of another one ([`crate::keys`]).
 //!
 //! A store that is emptied, or restored from a backup, while members run gives out node numbers again that they know as
 //! others'. So every registration is conditional on the store's identity ([`Identity::unchanged`]), and a member that finds
@@ -27,8 +24,8 @@ use reprise_controlplane_store::{
 use reprise_policy::Epoch;
 use tokio::time::sleep;
 
-const IDENTITY: &[u8] = b"identity";
-const IDENTITIES_PREFIX: &str = "identities/";
+use crate::keys::Key;
+
 /// Attempts against other members that start at the same moment: one of them succeeds.
 const ATTEMPTS_MAX: usize = 8;
 /// Pause after the store failed.
@@ -107,7 +104,7 @@ impl Identity {
     /// Takes the identity from the store, where it is there.
     async fn end(&self, store: &dyn Store) {
         let conditions = vec![self.unchanged()];
-        let writes = [IDENTITY, &self.key].map(|key| Write::Delete { key: key.to_vec() }).to_vec();
+        let writes = [Key::Identity.bytes(), self.key.clone()].map(|key| Write::Delete { key }).to_vec();
         match store.transact(Transaction { conditions, writes }).await {
             // That it is another store is known; the identity is gone.
             Ok(_) | Err(StoreError::Replaced { .. }) => {}
@@ -123,9 +120,11 @@ impl Identity {
     }
 
     async fn read(store: &dyn Store) -> Result<Option<Identity>, StoreError> {
-        let Some(entry) = store.get(IDENTITY).await? else { return Ok(None) };
-        let key = [IDENTITIES_PREFIX.as_bytes(), &entry.value].concat();
-        let number = std::str::from_utf8(&entry.value).ok().and_then(|text| text.get(..8));
+        let Some(entry) = store.get(&Key::Identity.bytes()).await? else { return Ok(None) };
+        // Ours is text; any other is as good as long as it stays.
+        let text = String::from_utf8_lossy(&entry.value);
+        let key = Key::IdentityOf(&text).bytes();
+        let number = text.get(..8);
         let number = number.and_then(|text| u32::from_str_radix(text, 16).ok()).unwrap_or_default() >> 1;
         Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified, number }))
     }
@@ -133,13 +132,13 @@ impl Identity {
 
 async fn create(store: &dyn Store) -> Result<Outcome, StoreError> {
     // The standard library seeds each `RandomState` differently: enough to tell stores apart.
-    let text = format!("{:016x}", RandomState::new().hash_one(IDENTITY));
-    let key = format!("{IDENTITIES_PREFIX}{text}").into_bytes();
+    let text = format!("{:016x}", RandomState::new().hash_one("identity"));
+    let key = Key::IdentityOf(&text).bytes();
     let put = |key: Vec<u8>, value: Vec<u8>| Write::Put { key, value, lease: None };
     store
         .transact(Transaction {
-            conditions: vec![Condition::Absent { key: IDENTITY.to_vec() }],
-            writes: vec![put(IDENTITY.to_vec(), text.into_bytes()), put(key, Vec::new())],
+            conditions: vec![Condition::Absent { key: Key::Identity.bytes() }],
+            writes: vec![put(Key::Identity.bytes(), text.into_bytes()), put(key, Vec::new())],
         })
         .await
 }
@@ -191,7 +190,7 @@ mod tests {
         });
         delete(store.as_ref(), &identity.key).await;
         timeout(Duration::from_secs(10), lost).await.expect("noticed").expect("no panic");
-        delete(store.as_ref(), IDENTITY).await;
+        delete(store.as_ref(), b"identity").await;
         assert_ne!(Identity::of(store.as_ref()).await.expect("made again"), identity);
     }
 }

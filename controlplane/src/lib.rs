@@ -39,6 +39,7 @@ pub mod followed;
 pub mod fronts;
 pub mod holdings;
 pub mod identity;
+pub mod keys;
 pub mod ledgers;
 pub mod membership;
 pub mod metrics;

@@ -9,10 +9,9 @@ use reprise_policy::NodeMode;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
+use crate::keys::{Family, Key};
 use crate::registry::RegistryError;
 
-/// Before each key.
-pub(crate) const MODES_PREFIX: &str = "modes/";
 /// Attempts against others that set the same node's mode. Each failure means that another has succeeded.
 const ATTEMPTS_MAX: usize = 64;
 
@@ -40,7 +39,7 @@ pub async fn set(
     name: &str,
     mode: NodeMode,
 ) -> Result<(NodeMode, SetMode), RegistryError> {
-    let key = format!("{MODES_PREFIX}{name}").into_bytes();
+    let key = Key::Of(Family::Modes, name).bytes();
     for _ in 0..ATTEMPTS_MAX {
         let entry = store.get(&key).await?;
         let before = entry.as_ref().map(read).transpose()?.map(|(_, set)| set).unwrap_or_default();
@@ -69,7 +68,7 @@ pub async fn set(
 /// # Errors
 /// The store's.
 pub async fn active(store: &dyn Store, name: &str) -> Result<(Condition, Option<Write>), RegistryError> {
-    let key = format!("{MODES_PREFIX}{name}").into_bytes();
+    let key = Key::Of(Family::Modes, name).bytes();
     let Some(entry) = store.get(&key).await? else {
         return Ok((Condition::Absent { key }, None));
     };
@@ -88,8 +87,7 @@ pub fn read(entry: &KeyValue) -> Result<(&str, SetMode), RegistryError> {
         key: String::from_utf8_lossy(&entry.key).into_owned(),
         reason: reason.to_owned(),
     };
-    let name = std::str::from_utf8(&entry.key).ok().and_then(|key| key.strip_prefix(MODES_PREFIX));
-    let name = name.ok_or_else(|| bad("its key is no node name"))?;
+    let name = Family::Modes.name(&entry.key).ok_or_else(|| bad("its key is no node name"))?;
     let stored: Stored = serde_json::from_slice(&entry.value).map_err(|error| bad(&error.to_string()))?;
     let mode = match stored.mode {
         StoredMode::Active => NodeMode::Active,

@@ -1,10 +1,5 @@
 //! Names to numbers: node identities and their epochs in the store.
 //!
-//! | key              | value                                                        |
-//! |------------------|--------------------------------------------------------------|
-//! | `nodes/<name>`   | JSON: number, epoch, addresses, capacities, as last registered |
-//! | `next_node`      | the next number to give out, decimal                          |
-//!
 //! Numbers start at 1 (0 means "no node" in requests) and are never given out twice, also when a node was forgotten: its record is
 //! deleted, the counter stays, and whoever registers under its name is another node. A registration is one conditional transaction, so
 //! members that share a store cannot give one number to two names or one epoch twice; forgetting is one as well, so a
@@ -24,11 +19,9 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 
 use crate::identity::Identity;
+use crate::keys::{Family, Key};
 use crate::modes;
 
-/// Before each key of a node.
-pub(crate) const NODES_PREFIX: &str = "nodes/";
-const NEXT_NODE: &[u8] = b"next_node";
 /// Nodes at the most: numbers are 16 bits and begin at 1.
 pub(crate) const NODES_MAX: usize = u16::MAX as usize;
 /// Attempts against concurrent registrations. Each failure means that another registration succeeded.
@@ -120,7 +113,7 @@ impl Registry {
 
     /// All nodes that were registered and not forgotten, and a revision at which these were all.
     pub async fn nodes(&self) -> Result<(Vec<NodeRecord>, Revision), RegistryError> {
-        let range = self.store.range(NODES_PREFIX.as_bytes(), NODES_MAX).await?;
+        let range = self.store.range(Family::Nodes.prefix().as_bytes(), NODES_MAX).await?;
         let nodes: Result<Vec<NodeRecord>, RegistryError> = range.entries.iter().map(read).collect();
         Ok((nodes?, range.revision))
     }
@@ -209,10 +202,10 @@ impl Registry {
         name: &str,
         details: &NodeDetails,
     ) -> Result<(NodeRecord, Transaction), RegistryError> {
-        let counter = self.store.get(NEXT_NODE).await?;
+        let counter = self.store.get(&Key::NextNode.bytes()).await?;
         let unchanged = match &counter {
-            None => Condition::Absent { key: NEXT_NODE.to_vec() },
-            Some(entry) => Condition::Modified { key: NEXT_NODE.to_vec(), revision: entry.modified },
+            None => Condition::Absent { key: Key::NextNode.bytes() },
+            Some(entry) => Condition::Modified { key: Key::NextNode.bytes(), revision: entry.modified },
         };
         let next = counter.map_or(Ok(1), |entry| read_counter(&entry))?;
         let node = NodeId(u16::try_from(next).map_err(|_| RegistryError::Full)?);
@@ -221,7 +214,11 @@ impl Registry {
         let conditions = vec![Condition::Absent { key: key.to_vec() }, unchanged];
         let writes = vec![
             Write::Put { key: key.to_vec(), value: written(&record), lease: None },
-            Write::Put { key: NEXT_NODE.to_vec(), value: (next + 1).to_string().into_bytes(), lease: None },
+            Write::Put {
+                key: Key::NextNode.bytes(),
+                value: (next + 1).to_string().into_bytes(),
+                lease: None,
+            },
         ];
         Ok((record, Transaction { conditions, writes }))
     }
@@ -237,7 +234,8 @@ fn read_counter(entry: &KeyValue) -> Result<u32, RegistryError> {
 
 /// A record of the store.
 pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
-    let name = name_of(&entry.key).ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
+    let name =
+        Family::Nodes.name(&entry.key).ok_or_else(|| bad(entry, "its key is no node name"))?.to_owned();
     let stored: Stored =
         serde_json::from_slice(&entry.value).map_err(|error| bad(entry, &error.to_string()))?;
     let details = NodeDetails {
@@ -253,12 +251,7 @@ pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
 }
 
 fn key_of(name: &str) -> Vec<u8> {
-    format!("{NODES_PREFIX}{name}").into_bytes()
-}
-
-/// The name in the key of a record.
-pub(crate) fn name_of(key: &[u8]) -> Option<&str> {
-    std::str::from_utf8(key).ok().and_then(|key| key.strip_prefix(NODES_PREFIX))
+    Key::Of(Family::Nodes, name).bytes()
 }
 
 fn bad(entry: &KeyValue, reason: &str) -> RegistryError {
@@ -305,7 +298,8 @@ mod tests {
         let Condition::Modified { key, .. } = registry.identity.unchanged() else {
             panic!("a key's revision")
         };
-        let writes = [b"nodes/a".to_vec(), NEXT_NODE.to_vec(), key].map(|key| Write::Delete { key }).into();
+        let writes =
+            [b"nodes/a".to_vec(), Key::NextNode.bytes(), key].map(|key| Write::Delete { key }).into();
         store.transact(Transaction { conditions: Vec::new(), writes }).await.expect("valid");
         let refused = registry.register("b", NodeDetails::default()).await.expect_err("another store");
         assert!(matches!(refused, RegistryError::OtherStore), "{refused}");
@@ -387,7 +381,7 @@ mod tests {
     #[tokio::test]
     async fn the_last_number_is_65535_and_then_names_are_refused_with_words() {
         let store = MemoryStore::new();
-        put(&store, NEXT_NODE, b"65535").await;
+        put(&store, b"next_node", b"65535").await;
         let registry = registry(Arc::new(store)).await;
         assert_eq!(
             registry.register("last", NodeDetails::default()).await.expect("one left").node,

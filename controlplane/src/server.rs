@@ -32,11 +32,12 @@ use crate::events::{Events, Publisher};
 use crate::followed;
 use crate::fronts::{self, FrontError};
 use crate::identity::Identity;
+use crate::keys::Family;
 use crate::membership::MembershipService;
 use crate::metrics::Metrics;
-use crate::modes::{self, MODES_PREFIX};
+use crate::modes;
 use crate::placement::{PlacementParts, PlacementService};
-use crate::registry::{NODES_MAX, NODES_PREFIX, Registry, RegistryError};
+use crate::registry::{NODES_MAX, Registry, RegistryError};
 use crate::shards::Shards;
 use crate::tenants::Tenants;
 use crate::turns::Turns;
@@ -109,7 +110,7 @@ impl ControlPlane {
         let cluster = Arc::new(Cluster::new(settings, config.limits.watchers, events, metrics));
         cluster.restore(known, known_at);
         // Before anybody is served: a node that is to leave is chosen for nothing, also just after the start.
-        let modes = store.range(MODES_PREFIX.as_bytes(), NODES_MAX).await;
+        let modes = store.range(Family::Modes.prefix().as_bytes(), NODES_MAX).await;
         let modes = modes.context("cannot read the modes of nodes")?;
         modes.entries.iter().for_each(|entry| learn_mode(&cluster, entry));
 
@@ -319,7 +320,7 @@ async fn own_for_ever(cluster: Arc<Cluster>, shards: Arc<Shards>) {
 
 /// Learns of nodes that register with other members, and of those that were forgotten.
 async fn follow_nodes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
-    followed::follow(&store, NODES_PREFIX, NODES_MAX, |news| cluster.take_records(news)).await;
+    followed::follow(&store, Family::Nodes, NODES_MAX, |news| cluster.take_records(news)).await;
 }
 
 fn learn_mode(cluster: &Cluster, entry: &KeyValue) {
@@ -332,7 +333,7 @@ fn learn_mode(cluster: &Cluster, entry: &KeyValue) {
 /// Learns what nodes are for from now on.
 async fn follow_modes(store: Arc<dyn Store>, cluster: Arc<Cluster>) {
     let take = |entry: &KeyValue| learn_mode(&cluster, entry);
-    followed::follow(&store, MODES_PREFIX, NODES_MAX, |news| news.entries().for_each(take)).await;
+    followed::follow(&store, Family::Modes, NODES_MAX, |news| news.entries().for_each(take)).await;
 }
 
 async fn follow_tenants(tenants: Arc<Tenants>) {

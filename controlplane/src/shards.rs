@@ -39,8 +39,8 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::complaint::Complaint;
 use crate::followed::{self, News};
 use crate::identity::Identity;
+use crate::keys::{Family, Key};
 
-const MEMBERS_PREFIX: &str = "members/";
 /// What this member tells others that it is.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Records that are read: more than a map has, so that all see the same first ones, however many come too many at once.
@@ -145,7 +145,7 @@ impl Shards {
     /// # Errors
     /// The store's.
     pub async fn forget_former(&self) -> Result<(), StoreError> {
-        let former = self.store.range(MEMBERS_PREFIX.as_bytes(), RECORDS_MAX).await?;
+        let former = self.store.range(Family::Members.prefix().as_bytes(), RECORDS_MAX).await?;
         if former.entries.is_empty() {
             return Ok(());
         }
@@ -211,7 +211,7 @@ impl Shards {
     /// Follows the members in the store; never returns.
     pub async fn follow(&self) {
         let mut members = BTreeMap::new();
-        followed::follow(&self.store, MEMBERS_PREFIX, RECORDS_MAX, |news| {
+        followed::follow(&self.store, Family::Members, RECORDS_MAX, |news| {
             match news {
                 News::All(range) => {
                     let all = range.entries.iter().filter_map(read);
@@ -308,11 +308,11 @@ impl Shards {
     }
 
     async fn put_under(&self, lease: &HeldLease) -> Result<Joined, StoreError> {
-        let others = self.store.range(MEMBERS_PREFIX.as_bytes(), MEMBERS_MAX).await?;
+        let others = self.store.range(Family::Members.prefix().as_bytes(), MEMBERS_MAX).await?;
         if others.entries.len() == MEMBERS_MAX {
             return Ok(Joined::Full);
         }
-        let key = format!("{MEMBERS_PREFIX}{}", self.name).into_bytes();
+        let key = Key::Of(Family::Members, self.name.as_str()).bytes();
         let stored = Stored { address: self.address.clone(), version: VERSION.to_owned() };
         let value = serde_json::to_vec(&stored).expect("a record of strings is always JSON");
         let transaction = Transaction {
@@ -397,8 +397,7 @@ fn read(entry: &KeyValue) -> Option<Member> {
 }
 
 fn name_of(key: &[u8]) -> Option<MemberName> {
-    let name = std::str::from_utf8(key).ok()?.strip_prefix(MEMBERS_PREFIX)?;
-    MemberName::new(name).ok()
+    MemberName::new(Family::Members.name(key)?).ok()
 }
 
 #[cfg(test)]

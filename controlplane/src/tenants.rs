@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::followed::{self, News};
 use crate::identity::Identity;
+use crate::keys::{Family, Key};
 
-const TENANTS_PREFIX: &str = "tenants/";
 const CHANGED: &[u8] = b"tenants_changed";
 /// Attempts against concurrent changes. Each failure means that another change succeeded.
 const ATTEMPTS_MAX: usize = 16;
@@ -91,7 +91,7 @@ impl Tenants {
 
     /// Keeps the budgets those of the store; never returns.
     pub async fn follow(&self) {
-        followed::follow(&self.store, TENANTS_PREFIX, TENANTS_MAX, |news| self.take(news)).await;
+        followed::follow(&self.store, Family::Tenants, TENANTS_MAX, |news| self.take(news)).await;
     }
 
     /// All budgets; `None` as long as the store has not said.
@@ -152,7 +152,7 @@ impl Tenants {
                 Some(entry) => Condition::Modified { key: CHANGED.to_vec(), revision: entry.modified },
                 None => Condition::Absent { key: CHANGED.to_vec() },
             };
-            let range = self.store.range(TENANTS_PREFIX.as_bytes(), TENANTS_MAX).await?;
+            let range = self.store.range(Family::Tenants.prefix().as_bytes(), TENANTS_MAX).await?;
             let mut budgets: BTreeMap<TenantName, Budget> = range.entries.iter().filter_map(read).collect();
             let write = decide(&mut budgets)?;
             let changed = Write::Put { key: CHANGED.to_vec(), value: Vec::new(), lease: None };
@@ -221,12 +221,11 @@ fn check(
 }
 
 fn key(name: &TenantName) -> Vec<u8> {
-    format!("{TENANTS_PREFIX}{name}").into_bytes()
+    Key::Of(Family::Tenants, name.as_str()).bytes()
 }
 
 fn name_of(key: &[u8]) -> Option<TenantName> {
-    let name = std::str::from_utf8(key).ok()?.strip_prefix(TENANTS_PREFIX)?;
-    name.parse().ok().filter(|_| !name.is_empty())
+    Family::Tenants.name(key).filter(|name| !name.is_empty())?.parse().ok()
 }
 
 /// A record that is none of ours is no budget; its key is in the log.

@@ -14,6 +14,7 @@ use reprise_policy::{Epoch, NodeId};
 
 use super::Cluster;
 use crate::followed::News;
+use crate::keys::Family;
 use crate::registry;
 
 impl Cluster {
@@ -59,7 +60,7 @@ impl Cluster {
         let mut there: BTreeMap<&str, Option<NodeId>> = BTreeMap::new();
         for entry in &range.entries {
             let node = self.take_put(entry);
-            there.extend(registry::name_of(&entry.key).map(|name| (name, node)));
+            there.extend(Family::Nodes.name(&entry.key).map(|name| (name, node)));
         }
         // A record that cannot be read says nothing: whoever has its name stays.
         let is_there = |record: &NodeRecord| {
@@ -74,7 +75,7 @@ impl Cluster {
                 self.take_put(entry);
             }
             Event::Deleted { key, revision } => {
-                if let Some(name) = registry::name_of(key) {
+                if let Some(name) = Family::Nodes.name(key) {
                     self.deleted(name, *revision);
                 }
             }
