@@ -223,9 +223,13 @@ impl AgentCore {
     }
 
     /// How many blocks of a shape the devices, their journals and the tenant have room for beyond what is kept free and
-    /// what is on its way there. A segment that is given to a size loses the bytes at its end: they count as used before.
+    /// what is on its way there; none when its tenant may not have the memory to fetch a single one. A segment that is given to a size
+    /// loses the bytes at its end: they count as used before.
     fn room_without_eviction(&self, shape: ShapeId) -> Room {
         let Shape { slot_bytes, tenant_index, .. } = *self.shapes.get(shape);
+        if self.tenants.dram(tenant_index).quota.limit() < slot_bytes {
+            return Room { blocks: 0 };
+        }
         let bytes = nvme_bytes(slot_bytes);
         let usage = self.devices.usage();
         let kept_free = |of: u64| of * u64::from(self.settings.pool_free_permille) / 1000;

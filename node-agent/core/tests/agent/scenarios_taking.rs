@@ -284,6 +284,32 @@ fn a_tenant_at_its_limit_takes_nothing_and_loses_nothing() {
 }
 
 #[test]
+fn a_tenant_whose_memory_holds_no_single_block_takes_none_and_what_it_took_before_is_given_up_at_once() {
+    let slot = large_layout().slot_bytes();
+    let tenant = TenantId(1);
+    let limited = |limit| Quota::new(0, limit).expect("nothing is reserved");
+    let quotas = vec![TenantQuotas { tenant, dram: limited(slot - 1), nvme: Quota::UNLIMITED }];
+    let mut world = World::new(with_settings(|settings| settings.tenants = quotas));
+    let refused = (vec![], Duration::from_secs(10));
+    assert_eq!(world.peer_offer(ONE, tenant, large_layout(), &keys(0..2)), refused);
+
+    let mut world = World::new(Setup::default());
+    let session = world.open_session(tenant, large_layout());
+    world.reserve(session, 16);
+    assert_eq!(world.peer_offer(ONE, tenant, large_layout(), &keys(0..1)).0, [0], "memory may be let go");
+    assert_eq!(world.core.counters().pulls_waiting, 1);
+    let (dram, nvme) = (limited(slot - 1), Quota::UNLIMITED);
+    world.apply(Event::Budget(Grant { tenant, version: 1, dram, nvme }));
+    world.pass(Duration::from_secs(1));
+    let counters = world.core.counters();
+    assert_eq!(
+        (counters.pulls_waiting, counters.pulls_dropped),
+        (0, 1),
+        "well before it has waited too long"
+    );
+}
+
+#[test]
 fn blocks_are_taken_no_faster_than_the_bandwidth_allows_and_fetched_a_few_at_a_time() {
     let slot = large_layout().slot_bytes();
     let mut world = World::new(with_settings(|settings| settings.placement_bandwidth = 6 * slot));
