@@ -152,7 +152,7 @@ fn a_node_that_pauses_for_ten_seconds_is_fenced_announces_everything_anew_and_se
 }
 
 #[test]
-fn so_is_the_other_one() {
+fn the_other_node_that_pauses_is_fenced_as_well_and_serves_again() {
     assert_pause_costs_time_alone(1);
 }
 
