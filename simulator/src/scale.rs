@@ -24,6 +24,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const TIME_MAX: Duration = Duration::from_secs(600);
 /// Members come back so long after they were lost.
 const RESTART_AFTER: Duration = Duration::from_millis(500);
+/// Every node has noticed by then that no member is there: it beats four times a second.
+const NOTICED_AFTER: Duration = Duration::from_millis(400);
 /// Time in which committed blocks are written.
 const WRITE_TIME: Duration = Duration::from_secs(2);
 
@@ -73,7 +75,7 @@ pub fn scale(cluster: Cluster) -> Result<Measured, String> {
     world.fill();
     let lost = world.now;
     (0..cluster.members).for_each(|member| world.kill_member(member));
-    world.run_until(lost.after(RESTART_AFTER / 2));
+    world.run_until(lost.after(NOTICED_AFTER));
     world.match_own();
     world.run_until(lost.after(RESTART_AFTER));
     (0..cluster.members).for_each(|member| world.start_member(member));
