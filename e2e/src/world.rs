@@ -132,8 +132,8 @@ impl World {
     }
 
     /// Starts an etcd that is started with something besides.
-    pub fn etcd_with(&self, started: StartedWith) -> Etcd {
-        Etcd::start_with(self.folder(), &Host::LOOPBACK, &started)
+    pub fn etcd_with(&self, started: &StartedWith) -> Etcd {
+        Etcd::start_with(self.folder(), &Host::LOOPBACK, started)
     }
 
     /// Starts an etcd on a host.

@@ -118,7 +118,7 @@ fn monotonic_clocks_may_differ_and_begin_anew_with_every_start() {
     // Each life of a process has a clock that the life before knew nothing of; the second ones of some are far behind the first ones.
     let [etcds, members, nodes] = [vec![30, 2], vec![0, 400, 7, 90, 1, 5000], vec![3, 200, 1000, 0]]
         .map(|days| days.into_iter().map(ahead).collect::<Vec<MonotonicClock>>());
-    let etcd = world.etcd_with(etcds[0].start());
+    let etcd = world.etcd_with(&etcds[0].start());
     let endpoint = etcd.endpoint();
     let begun = MEMBERS.iter().zip(&members);
     let begun = begun.map(|(name, clock)| world.member_with(clock.start(), name, &endpoint)).collect();

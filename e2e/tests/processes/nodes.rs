@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use reprise_client::{BlockStatus, Scope, Source};
 use reprise_e2e::cluster::{load_from_peer, numbers, wait_for_sources};
 use reprise_e2e::content::small;
+use reprise_e2e::seed::say;
 use reprise_e2e::{Agent, Cluster, Engine, Loading, Outcome, PATIENCE, wait_until};
 
 /// Longer than a member waits until a silent node must register anew (`membership.forget_after`), with what a member's clock may be late.
@@ -115,7 +116,7 @@ fn assert_pause_costs_time_alone(silent: usize) {
     node.freeze();
     let frozen = Instant::now();
     subject.cluster.wait_until_not_offered(subject.name());
-    println!("nobody offers the node {:?} after it has stopped", frozen.elapsed());
+    say(&format!("nobody offers the node {:?} after it has stopped", frozen.elapsed()));
     // Each member forgets what the node has announced: the directory has what the other one does.
     let forgotten = PAUSE.saturating_sub(frozen.elapsed());
     wait_until("all members to forget the node", forgotten, || {
@@ -123,7 +124,7 @@ fn assert_pause_costs_time_alone(silent: usize) {
         let replicas: u64 = subject.cluster.parts().iter().map(|part| part.replicas).sum();
         (replicas == 2 * of_the_other().len() as u64).then_some(())
     });
-    println!("forgotten after {:?}", frozen.elapsed());
+    say(&format!("forgotten after {:?}", frozen.elapsed()));
     wait_until("the pause to be over", PATIENCE, || {
         subject.assert_others_go_on();
         (frozen.elapsed() >= PAUSE).then_some(())
@@ -131,7 +132,7 @@ fn assert_pause_costs_time_alone(silent: usize) {
     node.thaw();
 
     let (outcomes, took) = loading.join().expect("a load ends");
-    println!("a load under way: {took:?}");
+    say(&format!("a load under way: {took:?}"));
     let missed = |outcome: &Outcome| matches!(outcome, Outcome::Missing(_));
     assert!(outcomes.iter().all(|outcome| outcome.is_right() || missed(outcome)), "{outcomes:?}");
     subject.cluster.wait_until_whole(3);

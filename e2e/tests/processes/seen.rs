@@ -49,8 +49,11 @@ fn explained(asked: &ControlPlane, number: u64) -> Value {
     reprise(asked, &["explain", &key(number).to_string()]).remove(0)
 }
 
+/// Nodes, each with a tier or with where a load there gets the block from.
+type Places = Vec<(String, String)>;
+
 /// Where it is, and where loads get it from, whoever says so.
-fn places(explained: &Value) -> (Vec<(String, String)>, Vec<(String, String)>) {
+fn places(explained: &Value) -> (Places, Places) {
     let text = |value: &Value| value.as_str().expect("text").to_owned();
     let replicas = explained["replicas"].as_array().expect("a list").iter();
     let mut replicas: Vec<_> =
