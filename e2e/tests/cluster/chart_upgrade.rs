@@ -28,6 +28,9 @@ const KEPT_FROM: u64 = 200_000;
 /// A whole line of afterwards.
 const AFTERWARDS: Duration = Duration::from_millis(2_500);
 
+/// So long a state may be shown that is older than another one that was shown: less than any pod takes to start.
+const OLDER_STATE: Duration = Duration::from_secs(2);
+
 /// What serves on a node, seen by a session with it.
 struct Watched {
     node: usize,
@@ -150,14 +153,15 @@ fn replace_all(cluster: &Cluster, release: Release<'_>) {
 /// Pods of a part, of which one may be away.
 fn one_at_a_time(release: Release<'_>, part: Part, before: usize) -> Vec<Pod> {
     let suffice = |pods: &[Pod]| pods.iter().filter(|pod| pod.is_ready).count() + 1 >= before;
-    let first = release.pods(part);
-    if suffice(&first) {
-        return first;
+    let (first, began) = (release.pods(part), Instant::now());
+    let mut now = first.clone();
+    // A kubelet that is busy may write an older state over a newer one, for a moment. A pod that starts takes longer; and whether its node
+    // serves is looked at beside it.
+    while !suffice(&now) {
+        assert!(began.elapsed() < OLDER_STATE, "one pod at a time: {first:?}, and then {now:?}");
+        now = release.pods(part);
     }
-    // A kubelet that is busy may write an older state over a newer one, for a moment. A pod that starts takes longer.
-    let second = release.pods(part);
-    assert!(suffice(&second), "one pod at a time: {first:?}, and then {second:?}");
-    second
+    now
 }
 
 /// Whether pods serve, as many as before and none of those.
