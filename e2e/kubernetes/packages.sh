@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# What nodes of a test cluster take from the distribution: installs what is missing where that is possible (Debian, root), and
+# What nodes of a test cluster, and tests of disks, take from the distribution: installs what is missing where that is possible (Debian, root), and
 # says what is missing where it is not. A machine that cannot run the cluster is told so, and why.
 set -euo pipefail
 
 # Of each package, a file that it brings: a command, or a network plugin.
 packages=(
     containerd=containerd containerd=ctr runc=runc containernetworking-plugins=ptp iptables=iptables nftables=nft
-    conntrack=conntrack socat=socat iproute2=ip util-linux=unshare util-linux=nsenter mount=mount
+    conntrack=conntrack socat=socat iproute2=ip util-linux=unshare util-linux=nsenter util-linux=fsfreeze mount=mount
+    e2fsprogs=mkfs.ext4
 )
 
 has() {

@@ -32,26 +32,34 @@ impl Disk {
         let image = std::fs::File::create(&file).expect("a file can be made");
         image.set_len(DISK_MIB << 20).expect("a file has a length");
         std::fs::create_dir(&folder).expect("a folder can be made");
-        run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&file));
-        run(Command::new("mount").args(["-o", "loop"]).arg(&file).arg(&folder));
+        run(administrator("mkfs.ext4").args(["-q", "-F"]).arg(&file));
+        run(administrator("mount").args(["-o", "loop"]).arg(&file).arg(&folder));
         Disk { folder }
     }
 
     fn stall(&self) {
-        run(Command::new("fsfreeze").arg("--freeze").arg(&self.folder));
+        run(administrator("fsfreeze").arg("--freeze").arg(&self.folder));
     }
 
     fn go_on(&self) {
-        run(Command::new("fsfreeze").arg("--unfreeze").arg(&self.folder));
+        run(administrator("fsfreeze").arg("--unfreeze").arg(&self.folder));
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
         // A frozen one would stay for ever; both fail where the test has done it.
-        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.folder).output();
-        let _ = Command::new("umount").arg("--lazy").arg(&self.folder).output();
+        let _ = administrator("fsfreeze").arg("--unfreeze").arg(&self.folder).output();
+        let _ = administrator("umount").arg("--lazy").arg(&self.folder).output();
     }
+}
+
+/// A command of the administrator's, whose folder not everybody has among those of commands.
+fn administrator(command: &str) -> Command {
+    let folders = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
+    let mut command = Command::new(command);
+    command.env("PATH", folders);
+    command
 }
 
 fn run(command: &mut Command) {
