@@ -108,7 +108,7 @@ pub struct Forbidden {
 /// Changes that the API server has forbidden.
 #[derive(Debug, Default)]
 pub struct Refusals {
-    /// When and how, by the object's unique id and the finalizer.
+    /// When and how, by the object's unique id and the finalizer. Of what is refused for all objects of a kind the id is empty.
     by_object: Mutex<HashMap<(String, String), (Instant, String)>>,
 }
 
@@ -116,6 +116,16 @@ impl Refusals {
     /// What the API server said, if it is too early to try again.
     pub fn standing<K: Resource>(&self, object: &K, finalizer: &str) -> Option<String> {
         self.look(&object.uid().unwrap_or_default(), finalizer, Instant::now())
+    }
+
+    /// Whether something was forbidden lately that is forbidden of one object as of all.
+    pub fn of_all(&self, what: &str) -> bool {
+        self.look("", what, Instant::now()).is_some()
+    }
+
+    /// Something was forbidden that is of all objects alike.
+    pub fn add_of_all(&self, what: &str, words: &str) {
+        self.add(String::new(), what, words.to_owned(), Instant::now());
     }
 
     fn look(&self, uid: &str, finalizer: &str, now: Instant) -> Option<String> {

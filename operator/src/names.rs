@@ -33,6 +33,8 @@ pub const QUEUES_FINALIZER: &str = "reprise.dev/queues";
 pub const IN_USE_FINALIZER: &str = "reprise.dev/in-use";
 /// Annotation of clusters and pools: `yes` lets them go while engines use them.
 pub const DELETE_IN_USE: &str = "reprise.dev/delete-in-use";
+/// Type of a condition of nodes: whether the node's cache serves engines.
+pub const AGENT_READY: &str = "reprise.dev/AgentReady";
 /// Label of the objects that a release of the chart applied: its name.
 pub const RELEASE: &str = "reprise.dev/release";
 

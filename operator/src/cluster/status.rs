@@ -85,7 +85,7 @@ pub fn has_reported(node: &CacheNode) -> bool {
 }
 
 /// Whether a node's agent serves engines.
-fn is_ready(node: &CacheNode) -> bool {
+pub fn is_ready(node: &CacheNode) -> bool {
     let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     has_reported(node) && holds(conditions, Type::AgentReady, 0)
 }

@@ -92,6 +92,7 @@ async fn remove(live: &CacheNode, context: &Context) -> Result<(), OperatorError
     Ok(())
 }
 
-fn is_ours(live: &CacheNode) -> bool {
+/// Whether the operator has made it.
+pub(super) fn is_ours(live: &CacheNode) -> bool {
     live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR)
 }

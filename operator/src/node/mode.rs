@@ -7,9 +7,10 @@
 //! A control plane that is away is said once something is to be told: a node that is active, which is what every node is at first, waits in
 //! silence.
 
+use std::time::Duration;
+
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Api, Patch, PatchParams};
-use kube::runtime::controller::Action;
 use kube::{Resource, ResourceExt};
 use reprise_crds::fields::NodeMode;
 use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, find, set};
@@ -39,7 +40,7 @@ enum Step {
     Set,
 }
 
-/// Makes the control plane have the mode of a node's `CacheNode`, and says whether it has. When to look again.
+/// Makes the control plane have the mode of a node's `CacheNode`, and says whether it has. When to look again, if not at a change.
 ///
 /// # Errors
 /// The API server did not take what is said.
@@ -48,9 +49,9 @@ pub async fn tell(
     own: &NodeCluster,
     live: &CacheNode,
     context: &Context,
-) -> Result<Action, OperatorError> {
+) -> Result<Option<Duration>, OperatorError> {
     if own.state == ClusterState::Left || live.metadata.deletion_timestamp.is_some() {
-        return Ok(Action::await_change());
+        return Ok(None);
     }
     let (name, names) = (node.name_any(), ClusterNames::of(&own.cluster));
     let said = Said::of(live);
@@ -73,7 +74,7 @@ pub async fn tell(
     if let Step::Say(finding) = step {
         say(live, &finding, context).await?;
     }
-    Ok(Action::requeue(next))
+    Ok(Some(next))
 }
 
 /// What a `CacheNode` wants, and what was said of it.
