@@ -29,6 +29,8 @@ mod profiles;
 mod queue_faults;
 #[path = "operator/queues.rs"]
 mod queues;
+#[path = "operator/readiness.rs"]
+mod readiness;
 #[path = "operator/replicas.rs"]
 mod replicas;
 #[path = "operator/rights.rs"]
