@@ -9,6 +9,8 @@
 //! * [`EngineKind::Plain`]: `preadv`/`pwritev` on a few threads, for kernels that refuse io_uring.
 //! * [`EngineKind::Simulated`]: a device in memory with latency, faults and crashes, all drawn from a seed.
 //!
+//! Beside them, [`health_log`] asks an NVMe drive how worn it is.
+//!
 //! [`open_engine`] chooses between the first two. The suite in `tests/conformance` holds for all three.
 //!
 //! Deliberately absent: ordering between operations in flight, any knowledge of the pool's format, checksums, and
@@ -24,6 +26,7 @@ mod plain;
 mod probe;
 mod queue;
 pub mod simulated;
+mod smart;
 mod sys;
 mod transfer;
 mod uring;
@@ -36,4 +39,5 @@ pub use op::{Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MA
 pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};
 pub use probe::{IoProbe, RingMode, probe};
 pub use queue::{OpClass, QueueSettings, ReadFirstQueue};
+pub use smart::{HealthLog, health_log};
 pub use waker::Waker;

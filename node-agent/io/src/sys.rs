@@ -1,4 +1,4 @@
-//! Every system call of this crate that neither std nor the io-uring crate makes.
+//! Every system call of this crate that neither std nor the io-uring crate makes, but for the one command to NVMe drives (`smart`).
 
 use std::io;
 use std::ops::Range;

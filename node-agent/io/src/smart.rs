@@ -1,0 +1,193 @@
+//! What an NVMe drive says of its own health: the SMART / Health Information log page (NVMe Base Specification 2.0, 5.16.1.3).
+//!
+//! Of the 512 bytes these are read:
+//!
+//! ```text
+//!   0         critical warning; bit 0: spare capacity is below the drive's own threshold
+//!   3         available spare, percent of what there was at first
+//!   160..176  media and data integrity errors, a counter of the drive's life
+//! ```
+//!
+//! The kernel asks for CAP_SYS_ADMIN before it passes the command on. Who may not ask, or asks a file or another kind of device, is told nothing, which is no
+//! error: [`health_log`] says `None`. A drive that hangs answers after the kernel's time for commands of administration (60 s), so this is not
+//! called by a thread that others wait for.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Bytes of the log page.
+const LOG_BYTES: usize = 512;
+
+/// Get Log Page: NVMe Base Specification 2.0, figure 138.
+const GET_LOG_PAGE: u8 = 0x02;
+/// SMART / Health Information: figure 202.
+const HEALTH_LOG: u32 = 0x02;
+/// The controller's own page, and not one of a namespace: 5.16.1.3.
+const NSID_ALL: u32 = 0xffff_ffff;
+
+const CRITICAL_WARNING: usize = 0;
+/// Of the critical warning.
+const SPARE_IS_LOW: u8 = 1;
+const AVAILABLE_SPARE: usize = 3;
+const MEDIA_ERRORS: std::ops::Range<usize> = 160..176;
+
+/// `NVME_IOCTL_ADMIN_CMD` of linux/nvme_ioctl.h: `_IOWR('N', 0x41, struct nvme_passthru_cmd)`, as asm-generic/ioctl.h counts.
+const NVME_IOCTL_ADMIN_CMD: libc::Ioctl = (3 << 30)
+    | ((size_of::<PassthroughCommand>() as libc::Ioctl) << 16)
+    | ((b'N' as libc::Ioctl) << 8)
+    | 0x41;
+
+const _: () =
+    assert!(size_of::<PassthroughCommand>() == 72, "struct nvme_passthru_cmd of linux/nvme_ioctl.h");
+
+/// What a drive says of its health. What it does not tell is not there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HealthLog {
+    /// Media and data integrity errors of the drive's life.
+    pub media_errors: u64,
+    /// Spare capacity that is left, percent.
+    pub spare_percent: Option<u8>,
+}
+
+/// `struct nvme_passthru_cmd` of linux/nvme_ioctl.h.
+#[derive(Debug, Default)]
+#[repr(C)]
+struct PassthroughCommand {
+    opcode: u8,
+    flags: u8,
+    rsvd1: u16,
+    nsid: u32,
+    cdw2: u32,
+    cdw3: u32,
+    metadata: u64,
+    addr: u64,
+    metadata_len: u32,
+    data_len: u32,
+    cdw10: u32,
+    cdw11: u32,
+    cdw12: u32,
+    cdw13: u32,
+    cdw14: u32,
+    cdw15: u32,
+    timeout_ms: u32,
+    result: u32,
+}
+
+impl HealthLog {
+    /// Reads a log page.
+    pub fn parse(page: &[u8; LOG_BYTES]) -> HealthLog {
+        let errors: [u8; 16] = page[MEDIA_ERRORS].try_into().expect("it has 16 bytes");
+        let spare = page[AVAILABLE_SPARE];
+        // Drives that have no such notion leave it at nothing, and do not say either that it is little.
+        let is_told = spare > 0 || page[CRITICAL_WARNING] & SPARE_IS_LOW != 0;
+        HealthLog {
+            media_errors: u64::try_from(u128::from_le_bytes(errors)).unwrap_or(u64::MAX),
+            // More than 100 is no percentage.
+            spare_percent: (is_told && spare <= 100).then_some(spare),
+        }
+    }
+}
+
+/// What the drive of a device file says of its health; `None` where it does not tell, or not to us.
+pub fn health_log(path: &Path) -> Option<HealthLog> {
+    let mut page = [0; LOG_BYTES];
+    let device = open(path)?;
+    read_log(device.as_fd(), &mut page).then(|| HealthLog::parse(&page))
+}
+
+/// Block devices, and controllers, which are character devices; a file is neither.
+fn open(path: &Path) -> Option<File> {
+    let kind = std::fs::metadata(path).ok()?.file_type();
+    if !kind.is_block_device() && !kind.is_char_device() {
+        return None;
+    }
+    // Nothing is waited for by opening it.
+    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()
+}
+
+/// The command that asks for the page: CDW10 has the page and, from bit 16 on, its number of dwords less one (figure 197).
+fn command(page: &mut [u8; LOG_BYTES]) -> PassthroughCommand {
+    let dwords = (LOG_BYTES / size_of::<u32>()) as u32;
+    PassthroughCommand {
+        opcode: GET_LOG_PAGE,
+        nsid: NSID_ALL,
+        addr: page.as_mut_ptr().expose_provenance() as u64,
+        data_len: LOG_BYTES as u32,
+        cdw10: HEALTH_LOG | ((dwords - 1) << 16),
+        ..PassthroughCommand::default()
+    }
+}
+
+/// Whether the page was read. Refusals are ENOTTY and EINVAL of what is no NVMe drive, EACCES and EPERM without the right, and codes of the drive, which
+/// are above zero.
+fn read_log(device: BorrowedFd<'_>, page: &mut [u8; LOG_BYTES]) -> bool {
+    let mut command = command(page);
+    // SAFETY: the argument of NVME_IOCTL_ADMIN_CMD is a struct nvme_passthru_cmd (linux/nvme_ioctl.h), whose layout and size this one has. It is borrowed
+    // for the call. The kernel writes `data_len` bytes at `addr`, which are the page's, borrowed for the call, and is done when ioctl(2) returns. What is no
+    // NVMe device knows no ioctl of this number and answers ENOTTY or EINVAL.
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), NVME_IOCTL_ADMIN_CMD, &raw mut command) };
+    result == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page as a drive makes it, by offsets of the specification.
+    fn page(warning: u8, spare: u8, errors: u128) -> [u8; LOG_BYTES] {
+        let mut page = [0; LOG_BYTES];
+        page[0] = warning;
+        // 300 K, 10 % as the threshold of the spare, 4 % used.
+        page[1..3].copy_from_slice(&300_u16.to_le_bytes());
+        page[3] = spare;
+        (page[4], page[5]) = (10, 4);
+        // Neighbours of the counter: unsafe shutdowns, entries of the error log.
+        page[144..160].copy_from_slice(&7_u128.to_le_bytes());
+        page[160..176].copy_from_slice(&errors.to_le_bytes());
+        page[176..192].copy_from_slice(&9_u128.to_le_bytes());
+        page
+    }
+
+    #[test]
+    fn spare_and_errors_are_read_where_the_specification_has_them() {
+        let log = HealthLog::parse(&page(0, 97, 258));
+        assert_eq!(log, HealthLog { media_errors: 258, spare_percent: Some(97) });
+        assert_eq!(HealthLog::parse(&page(0, 100, 0)).spare_percent, Some(100));
+        assert_eq!(HealthLog::parse(&page(0, 100, u128::MAX)).media_errors, u64::MAX);
+    }
+
+    #[test]
+    fn a_spare_that_no_drive_has_is_not_told() {
+        assert_eq!(HealthLog::parse(&page(0, 0, 3)), HealthLog { media_errors: 3, spare_percent: None });
+        assert_eq!(HealthLog::parse(&page(0, 101, 0)).spare_percent, None);
+        assert_eq!(HealthLog::parse(&page(1, 0, 0)).spare_percent, Some(0), "it says that it is low");
+        assert_eq!(
+            HealthLog::parse(&page(4, 0, 0)).spare_percent,
+            None,
+            "that it is unreliable is another matter"
+        );
+    }
+
+    #[test]
+    fn the_command_is_that_of_the_kernels_header() {
+        let mut page = [0; LOG_BYTES];
+        let at = page.as_ptr().addr() as u64;
+        let command = command(&mut page);
+        assert_eq!(NVME_IOCTL_ADMIN_CMD as u32, 0xc048_4e41);
+        assert_eq!((command.opcode, command.nsid, command.data_len), (2, u32::MAX, 512));
+        assert_eq!((command.cdw10, command.addr), (0x007f_0002, at));
+        assert_eq!(std::mem::offset_of!(PassthroughCommand, addr), 24);
+        assert_eq!(std::mem::offset_of!(PassthroughCommand, cdw10), 40);
+        assert_eq!(std::mem::offset_of!(PassthroughCommand, result), 68);
+    }
+
+    #[test]
+    fn what_is_no_drive_tells_nothing() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        assert_eq!(health_log(file.path()), None);
+        assert_eq!(health_log(Path::new("/dev/null")), None, "it knows no such call");
+        assert_eq!(health_log(Path::new("/nowhere/at/all")), None);
+    }
+}
