@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fields::{
     ClusterRef, DeviceGlob, Digest, Engine, FallbackEngine, ForeignSignatures, HostPath, Name, NodeMode,
-    NodeName, Quantity, ShortName, Span, Uid,
+    NodeName, Percent, Quantity, ShortName, Span, Uid,
 };
 
 mod status;
@@ -112,6 +112,13 @@ pub struct PoolClaim {
     /// Longest time that 99 of 100 reads of a minute may take. Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_read_latency: Option<Span>,
+    /// Media errors, more than which a device is worn. Absent: not compared.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub max_media_errors: Option<u32>,
+    /// Spare capacity, less than which a device is worn. Absent: not compared.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_spare_percent: Option<Percent>,
     /// Set: the agent destroys the data of these devices and says so, then the claim goes.
     #[serde(default)]
     pub wipe: bool,

@@ -7,7 +7,7 @@
 //!                            └── threads that open and wipe devices
 //! ```
 //!
-//! Beside devices and mode it looks at the node's NVMe controllers and GPUs, and keeps the profiles ready that the node should work by
+//! Beside devices and mode it has drives asked how worn they are ([`wear`]), looks at the node's NVMe controllers and GPUs, and keeps the profiles ready that the node should work by
 //! ([`profiles`]).
 //!
 //! One thing at a time: what happens is told to the [`board`], which says what to do. Whatever takes its time is done by other threads,
@@ -26,6 +26,7 @@ mod profiles;
 mod resolve;
 mod signatures;
 mod slow;
+mod wear;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -52,6 +53,7 @@ use opening::Tried;
 use profiles::Profiles;
 use resolve::Names;
 use slow::Slow;
+use wear::Wear;
 
 /// How often facts are gathered: an order of magnitude more often than they are told.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -110,6 +112,7 @@ enum Bell {
 enum Ended {
     Opened(Vec<Tried>),
     Wiped { path: String, result: Result<(), Trouble> },
+    Asked(wear::Answers),
 }
 
 /// The thread's state.
@@ -129,9 +132,13 @@ struct Worker {
     profiles: Profiles,
     /// Which devices are slower than their pools allow.
     slow: Slow,
+    /// Which are more worn.
+    wear: Wear,
     gpus: Vec<GpuFact>,
     /// NVMe controllers of the node, as they were at the last look at names.
     controllers: Vec<ControllerFact>,
+    /// Drives of devices, likewise.
+    drives: BTreeMap<String, controllers::Drive>,
 }
 
 impl Claims {
@@ -154,6 +161,7 @@ impl Claims {
         let worker = Worker {
             profiles,
             slow: Slow::default(),
+            wear: Wear::default(),
             gpus: Vec::new(),
             parts,
             wish,
@@ -165,6 +173,7 @@ impl Claims {
             missed: BTreeSet::new(),
             kept,
             controllers: Vec::new(),
+            drives: BTreeMap::new(),
         };
         let thread = std::thread::Builder::new()
             .name("claims".to_owned())
@@ -248,6 +257,7 @@ impl Worker {
             self.act(action);
         }
         self.keep_known();
+        self.ask_drives();
         // Without the core's word nothing is known. It has taken what was attached before it was asked.
         let (Some(desired), Some(view)) = (&self.desired, view) else { return };
         if self.board.is_settled() && !self.parts.admin.ready.swap(true, Ordering::AcqRel) {
@@ -262,9 +272,27 @@ impl Worker {
             gpus: &self.gpus,
             profiles: &self.profiles,
             slow: &self.slow,
+            wear: &self.wear,
+            drives: &self.drives,
         };
         let facts = facts::gather(&self.parts, &self.board, desired, &look, &view);
         self.parts.facts.send_replace(Some(facts));
+    }
+
+    /// Has drives asked how worn they are, when it is time.
+    fn ask_drives(&mut self) {
+        let due = self.wear.due(Instant::now(), &facts::open_devices(&self.board));
+        if due.is_empty() {
+            return;
+        }
+        let ended = self.ended.0.clone();
+        let body = move || {
+            let ask = |(path, at): wear::Place| (path, reprise_io::health_log(&at));
+            let _ = ended.send(Ended::Asked(due.into_iter().map(ask).collect()));
+        };
+        if spawn("asking-drives", body).is_err() {
+            self.wear.answered(Vec::new());
+        }
     }
 
     /// Keeps on disk which pools devices are of, when that has changed.
@@ -310,7 +338,9 @@ impl Worker {
         let kept: Vec<_> = kept.filter(|pool| !is_known(&pool.pool)).cloned().collect();
         pools.extend(kept);
         self.board.want(pools);
-        self.controllers = controllers::look(&self.parts.root.join("sys"), self.board.wanted());
+        let sys = self.parts.root.join("sys");
+        self.controllers = controllers::look(&sys, self.board.wanted());
+        self.drives = controllers::drives(&sys, self.board.wanted());
     }
 
     /// Takes over from the configuration file what an agent can change while it runs.
@@ -370,6 +400,7 @@ impl Worker {
                     }
                 }
             }
+            Ended::Asked(answers) => self.wear.answered(answers),
             Ended::Wiped { path, result: Ok(()) } => {
                 tracing::info!(path, "the data of a device is destroyed");
                 self.board.wiped(&path);

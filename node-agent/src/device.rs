@@ -22,7 +22,7 @@ pub(crate) use worker::read_error;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -81,6 +81,8 @@ pub(crate) struct DeviceInfo {
     pub(crate) recovery: RecoveryInfo,
     /// Set when a sync has failed: with a page cache, what is read from then on may not be on the medium.
     pub(crate) sync_failed: Arc<AtomicBool>,
+    /// Operations since it was opened that met an error of the medium, or were lost on their way to it.
+    pub(crate) media_errors: Arc<AtomicU32>,
 }
 
 /// What opening a device took.
@@ -146,6 +148,7 @@ struct Opening {
     opened: Receiver<Result<(Option<Recovered>, Facts), AgentError>>,
     commands: Sender<Command>,
     sync_failed: Arc<AtomicBool>,
+    media_errors: Arc<AtomicU32>,
     thread: JoinHandle<()>,
 }
 
@@ -275,6 +278,7 @@ fn begin(
     let (opened_sender, opened) = bounded(1);
     let (commands, command_receiver) = bounded(COMMANDS_MAX);
     let sync_failed = Arc::<AtomicBool>::default();
+    let media_errors = Arc::<AtomicU32>::default();
     let around = Surroundings {
         device: id,
         path: device.path.display().to_string(),
@@ -284,6 +288,7 @@ fn begin(
         clock: context.clock,
         metrics: context.metrics.device(id),
         sync_failed: sync_failed.clone(),
+        media_errors: media_errors.clone(),
     };
     let recipe = open::Recipe::new(device, settings, &context.arena);
     let span = tracing::info_span!("device", path = %device.path.display());
@@ -308,7 +313,8 @@ fn begin(
         .name(format!("device-{}", id.0))
         .spawn(body)
         .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
-    Ok(Opening { path: device.path.clone(), found, verdict, opened, commands, sync_failed, thread })
+    let path = device.path.clone();
+    Ok(Opening { path, found, verdict, opened, commands, sync_failed, media_errors, thread })
 }
 
 fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
@@ -326,8 +332,8 @@ fn finish(opening: Opening, found: Found) -> Result<OpenedDevice, AgentError> {
     let Recovered { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
     let Facts { bytes, engine, caching, waker } = facts;
-    let sync_failed = opening.sync_failed;
-    let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery, sync_failed };
+    let (sync_failed, media_errors) = (opening.sync_failed, opening.media_errors);
+    let info = DeviceInfo { path: opening.path, bytes, engine, caching, recovery, sync_failed, media_errors };
     tracing::info!(
         path = %info.path.display(), bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, "pool device ready"

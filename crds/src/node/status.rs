@@ -157,10 +157,10 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 512))]
     pub message: String,
-    /// Its serial number. Not written in this release.
+    /// Its serial number. Of NVMe drives of `devices` pools.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<Serial>,
-    /// Its model. Not written in this release.
+    /// Its model, likewise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Text>,
     /// Its bytes that are used for blocks.
@@ -175,10 +175,11 @@ pub struct Device {
     /// Whether the kernel's page cache is passed by.
     #[serde(default)]
     pub direct: bool,
-    /// Media errors that it reports. Not written in this release.
+    /// Media errors that the agent has met since it opened the device, or that the drive tells of its whole life, whichever are more. An NVMe drive tells
+    /// them only to an agent with CAP_SYS_ADMIN, which the pods of this release do not have. Absent: it is not open.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub media_errors: Option<u32>,
-    /// Spare capacity that it reports. Not written in this release.
+    /// Spare capacity that it tells, once a minute. Absent: it does not tell, or not to this agent (see `mediaErrors`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spare_percent: Option<Percent>,
     /// Time in microseconds below which 99 of 100 reads of the last minute were, up to a quarter off. Only where the pool has
@@ -188,6 +189,9 @@ pub struct Device {
     /// Whether reads take longer than the pool allows. It is used all the same.
     #[serde(default)]
     pub slow: bool,
+    /// Whether it has more media errors, or less spare capacity, than the pool allows. It is used all the same.
+    #[serde(default)]
+    pub worn: bool,
 }
 
 choice! {

@@ -144,6 +144,8 @@ words! {
         DeviceFailed,
         /// Reads of a device take longer than its pool allows; it is used all the same.
         DeviceSlow,
+        /// A device has more media errors, or less spare capacity, than its pool allows; it is used all the same.
+        DeviceWorn,
         /// The wanted engine cannot be had on some nodes.
         EngineUnavailable,
         /// The object is used; the message says by whom.

@@ -7,7 +7,10 @@ use super::cases::{Case, Table, accepts, changes, of_spec, refuses, round_trip};
 
 pub(crate) fn table() -> Table {
     let digest = format!("sha256:{}", "0f".repeat(32));
-    let claim = json!({"pool": "fast", "uid": "1-2", "generation": 3, "globs": ["/dev/disk/by-id/nvme-*"]});
+    let claim = json!({
+        "pool": "fast", "uid": "1-2", "generation": 3, "globs": ["/dev/disk/by-id/nvme-*"],
+        "maxReadLatency": "50ms", "maxMediaErrors": 0, "minSparePercent": 10,
+    });
     let file = json!({"pool": "slow", "uid": "1-3", "generation": 1, "file": "/srv/pool", "size": "1Gi"});
     let both = json!({"pool": "slow", "uid": "1-3", "generation": 1, "file": "/srv/pool", "globs": ["/dev/disk/by-id/a"]});
     let neither = json!({"pool": "slow", "uid": "1-3", "generation": 1});
@@ -21,7 +24,7 @@ pub(crate) fn table() -> Table {
         "devices": [{
             "path": "/dev/disk/by-id/nvme-a", "pool": "fast", "state": "Open", "serial": "S4", "model": "Fast 9",
             "size": "1Ti", "used": "0", "engine": "IoUring", "direct": true, "mediaErrors": 0, "sparePercent": 100,
-            "readLatencyP99Micros": 300, "message": "as wanted",
+            "readLatencyP99Micros": 300, "slow": false, "worn": true, "message": "as wanted",
         }],
         "gpus": [{"uuid": "GPU-0a1b", "product": "H200"}],
         "controllers": [
@@ -95,6 +98,12 @@ pub(crate) fn table() -> Table {
                 "spec.claims[0].maxDevices",
                 of_spec(json!({"claims": [{
                     "pool": "fast", "uid": "1", "generation": 1, "file": "/srv/pool", "maxDevices": 33,
+                }]})),
+            ),
+            (
+                "spec.claims[0].minSparePercent",
+                of_spec(json!({"claims": [{
+                    "pool": "fast", "uid": "1", "generation": 1, "file": "/srv/pool", "minSparePercent": 101,
                 }]})),
             ),
         ],

@@ -67,6 +67,10 @@ pub struct Claim {
     pub foreign: ForeignSignatures,
     /// Longest time that 99 of 100 reads of a minute may take.
     pub max_read_latency: Option<Duration>,
+    /// Media errors that a device may have.
+    pub max_media_errors: Option<u32>,
+    /// Spare capacity, in percent, that a device must have left.
+    pub min_spare_percent: Option<u8>,
     /// What becomes of the data.
     pub data: Data,
 }
@@ -227,6 +231,8 @@ fn read_claim(item: &Value) -> Result<Claim, Problem> {
         fallback: claim.fallback_engine,
         foreign: claim.foreign_signatures,
         max_read_latency,
+        max_media_errors: claim.max_media_errors,
+        min_spare_percent: claim.min_spare_percent.map(|percent| percent.0),
         data: if claim.wipe { Data::Wiped } else { Data::Kept },
     })
 }
@@ -256,10 +262,14 @@ mod tests {
         assert_eq!(claim.source, Source::File(PathBuf::from("/var/lib/reprise/pool")));
         assert_eq!((claim.bytes, claim.engine, claim.data), (Some(64 << 20), Engine::IoUring, Data::Kept));
         assert_eq!(claim.max_read_latency, None);
+        assert_eq!((claim.max_media_errors, claim.min_spare_percent), (None, None));
         let mut quick = file_claim();
         quick["maxReadLatency"] = json!("50ms");
+        (quick["maxMediaErrors"], quick["minSparePercent"]) = (json!(0), json!(10));
         let desired = read(&json!({ "claims": [quick] }));
         assert_eq!(desired.claims[0].max_read_latency, Some(Duration::from_millis(50)));
+        let worn = (desired.claims[0].max_media_errors, desired.claims[0].min_spare_percent);
+        assert_eq!(worn, (Some(0), Some(10)));
         assert_eq!(read(&json!({})).mode, Some(NodeMode::Active));
         let devices = json!({ "pool": "raw", "uid": "u", "generation": 1, "globs": ["/dev/disk/by-id/nvme-*"], "wipe": true });
         let desired = read(&json!({ "claims": [devices] }));

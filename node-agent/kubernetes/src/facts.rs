@@ -139,6 +139,16 @@ pub struct DeviceFact {
     pub read_p99_micros: Option<u32>,
     /// That reads take longer than the pool allows, in words.
     pub slow: Option<String>,
+    /// Media errors that were met since it was opened, or that it tells of its life; the greater number. `None`: it is not open.
+    pub media_errors: Option<u32>,
+    /// Spare capacity that it tells, in percent.
+    pub spare_percent: Option<u8>,
+    /// That it is more worn than the pool allows, in words.
+    pub worn: Option<String>,
+    /// Its serial number.
+    pub serial: Option<String>,
+    /// Its model.
+    pub model: Option<String>,
 }
 
 /// An NVMe controller.

@@ -6,8 +6,8 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::CacheNodeStatus;
 use reprise_crds::fields::{
-    DevicePath, Digest, GpuUuid, HostPath, Name, NodeMode, PciAddress, Quantity, Serial, ShortName, Text,
-    Uid, Version,
+    DevicePath, Digest, GpuUuid, HostPath, Name, NodeMode, PciAddress, Percent, Quantity, Serial, ShortName,
+    Text, Uid, Version,
 };
 use reprise_crds::node::{
     AgentInfo, Applied, AppliedPool, AppliedProfile, Controller, Device, DeviceState, Drain, Endpoints, Gpu,
@@ -128,22 +128,24 @@ fn capacity(facts: &Facts) -> NodeCapacity {
 fn device(fact: &DeviceFact) -> Device {
     let is_open = fact.state == DeviceState::Open;
     let trouble = fact.trouble.as_ref().map(|trouble| trouble.message.as_str());
-    let message = trouble.into_iter().chain(fact.slow.as_deref()).collect::<Vec<_>>().join("; ");
+    let health = fact.worn.as_deref().into_iter().chain(fact.slow.as_deref());
+    let message = trouble.into_iter().chain(health).collect::<Vec<_>>().join("; ");
     Device {
         path: DevicePath::new(&fact.path),
         pool: ShortName::new(&fact.pool),
         state: fact.state,
         message: message.chars().take(DEVICE_MESSAGE_CHARS_MAX).collect(),
-        serial: None,
-        model: None,
+        serial: fact.serial.as_ref().map(Serial::new),
+        model: fact.model.as_deref().map(short),
         size: is_open.then(|| quantity(fact.size)),
         used: is_open.then(|| quantity(rounded(fact.used, fact.size))),
         engine: fact.engine,
         direct: fact.direct,
-        media_errors: None,
-        spare_percent: None,
+        media_errors: fact.media_errors,
+        spare_percent: fact.spare_percent.map(Percent),
         read_latency_p99_micros: fact.read_p99_micros,
         slow: fact.slow.is_some(),
+        worn: fact.worn.is_some(),
     }
 }
 
@@ -325,11 +327,21 @@ fn degraded(facts: &Facts) -> Finding {
         () if matches!(facts.control_plane, ControlPlane::Away { .. }) => {
             Finding::yes(kind, Reason::ControlPlaneUnreachable, "blocks of other nodes cannot be found")
         }
-        () => match facts.devices.iter().find_map(|device| Some((&device.path, device.slow.as_ref()?))) {
-            Some((path, words)) => Finding::yes(kind, Reason::DeviceSlow, format!("{path}: {words}")),
+        () => match worn(facts).or_else(|| slow(facts)) {
+            Some((reason, path, words)) => Finding::yes(kind, reason, format!("{path}: {words}")),
             None => Finding::no(kind, Reason::AsDesired, ""),
         },
     }
+}
+
+fn worn(facts: &Facts) -> Option<(Reason, &str, &str)> {
+    let device = facts.devices.iter().find(|device| device.worn.is_some())?;
+    Some((Reason::DeviceWorn, &device.path, device.worn.as_deref()?))
+}
+
+fn slow(facts: &Facts) -> Option<(Reason, &str, &str)> {
+    let device = facts.devices.iter().find(|device| device.slow.is_some())?;
+    Some((Reason::DeviceSlow, &device.path, device.slow.as_deref()?))
 }
 
 fn cordoned(facts: &Facts) -> Finding {

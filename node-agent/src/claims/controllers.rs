@@ -23,6 +23,29 @@ const SERIAL_CHARS_MAX: usize = 64;
 /// The bus whose controllers have queues in memory that others can reach.
 const PCI: &str = "pcie";
 
+/// The drive of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Drive {
+    pub(super) serial: String,
+    pub(super) model: Option<String>,
+}
+
+/// The NVMe drives of devices that pools claim, by the devices' stable paths, whatever bus they are on.
+pub(super) fn drives(sys: &Path, pools: &[WantedPool]) -> BTreeMap<String, Drive> {
+    let places = pools.iter().flat_map(|pool| &pool.places);
+    let devices = places.filter(|place| place.recipe.kind == Kind::Device);
+    devices.filter_map(|place| Some((place.path.clone(), drive(sys, &place.at)?))).collect()
+}
+
+fn drive(sys: &Path, at: &Path) -> Option<Drive> {
+    let real = fs::canonicalize(at).ok()?;
+    let controller = controllers_of(&sys.join("class/block").join(real.file_name()?)).into_iter().next()?;
+    let folder = sys.join("class/nvme").join(controller);
+    let text = |file: &str| Some(fs::read_to_string(folder.join(file)).ok()?.trim().to_owned());
+    let serial = text("serial").filter(|serial| is_serial(serial))?;
+    Some(Drive { serial, model: text("model").filter(|model| !model.is_empty()) })
+}
+
 /// What the kernel shows below `sys`, sorted by serial number. What cannot be read is not there.
 pub(super) fn look(sys: &Path, pools: &[WantedPool]) -> Vec<ControllerFact> {
     let owners = owners(sys, pools);
@@ -211,13 +234,28 @@ mod tests {
         symlink(&partition, root.path("sys/class/block/nvme1n1p2")).expect("a link");
         fs::write(root.path("dev/nvme1n1p2"), b"").expect("a device");
         let pools = [root.pool("raw", "nvme0n1", Kind::Device), root.pool("part", "nvme1n1p2", Kind::Device)];
+        fs::write(root.path("sys/devices/nvme0/model"), "Fast 9   \n").expect("a file");
+        let path = |device: &str| root.path("dev").join(device).display().to_string();
+        let drive = |serial: &str, model: Option<&str>| Drive {
+            serial: serial.to_owned(),
+            model: model.map(str::to_owned),
+        };
+        let drives = BTreeMap::from([
+            (path("nvme0n1"), drive("S0 X", Some("Fast 9"))),
+            (path("nvme1n1p2"), drive("S1", None)),
+        ]);
+        assert_eq!(super::drives(&root.path("sys"), &pools), drives);
         let told = |serial: &str, pairs: u32, pool: Option<&str>| {
             (serial.to_owned(), pairs, pool.map(str::to_owned))
         };
         let all = [told("S0 X", 64, Some("raw")), told("S1", 8, Some("part")), told("S2", 0, None)];
         assert_eq!(root.look(&pools), all);
         // A file on a disk is not the disk.
-        assert_eq!(root.look(&[root.pool("raw", "nvme0n1", Kind::File)])[0].2, None);
+        let file = [root.pool("raw", "nvme0n1", Kind::File)];
+        assert_eq!(
+            (root.look(&file)[0].2.as_ref(), super::drives(&root.path("sys"), &file).len()),
+            (None, 0)
+        );
         let address = look(&root.path("sys"), &[])[1].pci_address.clone();
         assert_eq!(address.as_deref(), Some("0000:01:00.0"));
         assert!(look(&root.path("nowhere"), &pools).is_empty());

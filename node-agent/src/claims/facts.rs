@@ -1,7 +1,8 @@
 //! How the node is, out of what core, directory client, board and configuration know.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::bounded;
@@ -13,9 +14,11 @@ use reprise_agent_kubernetes::{
 use reprise_policy::NodeMode;
 
 use super::ClaimsParts;
-use super::board::Board;
+use super::board::{Board, Kind};
+use super::controllers::Drive;
 use super::profiles::Profiles;
 use super::slow::Slow;
+use super::wear::{Limits, Place, Wear};
 use crate::admin::AdminContext;
 use crate::core_loop::{CoreView, Input};
 use crate::directory::DirectoryStatus;
@@ -40,6 +43,9 @@ pub(super) struct Look<'a> {
     pub(super) gpus: &'a [GpuFact],
     pub(super) profiles: &'a Profiles,
     pub(super) slow: &'a Slow,
+    pub(super) wear: &'a Wear,
+    /// Drives by the stable paths of devices.
+    pub(super) drives: &'a BTreeMap<String, Drive>,
 }
 
 /// How the core is; `None` when it does not answer.
@@ -56,6 +62,24 @@ pub(super) fn allowed(board: &Board, desired: &Desired) -> BTreeMap<DeviceId, Du
     board.devices().into_iter().filter_map(|(id, fact)| Some((id?, of_pool(&fact.pool)?))).collect()
 }
 
+/// Devices that are open, to be asked how worn they are. A file is not asked: its drive may have several.
+pub(super) fn open_devices(board: &Board) -> Vec<Place> {
+    let open: BTreeSet<String> =
+        board.devices().into_iter().filter_map(|(id, fact)| id.map(|_| fact.path)).collect();
+    let places = board.wanted().iter().flat_map(|pool| &pool.places);
+    let devices = places.filter(|place| place.recipe.kind == Kind::Device && open.contains(&place.path));
+    devices.map(|place| (place.path.clone(), place.at.clone())).collect()
+}
+
+/// What the pool of a device allows.
+fn limits(desired: &Desired, pool: &str) -> Limits {
+    let claim = desired.claims.iter().find(|claim| claim.pool == pool);
+    claim.map_or_else(Limits::default, |claim| Limits {
+        media_errors_max: claim.max_media_errors,
+        spare_percent_min: claim.min_spare_percent,
+    })
+}
+
 /// What is told of the node.
 pub(super) fn gather(
     parts: &ClaimsParts,
@@ -70,6 +94,16 @@ pub(super) fn gather(
         (fact.size, fact.used) = (usage.capacity_bytes, usage.slot_bytes_used);
         if let Some(reading) = id.and_then(|id| look.slow.of(id)) {
             (fact.read_p99_micros, fact.slow) = (reading.p99_micros, reading.slow);
+        }
+        let open = id.and_then(|id| view.devices.iter().find(|device| device.id == id));
+        if let Some(open) = open {
+            let errors = open.info.media_errors.load(Ordering::Relaxed);
+            let reading = look.wear.of(&fact.path, errors, limits(desired, &fact.pool));
+            fact.media_errors = Some(reading.media_errors);
+            (fact.spare_percent, fact.worn) = (reading.spare_percent, reading.worn);
+        }
+        if let Some(drive) = look.drives.get(&fact.path) {
+            (fact.serial, fact.model) = (Some(drive.serial.clone()), drive.model.clone());
         }
         fact
     });

@@ -229,6 +229,8 @@ mod tests {
             fallback: FallbackEngine::None,
             foreign: ForeignSignatures::Refuse,
             max_read_latency: None,
+            max_media_errors: None,
+            min_spare_percent: None,
             data: Data::Kept,
         }
     }

@@ -18,7 +18,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, TryRecvError};
@@ -72,6 +72,8 @@ pub(super) struct Surroundings {
     pub(super) metrics: DeviceMetrics,
     /// See [`DeviceInfo`](super::DeviceInfo).
     pub(super) sync_failed: Arc<AtomicBool>,
+    /// See [`DeviceInfo`](super::DeviceInfo).
+    pub(super) media_errors: Arc<AtomicU32>,
 }
 
 /// The thread's state while the device works.
@@ -384,7 +386,12 @@ impl Worker {
         let Done { purpose, bytes, latency, result } = done;
         let error = match &result {
             Ok(()) => None,
-            Err(error) => Some(self.health.judge(error, &self.around.path)),
+            Err(error) => {
+                if error.kind() == IoErrorKind::Media {
+                    self.around.media_errors.fetch_add(1, Ordering::Relaxed);
+                }
+                Some(self.health.judge(error, &self.around.path))
+            }
         };
         match purpose {
             Purpose::Piece { piece, header } => {

@@ -76,6 +76,8 @@ fn claim(pool: &SSDPool) -> PoolClaim {
         fallback_engine: spec.fallback_engine,
         foreign_signatures: devices.map(|devices| devices.foreign_signatures).unwrap_or_default(),
         max_read_latency: spec.health.max_read_latency.clone(),
+        max_media_errors: spec.health.max_media_errors,
+        min_spare_percent: spec.health.min_spare_percent,
         wipe: deleted && confirmed && !in_use::holds(pool),
     }
 }
@@ -130,6 +132,7 @@ mod tests {
         let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi" } });
         let devices = json!({
             "devices": { "globs": ["/dev/disk/by-id/nvme-*"], "maxPerNode": 2 }, "mode": "Cordoned", "engine": "Plain",
+            "health": { "maxReadLatency": "50ms", "maxMediaErrors": 7, "minSparePercent": 10 },
         });
         let made = spec(json!({}), vec![pool("q", devices, json!({})), pool("p", directory, json!({}))]);
         assert_eq!(made.mode, NodeMode::Cordoned);
@@ -138,6 +141,10 @@ mod tests {
         assert_eq!(file.file.as_ref().map(HostPath::as_str), Some("/data/p/pool"));
         assert_eq!((file.generation, file.size.as_ref().map(|size| size.as_str())), (4, Some("2Gi")));
         assert_eq!((raw.globs.len(), raw.max_devices, raw.file.as_ref()), (1, 2, None));
+        let health =
+            |claim: &PoolClaim| (claim.max_media_errors, claim.min_spare_percent.map(|least| least.0));
+        assert_eq!((health(raw), health(file)), ((Some(7), Some(10)), (None, None)));
+        assert_eq!(raw.max_read_latency.as_ref().map(ToString::to_string).as_deref(), Some("50ms"));
         assert_eq!(spec(json!({ "unschedulable": true }), Vec::new()).mode, NodeMode::Draining);
         assert_eq!(spec(json!({}), Vec::new()).mode, NodeMode::Active);
     }

@@ -67,6 +67,8 @@ struct Counts {
     refused: BTreeMap<String, String>,
     /// With a device that failed, and why.
     failed: BTreeMap<String, String>,
+    /// With a device that is more worn than the pool allows, and which.
+    worn: BTreeMap<String, String>,
     /// With a device that is slower than the pool allows, and which.
     slow: BTreeMap<String, String>,
     /// That have not said anything lately.
@@ -126,6 +128,9 @@ impl Counts {
                 self.open += 1;
                 self.total = self.total.saturating_add(bytes(&device.size));
                 self.used = self.used.saturating_add(bytes(&device.used));
+                if device.worn {
+                    self.worn.entry(node.to_owned()).or_insert_with(why);
+                }
                 if device.slow {
                     self.slow.entry(node.to_owned()).or_insert_with(why);
                 }
@@ -299,6 +304,14 @@ fn degraded(counts: &Counts, found: &Found) -> Finding {
         );
         return Finding::yes(kind, Reason::NotReported, message);
     }
+    if let Some((node, why)) = counts.worn.first_key_value() {
+        let message = format!(
+            "devices of {} nodes have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent; on \
+             {node}, {why}. They are used all the same: replace them before they fail, or allow more",
+            counts.worn.len()
+        );
+        return Finding::yes(kind, Reason::DeviceWorn, message);
+    }
     if let Some((node, why)) = counts.slow.first_key_value() {
         let message = format!(
             "devices of {} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They are used all the same: look at \
@@ -327,8 +340,8 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
     if ready >= counts.selected {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
-    // A slow device is open, so that is not what is waited for.
-    let keeps_closed = degraded.reason != Reason::DeviceSlow;
+    // A slow or worn device is open, so that is not what is waited for.
+    let keeps_closed = ![Reason::DeviceSlow, Reason::DeviceWorn].contains(&degraded.reason);
     if degraded.status == reprise_crds::status::ConditionStatus::True && keeps_closed {
         return Finding::no(kind, degraded.reason, format!("{message}; {}", degraded.message));
     }

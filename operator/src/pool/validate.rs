@@ -47,12 +47,6 @@ pub fn unsupported(pool: &SSDPool) -> Option<Refusal> {
     if spec.engine == Engine::Plain && spec.fallback_engine == FallbackEngine::Plain {
         return refuse("fallbackEngine is the engine itself: use None".to_owned());
     }
-    if spec.health.max_media_errors.is_some() || spec.health.min_spare_percent.is_some() {
-        return refuse(
-            "health.maxMediaErrors and health.minSparePercent are not compared in this release: remove them"
-                .to_owned(),
-        );
-    }
     None
 }
 
@@ -70,13 +64,13 @@ mod tests {
             SSDPool::new("p", serde_json::from_value(spec).expect("a spec"))
         };
         assert_eq!(unsupported(&pool(json!({}))), None);
-        assert_eq!(unsupported(&pool(json!({ "health": { "maxReadLatency": "50ms" } }))), None);
+        let health = json!({ "maxReadLatency": "50ms", "maxMediaErrors": 0, "minSparePercent": 10 });
+        assert_eq!(unsupported(&pool(json!({ "health": health }))), None);
         assert_eq!(unsupported(&pool(json!({ "engine": "Plain", "fallbackEngine": "IoUring" }))), None);
         for (more, words) in [
             (json!({ "claims": { "storageClassName": "s", "size": "1Gi" } }), "claims"),
             (json!({ "engine": "Gds" }), "engine Gds"),
             (json!({ "engine": "GpuQueue" }), "engine GpuQueue"),
-            (json!({ "health": { "maxMediaErrors": 1 } }), "health"),
         ] {
             let refused = unsupported(&pool(more)).expect(words);
             assert!(refused.message.starts_with(words), "{}", refused.message);

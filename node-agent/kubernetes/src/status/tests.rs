@@ -36,6 +36,11 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
         direct: state == DeviceState::Open,
         read_p99_micros: None,
         slow: None,
+        media_errors: (state == DeviceState::Open).then_some(0),
+        spare_percent: None,
+        worn: None,
+        serial: None,
+        model: None,
     }
 }
 
@@ -151,6 +156,30 @@ fn a_slow_device_is_open_and_said_to_be_slow() {
     assert_eq!(so(&slow(None), ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
     let other = Trouble { reason: Reason::EngineUnavailable, message: "another engine".to_owned() };
     assert_eq!(said(&slow(Some(other))).devices[0].message, "another engine; reads take long");
+}
+
+#[test]
+fn a_worn_device_is_open_and_said_to_be_worn_before_it_is_said_to_be_slow() {
+    let worn = DeviceFact {
+        worn: Some("it has met 11 media errors".to_owned()),
+        media_errors: Some(11),
+        spare_percent: Some(4),
+        serial: Some("S4".to_owned()),
+        model: Some("Fast\n9".to_owned()),
+        slow: Some("reads take long".to_owned()),
+        ..device("/dev/disk/by-id/a", DeviceState::Open)
+    };
+    let facts = Facts { devices: vec![device("/pool", DeviceState::Open), worn], ..facts() };
+    let status = said(&facts);
+    let [fine, told] = status.devices.as_slice() else { panic!("{:?}", status.devices) };
+    assert_eq!((fine.worn, fine.media_errors, fine.spare_percent), (false, Some(0), None));
+    assert_eq!((told.worn, told.slow, told.state), (true, true, DeviceState::Open));
+    assert_eq!((told.media_errors, told.spare_percent), (Some(11), Some(Percent(4))));
+    assert_eq!(told.serial.as_ref().map(Serial::as_str), Some("S4"));
+    assert_eq!(told.model.as_ref().map(Text::as_str), Some("Fast 9"));
+    assert_eq!(told.message, "it has met 11 media errors; reads take long");
+    assert_eq!(so(&facts, ConditionType::Degraded), (TRUE, "DeviceWorn".to_owned()));
+    assert_eq!(so(&facts, ConditionType::DevicesReady), (TRUE, "AsDesired".to_owned()));
 }
 
 #[test]

@@ -153,7 +153,7 @@ impl Place {
         }
     }
 
-    /// How it is told; what is used of it, and how quick it is, is for the caller to add.
+    /// How it is told; what is used of it, how quick and how worn it is, and which drive, is for the caller to add.
     pub(super) fn fact(&self, path: &str) -> (Option<DeviceId>, DeviceFact) {
         let waiting = |message: &str| Trouble { reason: Reason::Progressing, message: message.to_owned() };
         let (id, state, trouble) = match &self.state {
@@ -188,6 +188,11 @@ impl Place {
             direct,
             read_p99_micros: None,
             slow: None,
+            media_errors: None,
+            spare_percent: None,
+            worn: None,
+            serial: None,
+            model: None,
         };
         (id, fact)
     }

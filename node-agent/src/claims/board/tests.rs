@@ -44,6 +44,8 @@ fn claim(uid: &str, generation: i64) -> Claim {
         fallback: FallbackEngine::None,
         foreign: ForeignSignatures::Refuse,
         max_read_latency: None,
+        max_media_errors: None,
+        min_spare_percent: None,
         data: Data::Kept,
     }
 }

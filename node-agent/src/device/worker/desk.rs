@@ -120,6 +120,7 @@ impl Desk {
             clock: Clock::start(),
             metrics: Metrics::new("test", PageCoverage::default()).device(DeviceId(0)),
             sync_failed: Arc::default(),
+            media_errors: Arc::default(),
         };
         let worker = Some(Worker::new(around, open.into_engine()));
         let (found, losses) = (stored, Vec::new());

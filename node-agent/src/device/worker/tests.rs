@@ -30,6 +30,7 @@ struct World {
     waker: Waker,
     inputs: Receiver<Input>,
     thread: Option<JoinHandle<()>>,
+    media_errors: Arc<AtomicU32>,
 }
 
 /// 4 layers of 2 × 4 KiB.
@@ -101,6 +102,7 @@ impl World {
         let engine = device.open_engine().expect("nobody else has it");
         let (waker, (inbox, inputs)) = (engine.waker(), Inbox::new());
         let (commands, receiver) = bounded(COMMANDS_MAX);
+        let media_errors = Arc::<AtomicU32>::default();
         let around = Surroundings {
             device: DeviceId(0),
             path: "simulated".to_owned(),
@@ -110,9 +112,10 @@ impl World {
             clock: Clock::start(),
             metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
             sync_failed: Arc::default(),
+            media_errors: media_errors.clone(),
         };
         let thread = Some(std::thread::spawn(move || Worker::new(around, Box::new(engine)).run()));
-        World { device, arena, commands, waker, inputs, thread }
+        World { device, arena, commands, waker, inputs, thread, media_errors }
     }
 
     fn command(&self, command: Command) {
@@ -235,6 +238,7 @@ fn a_bad_place_costs_one_block_and_one_write() {
     assert_eq!(world.done(), (1, Err(DeviceError::Media)));
     world.op(2, DeviceOpKind::WriteBlock { offset: stride(), header: header(1).0, slot: slot(1) });
     assert_eq!(world.done(), (2, Ok(())));
+    assert_eq!(world.media_errors.load(Ordering::Relaxed), 2, "both are counted");
 }
 
 #[test]

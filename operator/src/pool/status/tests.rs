@@ -1,4 +1,4 @@
-//! What is said of a pool that is being drained.
+//! What is said of a pool that is being drained, and of one whose devices are slow or worn.
 
 #![allow(clippy::needless_pass_by_value, reason = "statuses are made where they are passed")]
 
@@ -116,6 +116,36 @@ fn what_a_node_said_too_long_ago_or_of_another_spec_does_not_count() {
         let finding = said(&found(&["n1", "n2"], vec![empty("n1"), node]), None);
         assert_eq!(finding.status, ConditionStatus::False, "{place} {other}");
         assert!(finding.message.contains("n2"), "{place} {other}: {}", finding.message);
+    }
+}
+
+#[test]
+fn a_worn_device_is_said_before_a_slow_one_and_keeps_no_pool_from_being_ready() {
+    let devices = |worn: bool, slow: bool| {
+        let message = "it has met 11 media errors, and its pool allows 10";
+        let device = json!({ "path": "/p/pool", "pool": "p", "state": "Open", "worn": worn, "slow": slow, "message": message });
+        let mut node = empty("n1");
+        node["status"]["devices"] = json!([device]);
+        node["status"]["applied"] =
+            json!({ "pools": [{ "pool": "p", "uid": "u", "generation": GENERATION }] });
+        let (_, findings) = of(&pool(), &found(&["n1"], vec![node]), None);
+        let one = |kind| findings.iter().find(|finding| finding.kind == kind).expect("it is said").clone();
+        (one(Type::Degraded), one(Type::Ready))
+    };
+    for (worn, slow, reason) in [
+        (false, false, Reason::AsDesired),
+        (false, true, Reason::DeviceSlow),
+        (true, false, Reason::DeviceWorn),
+        (true, true, Reason::DeviceWorn),
+    ] {
+        let (degraded, ready) = devices(worn, slow);
+        assert_eq!(degraded.reason, reason);
+        assert_eq!(degraded.status == ConditionStatus::True, worn || slow);
+        assert_eq!(ready.status, ConditionStatus::True, "it is used all the same");
+    }
+    let said = devices(true, true).0.message;
+    for words in ["n1", "/p/pool", "11 media errors", "health.maxMediaErrors", "health.minSparePercent"] {
+        assert!(said.contains(words), "{said}");
     }
 }
 
