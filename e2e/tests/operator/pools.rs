@@ -57,13 +57,17 @@ fn a_pool_is_claimed_on_its_nodes_and_ready_when_they_say_so() {
 }
 
 #[test]
-fn a_device_that_is_slower_than_its_pool_allows_is_said_and_used_all_the_same() {
+fn a_device_that_is_slower_or_more_worn_than_its_pool_allows_is_said_and_used_all_the_same() {
     let lab = Lab::new();
     let operator = lab.operator();
     let on_one = json!({ "matchLabels": { "name": "n1" } });
-    lab.pool("p", "/var/lib/pool", json!({ "nodeSelector": on_one, "health": { "maxReadLatency": "50ms" } }));
+    lab.pool("p", "/var/lib/pool", json!({ "nodeSelector": on_one, "health": { "maxReadLatency": "50ms", "maxMediaErrors": 10, "minSparePercent": 5 } }));
     lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-    assert_eq!(wait_claims(&lab, "n1", &["p"])[0]["maxReadLatency"], "50ms");
+    let claim = wait_claims(&lab, "n1", &["p"])[0].clone();
+    assert_eq!(
+        (&claim["maxReadLatency"], &claim["maxMediaErrors"], &claim["minSparePercent"]),
+        (&json!("50ms"), &json!(10), &json!(5))
+    );
     lab.agent_reports("n1", "Open");
     lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     lab.wait_condition("SSDPool", "p", ["Degraded", "False", "AsDesired"]);
@@ -75,6 +79,14 @@ fn a_device_that_is_slower_than_its_pool_allows_is_said_and_used_all_the_same() 
     });
     let said = lab.wait_condition("SSDPool", "p", ["Degraded", "True", "DeviceSlow"]);
     assert!(said.contains("n1") && said.contains("82 ms") && said.contains("maxReadLatency"), "{said}");
+    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
+    lab.agent_says("n1", "Open", |status| {
+        let device = &mut status["devices"][0];
+        (device["worn"], device["mediaErrors"], device["sparePercent"]) = (json!(true), json!(11), json!(90));
+        device["message"] = json!("it has met 11 media errors");
+    });
+    let said = lab.wait_condition("SSDPool", "p", ["Degraded", "True", "DeviceWorn"]);
+    assert!(said.contains("11 media errors") && said.contains("maxMediaErrors"), "{said}");
     lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     lab.agent_reports("n1", "Open");
     lab.wait_condition("SSDPool", "p", ["Degraded", "False", "AsDesired"]);
