@@ -134,7 +134,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
             tracing::info!(node = name, status, reason, "whether a node's cache serves is written");
         }
         Step::Remove | Step::Nothing => {
-            tracing::info!(node = name, "a node says nothing of a cache any more")
+            tracing::info!(node = name, "a node says nothing of a cache any more");
         }
     }
     Ok(())
