@@ -9,15 +9,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::fields::{Image, LabelSelector, ObjectRef, PullPolicy, SecretRef, choice, of_nothing};
 
+mod access;
 mod agents;
 mod cache;
 mod control_plane;
 mod etcd;
 mod status;
 
+pub use access::{DeviceAccess, DeviceAccessMode, GpuAccess, GpuAccessMode, Rdma, RdmaMode};
 pub use agents::{
-    Agents, ClientTransport, GpuAccess, GpuAccessMode, Peers, Rdma, RdmaMode, Seccomp, SeccompMode,
-    SessionSocket, UpdateStrategy, UpdateType,
+    Agents, ClientTransport, Peers, Seccomp, SeccompMode, SessionSocket, UpdateStrategy, UpdateType,
 };
 pub use cache::{Cache, EvictionPolicy, HugePages, Limits, Placement, Shares, Writeback};
 pub use control_plane::{Bounds, ControlPlane, Events, Membership, Publishing};

@@ -32,6 +32,8 @@ pub enum ChildKind {
     DaemonSet,
     /// How many members may be away.
     PodDisruptionBudget,
+    /// What devices agents' pods claim.
+    ResourceClaimTemplate,
     /// What pods get that ask for it.
     MutatingAdmissionPolicy,
     /// That they get it.
@@ -68,13 +70,14 @@ pub struct Child {
 
 impl ChildKind {
     /// All kinds, in the order in which they are applied: what pods refer to first.
-    pub const ALL: [ChildKind; 11] = [
+    pub const ALL: [ChildKind; 12] = [
         ChildKind::ServiceAccount,
         ChildKind::ClusterRoleBinding,
         ChildKind::ConfigMap,
         ChildKind::Secret,
         ChildKind::Service,
         ChildKind::PodDisruptionBudget,
+        ChildKind::ResourceClaimTemplate,
         ChildKind::StatefulSet,
         ChildKind::DaemonSet,
         ChildKind::MutatingAdmissionPolicy,
@@ -95,8 +98,13 @@ impl ChildKind {
 
     /// Whether there are API servers without the kind, or operators that may not write it ([`crate::optional`]).
     pub fn is_optional(self) -> bool {
-        use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
-        matches!(self, MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor)
+        use ChildKind::{
+            MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
+        };
+        matches!(
+            self,
+            MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor | ResourceClaimTemplate
+        )
     }
 
     /// As clients have it.
@@ -124,6 +132,9 @@ impl ChildKind {
             ChildKind::StatefulSet => ("apps", "v1", "StatefulSet", "statefulsets"),
             ChildKind::DaemonSet => ("apps", "v1", "DaemonSet", "daemonsets"),
             ChildKind::PodDisruptionBudget => ("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+            ChildKind::ResourceClaimTemplate => {
+                ("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates")
+            }
             ChildKind::MutatingAdmissionPolicy => {
                 (ADMISSION, "v1", "MutatingAdmissionPolicy", "mutatingadmissionpolicies")
             }

@@ -1,7 +1,8 @@
 //! Writes children, and removes what was a child and is wanted no more.
 //!
 //! Invariants: a child that is there as it is wanted is not written; what does not carry the cluster's unique id is never touched;
-//! a conflict or a refusal of one child keeps none of the others from being written.
+//! a conflict or a refusal of one child keeps none of the others from being written, but for pods whose claims have no template: they would
+//! wait for it, so those that run go on as they are.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -53,14 +54,30 @@ pub async fn apply(
     kept: &[(ChildKind, String)],
 ) -> Result<Applied, OperatorError> {
     let mut applied = Applied::default();
+    let mut refused = BTreeSet::new();
     for child in wanted {
-        if let Some(refused) = apply_one(context, cluster_uid, child).await? {
+        if waits(child.kind, &refused) {
+            refused.insert(child.kind);
+            continue;
+        }
+        if let Some(refusal) = apply_one(context, cluster_uid, child).await? {
             context.metrics.conflicted(child.kind.as_str());
-            applied.refused.push(refused);
+            applied.refused.push(refusal);
+            refused.insert(child.kind);
         }
     }
-    remove_unwanted(context, cluster_uid, wanted, kept).await?;
+    remove_unwanted(context, cluster_uid, wanted, kept, &refused).await?;
     Ok(applied)
+}
+
+/// Whether a child is left as it is because of those that were refused before.
+fn waits(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
+    kind == ChildKind::DaemonSet && refused.contains(&ChildKind::ResourceClaimTemplate)
+}
+
+/// Whether children that are wanted no more stay all the same: pods that were not written name the claims of before.
+fn stay(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
+    kind == ChildKind::ResourceClaimTemplate && refused.contains(&ChildKind::DaemonSet)
 }
 
 /// Writes a child unless it is there as it is wanted.
@@ -96,6 +113,9 @@ async fn apply_one(
         Ok(written) => {
             context.metrics.wrote(child.kind.as_str(), Write::Apply);
             tracing::info!(object = %key, "written");
+            if child.kind == ChildKind::ResourceClaimTemplate && !child.is_held_by(&written) {
+                return Ok(Some(not_kept(&key)));
+            }
             let version = written.resource_version().unwrap_or_default();
             let mut normalised = context.normalised.lock().unwrap_or_else(PoisonError::into_inner);
             normalised.insert(key, (child.digest.clone(), version));
@@ -114,6 +134,15 @@ async fn apply_one(
         }
         Err(error) => Err(OperatorError::api(format!("apply {key}"))(error)),
     }
+}
+
+/// Without admin access a claim of all devices would take them from whoever else wants them.
+fn not_kept(key: &str) -> Refusal {
+    let message = format!(
+        "the API server drops fields of {key}, so no pod is given it: switch its feature gate DRAAdminAccess on, which Kubernetes has \
+         always on from 1.36, or use another mode"
+    );
+    Refusal::new(Reason::Unsupported, message)
 }
 
 fn is_of_a_namespace_that_goes(status: &Status) -> bool {
@@ -159,13 +188,14 @@ async fn remove_unwanted(
     cluster_uid: &str,
     wanted: &[Child],
     kept: &[(ChildKind, String)],
+    refused: &BTreeSet<ChildKind>,
 ) -> Result<(), OperatorError> {
     let stays: BTreeSet<(ChildKind, &str)> = wanted
         .iter()
         .map(|child| (child.kind, child.name.as_str()))
         .chain(kept.iter().map(|(kind, name)| (*kind, name.as_str())))
         .collect();
-    for kind in ChildKind::ALL {
+    for kind in ChildKind::ALL.into_iter().filter(|kind| !stay(*kind, refused)) {
         for child in context.world.children_of(kind, cluster_uid) {
             if !stays.contains(&(kind, child.name_any().as_str())) {
                 remove(context, kind, &child).await?;
@@ -195,5 +225,26 @@ pub(crate) async fn remove(
         }
         Ok(Removed::Already) => Ok(()),
         Err(error) => Err(OperatorError::api(format!("delete {} {name}", kind.as_str()))(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pods_whose_claims_have_no_template_are_left_as_they_are_with_the_claims_that_they_have() {
+        use ChildKind::{DaemonSet, ResourceClaimTemplate};
+        let none = BTreeSet::new();
+        let without_template = BTreeSet::from([ResourceClaimTemplate]);
+        // As they are written: the DaemonSet counts as refused then.
+        let without_pods = BTreeSet::from([ResourceClaimTemplate, DaemonSet]);
+        let position = |kind| ChildKind::ALL.iter().position(|one| *one == kind);
+        assert!(position(ResourceClaimTemplate) < position(DaemonSet), "templates are written first");
+        for kind in ChildKind::ALL {
+            assert!(!waits(kind, &none) && !stay(kind, &none), "{kind:?}");
+            assert_eq!(waits(kind, &without_template), kind == DaemonSet, "{kind:?}");
+            assert_eq!(stay(kind, &without_pods), kind == ResourceClaimTemplate, "{kind:?}");
+        }
     }
 }

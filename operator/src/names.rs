@@ -91,6 +91,11 @@ impl ClusterNames {
         format!("{}-agent", self.name)
     }
 
+    /// Template of a claim of the agents' pods: for what, and a digest of what it says.
+    pub fn claim(&self, of: &str, digest: &str) -> String {
+        format!("{}-{of}-{digest}", self.agent())
+    }
+
     /// StatefulSet, configuration, service and disruption budget of the members.
     pub fn control_plane(&self) -> String {
         format!("{}-controlplane", self.name)

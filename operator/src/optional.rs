@@ -1,4 +1,5 @@
-//! Kinds of children that not every API server has, and that not every operator may write: policies that change pods, monitors.
+//! Kinds of children that not every API server has, and that not every operator may write: policies that change pods, templates of
+//! claims, monitors.
 //!
 //! A small question, asked at the start and from time to time, says whether a kind can be used. As long as it cannot, nobody
 //! watches it, and a cluster that needs it is refused with what is missing ([`crate::cluster::validate`]).

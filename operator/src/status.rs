@@ -171,6 +171,7 @@ fn is_good(finding: &Finding) -> bool {
     let troubles = [
         ConditionType::Degraded,
         ConditionType::EngineFallback,
+        ConditionType::TransportFallback,
         ConditionType::DeletionBlocked,
         ConditionType::Drifted,
         ConditionType::OverQuota,

@@ -1,11 +1,11 @@
 //! The agents' pods: where they run, what they may, how they are updated.
 //!
-//! The host path (blocks between an engine's memory, DRAM and devices) needs no privileges. What more a mode needs is said in
-//! the mode's words; the operator adds exactly that, and refuses what this release cannot do.
+//! The host path (blocks between an engine's memory, DRAM and files) needs no privileges. What gives more is in [`super::access`].
 
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
+use super::access::{DeviceAccess, GpuAccess, Rdma};
 use super::default_of_nothing;
 use crate::fields::{
     HostPath, LabelKey, Labels, LogSettings, Name, Quantity, Resources, SocketMode, Span, Text, Toleration,
@@ -46,13 +46,16 @@ pub struct Agents {
     /// How engines reach the agent of their node.
     #[serde(default)]
     pub client_transport: ClientTransport,
-    /// How the agent sees GPUs.
+    /// How agents open raw devices of pools. While no pool of the cluster has `devices`, it adds nothing.
+    #[serde(default)]
+    pub device_access: DeviceAccess,
+    /// How agents reach GPUs. Agents of this release list them, for which none of it is needed, and do no I/O of GPUs.
     #[serde(default)]
     pub gpu_access: GpuAccess,
-    /// How agents use RDMA among them.
+    /// How agents reach RDMA. Agents of this release have no transport for it and speak TCP: the condition `TransportFallback` says so.
     #[serde(default)]
     pub rdma: Rdma,
-    /// Which calls to the kernel the agent may make.
+    /// Which calls to the kernel the agent may make. Of no effect where a mode makes its container privileged.
     #[serde(default)]
     pub seccomp: Seccomp,
     /// The transport between agents.
@@ -117,78 +120,6 @@ choice! {
         NodeLocalService,
     }
     default UnixSocket
-}
-
-/// How the agent sees GPUs. The host path needs none.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(self.mode == 'Dra') == has(self.deviceClassName)")
-    .message("gpuAccess.deviceClassName goes with mode Dra, and only with it: set it or remove it"))]
-#[x_kube(validation = Rule::new("(self.mode == 'RuntimeClass') == has(self.runtimeClassName)")
-    .message("gpuAccess.runtimeClassName goes with mode RuntimeClass, and only with it: set it or remove it"))]
-pub struct GpuAccess {
-    /// The way.
-    #[serde(default)]
-    pub mode: GpuAccessMode,
-    /// Device class of the claim, with `Dra`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub device_class_name: Option<Name>,
-    /// Runtime class of the pods, with `RuntimeClass`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub runtime_class_name: Option<Name>,
-}
-
-choice! {
-    /// The way to GPUs.
-    GpuAccessMode {
-        /// The agent sees no GPU and needs no privileges.
-        None,
-        /// A claim with admin access in a namespace that allows it; not in this release.
-        Dra,
-        /// The management device of the GPU operator; not in this release.
-        ManagementCdi,
-        /// A runtime class that shows all GPUs; not in this release.
-        RuntimeClass,
-        /// A privileged pod; not in this release.
-        Privileged,
-    }
-    default None
-}
-
-/// How agents use RDMA among them.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(self.mode in ['DevicePlugin', 'SrIov']) == has(self.resourceName)")
-    .message("rdma.resourceName goes with modes DevicePlugin and SrIov, and only with them: set it or remove it"))]
-#[x_kube(validation = Rule::new("(self.mode == 'Dra') == has(self.deviceClassName)")
-    .message("rdma.deviceClassName goes with mode Dra, and only with it: set it or remove it"))]
-pub struct Rdma {
-    /// The way.
-    #[serde(default)]
-    pub mode: RdmaMode,
-    /// Extended resource to ask for, with `DevicePlugin` and `SrIov`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub resource_name: Option<LabelKey>,
-    /// Device class of the claim, with `Dra`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub device_class_name: Option<Name>,
-}
-
-choice! {
-    /// The way to RDMA.
-    RdmaMode {
-        /// Agents speak TCP.
-        None,
-        /// A shared device of a device plugin, and the right to lock memory; not in this release.
-        DevicePlugin,
-        /// A virtual function of its own; not in this release.
-        SrIov,
-        /// A claim; not in this release.
-        Dra,
-        /// The node's network and devices; not in this release.
-        HostNetwork,
-    }
-    default None
 }
 
 /// Which calls to the kernel the agent may make. The default profiles of newer container runtimes forbid io_uring; an agent that
@@ -272,4 +203,4 @@ fn stall_timeout() -> Span {
     Span::new("2s")
 }
 
-default_of_nothing!(Agents, UpdateStrategy, SessionSocket, GpuAccess, Rdma, Seccomp, Peers);
+default_of_nothing!(Agents, UpdateStrategy, SessionSocket, Seccomp, Peers);

@@ -1,7 +1,7 @@
 //! The types of conditions and their reasons, each with its meaning.
 //!
-//! Polarity: `Ready` and its kin are good when true; `Degraded`, `Cordoned`, `Drifted`, `OverQuota`, `EngineFallback` and
-//! `DeletionBlocked` tell of something that somebody may want to act on.
+//! Polarity: `Ready` and its kin are good when true; `Degraded`, `Cordoned`, `Drifted`, `OverQuota`, `EngineFallback`,
+//! `TransportFallback` and `DeletionBlocked` tell of something that somebody may want to act on.
 
 macro_rules! words {
     ($(#[doc = $doc:literal])+ $name:ident { $($(#[doc = $word_doc:literal])+ $word:ident,)+ }) => {
@@ -61,6 +61,8 @@ words! {
         Drained,
         /// Devices are driven by another engine than the wanted one.
         EngineFallback,
+        /// Agents speak to each other by another transport than the wanted one.
+        TransportFallback,
         /// A deletion waits for somebody.
         DeletionBlocked,
         /// The wanted queue pairs are set aside on the node.

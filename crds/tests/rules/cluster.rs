@@ -32,6 +32,7 @@ pub(crate) fn table() -> Table {
             ("spec.agents.socket.mode", of_spec(json!({"agents": {"socket": {"mode": "0070"}}}))),
             ("spec.agents.socket.allowUids", of_spec(json!({"agents": {"socket": {"allowUids": [1, 1]}}}))),
             ("spec.agents.adminPort", of_spec(json!({"agents": {"adminPort": 80}}))),
+            ("spec.agents.deviceAccess.mode", of_spec(json!({"agents": {"deviceAccess": {"mode": "Cdi"}}}))),
             ("spec.agents.nodeSelector.a", of_spec(json!({"agents": {"nodeSelector": {"a": "x y"}}}))),
             (
                 "spec.cache.shares.unsavedPermille",
@@ -182,12 +183,39 @@ fn agents() -> Vec<Case> {
             agents(json!({"rdma": {"mode": "DevicePlugin", "resourceName": "rdma/ib"}})),
         ),
         accepts(
+            "RDMA by a claim and GPUs by a runtime class",
+            agents(json!({
+                "rdma": {"mode": "Dra", "deviceClassName": "rdma.example.com"},
+                "gpuAccess": {"mode": "RuntimeClass", "runtimeClassName": "nvidia"},
+            })),
+        ),
+        accepts(
+            "raw devices by a plugin",
+            agents(json!({"deviceAccess": {"mode": "DevicePlugin", "resourceName": "example.com/nvme"}})),
+        ),
+        accepts(
+            "privileged in every way",
+            agents(json!({"deviceAccess": {"mode": "Privileged"}, "gpuAccess": {"mode": "Privileged"}})),
+        ),
+        accepts(
             "the node's network with ports of their own",
             agents(json!({"rdma": {"mode": "HostNetwork"}})),
         ),
         refuses(
             "need a port each on the node's network",
             agents(json!({"rdma": {"mode": "HostNetwork"}, "adminPort": 7410})),
+        ),
+        refuses(
+            "deviceAccess.resourceName goes with",
+            agents(json!({"deviceAccess": {"mode": "DevicePlugin"}})),
+        ),
+        refuses(
+            "deviceAccess.resourceName goes with",
+            agents(json!({"deviceAccess": {"mode": "Privileged", "resourceName": "example.com/nvme"}})),
+        ),
+        refuses(
+            "deviceAccess.resourceName goes with",
+            agents(json!({"deviceAccess": {"resourceName": "example.com/nvme"}})),
         ),
         refuses("gpuAccess.deviceClassName goes with", agents(json!({"gpuAccess": {"mode": "Dra"}}))),
         refuses(
@@ -200,6 +228,7 @@ fn agents() -> Vec<Case> {
         ),
         refuses("rdma.resourceName goes with", agents(json!({"rdma": {"mode": "SrIov"}}))),
         refuses("rdma.deviceClassName goes with", agents(json!({"rdma": {"deviceClassName": "x"}}))),
+        refuses("rdma.deviceClassName goes with", agents(json!({"rdma": {"mode": "Dra"}}))),
         refuses("seccomp.localhostProfile goes with", agents(json!({"seccomp": {"mode": "Localhost"}}))),
         refuses("peers.credit is 1Mi to 16Gi", agents(json!({"peers": {"credit": "17Gi"}}))),
         refuses("peers.stallTimeout is 50ms to 60s", agents(json!({"peers": {"stallTimeout": "10ms"}}))),

@@ -65,6 +65,17 @@ const BAD: &[(&str, &[&str])] = &[
         "cluster: {agents: {seccomp: {localhostProfile: a.json}}}",
         &["seccomp.localhostProfile", "mode Localhost"],
     ),
+    (
+        "cluster: {agents: {deviceAccess: {mode: DevicePlugin}}}",
+        &["deviceAccess.resourceName", "mode DevicePlugin,"],
+    ),
+    (
+        "cluster: {agents: {gpuAccess: {runtimeClassName: nvidia}}}",
+        &["gpuAccess.runtimeClassName", "mode RuntimeClass,"],
+    ),
+    ("cluster: {agents: {gpuAccess: {mode: Dra}}}", &["gpuAccess.deviceClassName", "mode Dra,"]),
+    ("cluster: {agents: {rdma: {mode: SrIov}}}", &["rdma.resourceName", "mode DevicePlugin or SrIov,"]),
+    ("cluster: {agents: {rdma: {deviceClassName: a}}}", &["rdma.deviceClassName", "mode Dra,"]),
     ("cluster: {pools: [{name: a}, {name: a}]}", &["cluster.pools names a twice"]),
 ];
 

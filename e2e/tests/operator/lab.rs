@@ -109,6 +109,9 @@ impl Lab {
             "MutatingAdmissionPolicyBinding" => {
                 (ADMISSION, kind.to_owned(), "mutatingadmissionpolicybindings".to_owned(), false)
             }
+            "ResourceClaimTemplate" => {
+                ("resource.k8s.io", kind.to_owned(), "resourceclaimtemplates".to_owned(), true)
+            }
             "PodMonitor" => ("monitoring.coreos.com", kind.to_owned(), "podmonitors".to_owned(), true),
             "CustomResourceDefinition" => {
                 ("apiextensions.k8s.io", kind.to_owned(), "customresourcedefinitions".to_owned(), false)

@@ -9,6 +9,7 @@ use super::dereference::Found;
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component};
 
+mod access;
 mod agents;
 pub mod configuration;
 mod connection;

@@ -33,6 +33,16 @@ pub struct Referred {
     pub tenants: Vec<Arc<CacheTenant>>,
 }
 
+impl Referred {
+    /// Names of the pools of raw devices that the cluster has.
+    pub fn raw_pools(&self) -> impl Iterator<Item = &str> {
+        let key = self.names.key();
+        let is_raw =
+            move |named: &&NamedPool| named.bound(&key).is_some_and(|pool| pool.spec.devices.is_some());
+        self.pools.iter().filter(is_raw).map(|named| named.name.as_str())
+    }
+}
+
 /// What a cluster refers to, as it is.
 #[derive(Clone, Debug)]
 pub struct Found {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use kube::api::DynamicObject;
-use reprise_crds::cluster::{AgentCounts, ClusterCapacity, Connection, EtcdMode, MemberCounts};
+use reprise_crds::cluster::{
+    AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts, RdmaMode,
+};
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
@@ -36,7 +38,7 @@ pub fn of(
         etcd(cluster, found),
         control_plane(&members),
         agents_ready(found, &agents),
-        pools(found),
+        pools(cluster, found),
     ];
     let works = findings.clone();
     let versions = Versions::of(cluster, found);
@@ -45,6 +47,7 @@ pub fn of(
     findings.push(degraded(&works, &compatible, applied));
     findings.push(ready(&works, applied));
     findings.push(compatible);
+    findings.push(transport(cluster));
     let connection = Connection {
         config_map: Name::new(found.referred.names.connection()),
         socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
@@ -212,7 +215,7 @@ fn agents_ready(found: &Found, agents: &AgentCounts) -> Finding {
     Finding::no(kind, if lost { Reason::NodesNotReady } else { Reason::Progressing }, message)
 }
 
-fn pools(found: &Found) -> Finding {
+fn pools(cluster: &KVCacheCluster, found: &Found) -> Finding {
     let kind = Type::PoolsBound;
     let key = found.referred.names.key();
     let wrong = found.referred.pools.iter().find_map(|named| {
@@ -235,7 +238,37 @@ fn pools(found: &Found) -> Finding {
             Finding::yes(kind, Reason::AsDesired, "no pools are named: blocks live in memory only")
         }
         None => {
-            Finding::yes(kind, Reason::AsDesired, format!("{} pools are bound", found.referred.pools.len()))
+            let bound = format!("{} pools are bound", found.referred.pools.len());
+            Finding::yes(kind, Reason::AsDesired, bound + &unopened(cluster, found))
+        }
+    }
+}
+
+/// What to know of raw devices that nothing gives to the agents' pods. Runtimes can be told to allow them, so nothing is refused.
+fn unopened(cluster: &KVCacheCluster, found: &Found) -> String {
+    let raw: Vec<&str> = found.referred.raw_pools().take(NAMES_MAX).collect();
+    if raw.is_empty() || cluster.spec.agents.device_access.mode != DeviceAccessMode::None {
+        return String::new();
+    }
+    format!(
+        "; agents' pods open the raw devices of {} only where the nodes' runtime allows it, since agents.deviceAccess.mode is None: where \
+         it does not, use DevicePlugin or Privileged",
+        raw.join(", ")
+    )
+}
+
+/// As with the engines of pools, what is done another way works, so it is not counted as degraded.
+fn transport(cluster: &KVCacheCluster) -> Finding {
+    let kind = Type::TransportFallback;
+    match cluster.spec.agents.rdma.mode {
+        RdmaMode::None => Finding::no(kind, Reason::AsDesired, "agents speak TCP, as is wanted"),
+        mode => {
+            let message = format!(
+                "agents speak TCP: this release has no RDMA transport. agents.rdma.mode {} gives their pods what one needs, and nothing \
+                 uses it: use None to take it away",
+                mode.as_str()
+            );
+            Finding::yes(kind, Reason::Unsupported, message)
         }
     }
 }
@@ -332,3 +365,6 @@ fn capacity(cluster: &KVCacheCluster, found: &Found) -> Option<ClusterCapacity> 
     }
     Some(fresh)
 }
+
+#[cfg(test)]
+mod tests;

@@ -36,12 +36,6 @@ fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
     if spec.agents.client_transport != ClientTransport::UnixSocket {
         return refuse("agents.clientTransport", spec.agents.client_transport.as_str(), "use UnixSocket");
     }
-    if spec.agents.gpu_access.mode != GpuAccessMode::None {
-        return refuse("agents.gpuAccess.mode", spec.agents.gpu_access.mode.as_str(), "use None");
-    }
-    if spec.agents.rdma.mode != RdmaMode::None {
-        return refuse("agents.rdma.mode", spec.agents.rdma.mode.as_str(), "use None; agents speak TCP");
-    }
     if spec.injection.mode == InjectionMode::Webhook {
         let instead =
             "use AdmissionPolicy, or None and mount the socket's directory as the connection ConfigMap says";
@@ -52,7 +46,9 @@ fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
 
 /// Kinds that the cluster needs and that cannot be made here.
 fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, Access>) -> Option<Refusal> {
-    use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
+    use ChildKind::{
+        MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
+    };
     let spec = &cluster.spec;
     let injection: &[ChildKind] = &[MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
     let refuse = |field: &str, kinds: &[ChildKind], server: &str, value: &str| {
@@ -73,6 +69,16 @@ fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, Access>) -> Op
     if spec.injection.mode == InjectionMode::AdmissionPolicy {
         let server = "use Kubernetes 1.36 or later";
         if let Some(refusal) = refuse("injection.mode", injection, server, "rbac.injection") {
+            return Some(refusal);
+        }
+    }
+    let claiming = [
+        ("agents.gpuAccess.mode", spec.agents.gpu_access.mode == GpuAccessMode::Dra),
+        ("agents.rdma.mode", spec.agents.rdma.mode == RdmaMode::Dra),
+    ];
+    if let Some((field, _)) = claiming.into_iter().find(|(_, is_claiming)| *is_claiming) {
+        let server = "use Kubernetes 1.34 or later";
+        if let Some(refusal) = refuse(field, &[ResourceClaimTemplate], server, "rbac.resourceClaims") {
             return Some(refusal);
         }
     }
@@ -123,8 +129,6 @@ mod tests {
         assert_eq!(unsupported(&cluster(json!({}))), None);
         for (spec, words) in [
             (json!({ "agents": { "clientTransport": "NodeLocalService" } }), "agents.clientTransport"),
-            (json!({ "agents": { "gpuAccess": { "mode": "Privileged" } } }), "agents.gpuAccess.mode"),
-            (json!({ "agents": { "rdma": { "mode": "HostNetwork" } } }), "agents.rdma.mode"),
             (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
         ] {
             let refused = unsupported(&cluster(spec)).expect(words);
@@ -137,14 +141,32 @@ mod tests {
     fn a_kind_that_cannot_be_made_here_is_missing_for_who_needs_it_only() {
         let injecting = cluster(json!({ "injection": { "mode": "AdmissionPolicy" } }));
         let monitored = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
+        let claiming = |part: &str, mode: Value| cluster(json!({ "agents": { part: mode } }));
+        let dra = || json!({ "mode": "Dra", "deviceClassName": "d" });
         let all = |access: Access| ChildKind::ALL.into_iter().map(|kind| (kind, access)).collect();
-        for one in [&injecting, &monitored] {
+        for (one, field, right) in [
+            (&injecting, "injection.mode", "rbac.injection"),
+            (&monitored, "monitoring.mode", "rbac.podMonitors"),
+            (&claiming("gpuAccess", dra()), "agents.gpuAccess.mode", "rbac.resourceClaims"),
+            (&claiming("rdma", dra()), "agents.rdma.mode", "rbac.resourceClaims"),
+        ] {
             assert_eq!(missing(one, &all(Access::Usable)), None);
             let words = |access| missing(one, &all(access)).expect("it is missing").message;
-            assert!(words(Access::NotServed).contains("does not have"));
-            assert!(words(Access::NotAllowed).contains("of the chart"));
+            let not_served = words(Access::NotServed);
+            assert!(not_served.starts_with(field) && not_served.contains("does not have"), "{not_served}");
+            let not_allowed = words(Access::NotAllowed);
+            assert!(not_allowed.contains(&format!("set {right} of the chart")), "{not_allowed}");
         }
-        assert_eq!(missing(&cluster(json!({})), &all(Access::NotServed)), None);
+        for plain in [
+            cluster(json!({})),
+            claiming("gpuAccess", json!({ "mode": "ManagementCdi" })),
+            claiming("gpuAccess", json!({ "mode": "Privileged" })),
+            claiming("rdma", json!({ "mode": "HostNetwork" })),
+            claiming("rdma", json!({ "mode": "SrIov", "resourceName": "example.com/vf" })),
+            claiming("deviceAccess", json!({ "mode": "Privileged" })),
+        ] {
+            assert_eq!((unsupported(&plain), missing(&plain, &all(Access::NotServed))), (None, None));
+        }
     }
 
     #[test]

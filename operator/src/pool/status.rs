@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use reprise_crds::cluster::DeviceAccessMode;
 use reprise_crds::fields::{Engine, NodeMode, Quantity};
 use reprise_crds::node::{Device, DeviceState};
 use reprise_crds::pool::{EngineUse, PoolCapacity, PoolDevices, PoolNodes};
@@ -18,6 +19,8 @@ use crate::plan::Refusal;
 
 /// So many names are in a message, at the most.
 const NAMES_MAX: usize = 5;
+/// EPERM, as agents write it: what the device cgroup says of a device that a pod was not given.
+const NOT_PERMITTED: &str = "(os error 1)";
 
 /// What to say of a pool.
 pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolStatus, Vec<Finding>) {
@@ -285,7 +288,8 @@ fn degraded(counts: &Counts, found: &Found) -> Finding {
         return Finding::yes(kind, Reason::DeviceFailed, message);
     }
     if let Some((node, why)) = counts.refused.first_key_value() {
-        let message = format!("{} nodes have refused devices; on {node}, {why}", counts.refused.len());
+        let hint = unopened(found, why);
+        let message = format!("{} nodes have refused devices; on {node}, {why}{hint}", counts.refused.len());
         return Finding::yes(kind, Reason::ForeignSignature, message);
     }
     // Nodes that never reported are still on their way.
@@ -321,6 +325,16 @@ fn degraded(counts: &Counts, found: &Found) -> Finding {
         return Finding::yes(kind, Reason::DeviceSlow, message);
     }
     Finding::no(kind, Reason::AsDesired, "")
+}
+
+/// What to do where nobody has given the agents' pods the devices.
+fn unopened(found: &Found, why: &str) -> &'static str {
+    let mode = found.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
+    if mode == Some(DeviceAccessMode::None) && why.contains(NOT_PERMITTED) {
+        "; the nodes' runtime does not let agents' pods open it: set agents.deviceAccess of the cluster"
+    } else {
+        ""
+    }
 }
 
 fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Finding {

@@ -7,7 +7,8 @@
 //! no right to read a ConfigMap, and they restart none, since only the configuration itself is in the digest of the pods.
 //!
 //! The agent runs as root without any capability: the directories that the kubelet makes are root's, and a process without
-//! capabilities can use what is its user's and nothing else. Nothing is shared with the node but these directories.
+//! capabilities can use what is its user's and nothing else. Nothing is shared with the node but these directories. What modes of the
+//! cluster add to that is in [`super::access`].
 
 use std::collections::BTreeSet;
 
@@ -15,6 +16,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{SeccompMode, UpdateType};
 use serde_json::{Value, json};
 
+use super::access::Access;
 use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
 use super::pods::{Reckoned, confined, probe, pull, resources, tolerations, without_empty};
 use super::{config_map, metadata};
@@ -22,6 +24,8 @@ use crate::child::{Child, ChildKind, Ownership};
 use crate::cluster::dereference::Found;
 use crate::names::{CONFIGURATION, Component};
 
+/// The agent's container.
+pub(super) const CONTAINER: &str = "agent";
 /// Rights of all agents: the chart's.
 const AGENT_ROLE: &str = "reprise-agent";
 /// CPU and memory beside the arena, when the cluster says nothing: 1 core, 1 GiB for indexes and buffers of devices and peers.
@@ -45,13 +49,17 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
             "ports": [{ "name": "admin", "port": cluster.spec.agents.admin_port, "targetPort": "admin", "protocol": "TCP" }],
         },
     });
-    vec![
+    let access = Access::of(cluster, &found.referred);
+    let set = daemon_set(cluster, found, &access);
+    let mut children = vec![
         super::service_account(meta(&name)),
         binding(found),
         config_map(meta(&name), &files(cluster, found)),
         Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
-        Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &daemon_set(cluster, found)),
-    ]
+        Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &set),
+    ];
+    children.extend(access.templates(cluster, names));
+    children
 }
 
 /// Their configuration, and the contents of their profiles.
@@ -72,7 +80,7 @@ fn binding(found: &Found) -> Child {
     Child::new(ChildKind::ClusterRoleBinding, Ownership::OursAlone, metadata, &rest)
 }
 
-fn daemon_set(cluster: &KVCacheCluster, found: &Found) -> Value {
+fn daemon_set(cluster: &KVCacheCluster, found: &Found, access: &Access) -> Value {
     let strategy = &cluster.spec.agents.update_strategy;
     let strategy = match strategy.kind {
         UpdateType::OnDelete => json!({ "type": "OnDelete" }),
@@ -83,11 +91,14 @@ fn daemon_set(cluster: &KVCacheCluster, found: &Found) -> Value {
     };
     let labels = found.referred.names.labels(Component::Agent);
     let annotations = json!({ CONFIGURATION: agent_digest(cluster, &found.referred) });
+    let mut template =
+        json!({ "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, found) });
+    access.add_to(&mut template);
     json!({
         "spec": {
             "selector": { "matchLabels": found.referred.names.selector(Component::Agent) },
             "updateStrategy": strategy,
-            "template": { "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, found) },
+            "template": template,
         },
     })
 }
@@ -100,7 +111,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
     let arena = cluster.spec.cache.dram.bytes().unwrap_or_default();
     let reckoned = Reckoned { cpu_millis: CPU_MILLIS, memory: OVERHEAD_BYTES, beside: arena };
     let container = json!({
-        "name": "agent",
+        "name": CONTAINER,
         "image": found.images.agent,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/{AGENT_FILE}"), "--in-cluster"],
@@ -155,10 +166,8 @@ fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
     let mut folders: BTreeSet<String> = BTreeSet::new();
     folders.insert(cluster.spec.agents.socket.directory.to_string());
     folders.insert(state_directory(&found.referred.names));
-    let mut devices = false;
     for pool in found.referred.pools.iter().filter_map(|named| named.bound(&key)) {
         folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
-        devices |= pool.spec.devices.is_some();
     }
     let mut volumes =
         vec![json!({ "name": "config", "configMap": { "name": found.referred.names.agent() } })];
@@ -168,7 +177,7 @@ fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
         volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));
         mounts.push(json!({ "name": name, "mountPath": folder }));
     }
-    if devices {
+    if found.referred.raw_pools().next().is_some() {
         volumes
             .push(json!({ "name": "devices", "hostPath": { "path": DEVICES_FOLDER, "type": "Directory" } }));
         mounts.push(json!({ "name": "devices", "mountPath": DEVICES_FOLDER }));

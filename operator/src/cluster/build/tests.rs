@@ -15,6 +15,8 @@ use crate::names::{APPLIED, CLUSTER_UID, CONFIGURATION, SECRETS};
 use crate::plan::{ClusterPlan, PoolPlan};
 use crate::settings::DefaultImages;
 
+mod access;
+
 fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
     let metadata = json!({ "name": name, "namespace": "n", "uid": format!("uid-{name}") });
     let whole =

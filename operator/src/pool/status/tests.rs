@@ -160,3 +160,30 @@ fn of_a_pool_that_no_node_has_nobody_knows_whether_it_is_drained() {
         assert_eq!((refused.status, refused.reason), (ConditionStatus::Unknown, Reason::ReferenceNotFound));
     }
 }
+
+#[test]
+fn a_device_that_the_runtime_keeps_from_agents_names_the_field_that_gives_it_to_them() {
+    let cluster = |mode: &str| {
+        object::<reprise_crds::KVCacheCluster>(json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "c", "namespace": "n" },
+            "spec": { "agents": { "deviceAccess": { "mode": mode } } },
+        }))
+    };
+    let degraded = |mode: &str, words: &str| {
+        let mut node = empty("n1");
+        let device =
+            json!({ "path": "/dev/disk/by-id/nvme-a", "pool": "p", "state": "Refused", "message": words });
+        node["status"]["devices"] = json!([device]);
+        let mut found = found(&["n1"], vec![node]);
+        found.cluster = Some(Arc::new(cluster(mode)));
+        let (_, findings) = of(&pool(), &found, None);
+        findings.into_iter().find(|finding| finding.kind == Type::Degraded).expect("it is said").message
+    };
+    let forbidden = "opening it: Operation not permitted (os error 1)";
+    let told = degraded("None", forbidden);
+    assert!(told.contains(forbidden) && told.contains("set agents.deviceAccess of the cluster"), "{told}");
+    for (mode, words) in [("Privileged", forbidden), ("None", "it carries a file system")] {
+        let told = degraded(mode, words);
+        assert!(told.contains(words) && !told.contains("deviceAccess"), "{told}");
+    }
+}

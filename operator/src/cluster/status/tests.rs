@@ -1,0 +1,100 @@
+//! What is said of transports and raw devices that are wanted and not to be had, or only perhaps.
+
+#![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+
+use std::collections::BTreeMap;
+
+use reprise_crds::SSDPool;
+use reprise_crds::status::ConditionStatus;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::cluster::dereference::{NamedPool, Referred};
+use crate::names::ClusterNames;
+use crate::plan::{ClusterPlan, PoolPlan};
+use crate::settings::DefaultImages;
+
+fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
+    let whole = json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": kind,
+        "metadata": { "name": name, "namespace": "n", "uid": name }, "spec": spec,
+    });
+    serde_json::from_value(whole).expect("an object")
+}
+
+/// What is found of a cluster whose agents have these modes, with a pool of this spec.
+fn said(modes: Value, pool: Value) -> Vec<Finding> {
+    let cluster: KVCacheCluster =
+        object("KVCacheCluster", "c", json!({ "pools": [{ "name": "p" }], "agents": modes }));
+    let pool: SSDPool = object("SSDPool", "p", pool);
+    let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
+    let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan };
+    let found = Found {
+        referred: Referred { names: ClusterNames::of(&cluster), pools: vec![named], tenants: Vec::new() },
+        plan: ClusterPlan::default(),
+        cache_nodes: Vec::new(),
+        profiles: BTreeMap::new(),
+        images: DefaultImages {
+            agent: "agent:1".to_owned(),
+            control_plane: "controlplane:1".to_owned(),
+            etcd: "etcd:1".to_owned(),
+        },
+        store: None,
+        agents: None,
+        members: None,
+        said_by_members: None,
+        etcd: None,
+        volumes: None,
+        access: BTreeMap::new(),
+    };
+    of(&cluster, &found, None, None).1
+}
+
+fn one(findings: &[Finding], kind: Type) -> Finding {
+    findings.iter().find(|finding| finding.kind == kind).cloned().unwrap_or_else(|| panic!("no {kind}"))
+}
+
+fn directory() -> Value {
+    json!({ "directory": { "path": "/p", "size": "1Gi" } })
+}
+
+#[test]
+fn agents_that_speak_tcp_where_rdma_is_wanted_say_so_and_work() {
+    let plain = said(json!({}), directory());
+    let as_wanted = one(&plain, Type::TransportFallback);
+    assert_eq!((as_wanted.status, as_wanted.reason), (ConditionStatus::False, Reason::AsDesired));
+    for rdma in [
+        json!({ "mode": "DevicePlugin", "resourceName": "rdma/shared" }),
+        json!({ "mode": "SrIov", "resourceName": "example.com/vf" }),
+        json!({ "mode": "Dra", "deviceClassName": "rdma.example.com" }),
+        json!({ "mode": "HostNetwork" }),
+    ] {
+        let wanted = said(json!({ "rdma": rdma }), directory());
+        let fallback = one(&wanted, Type::TransportFallback);
+        assert_eq!((fallback.status, fallback.reason), (ConditionStatus::True, Reason::Unsupported));
+        let mode = rdma["mode"].as_str().expect("a mode");
+        assert!(fallback.message.starts_with("agents speak TCP: "), "{}", fallback.message);
+        assert!(fallback.message.contains(mode), "{}", fallback.message);
+        for kind in [Type::Ready, Type::Degraded, Type::Accepted, Type::AgentsReady] {
+            assert_eq!(one(&wanted, kind), one(&plain, kind), "{mode}");
+        }
+    }
+}
+
+#[test]
+fn a_cluster_with_raw_devices_is_told_when_nothing_gives_them_to_the_pods() {
+    let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
+    let bound = |modes: Value, pool: Value| one(&said(modes, pool), Type::PoolsBound);
+    let told = bound(json!({}), raw());
+    assert_eq!(told.status, ConditionStatus::True, "some runtimes allow them");
+    assert!(told.message.contains("raw devices of p") && told.message.contains("agents.deviceAccess.mode"));
+    let plugin = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
+    for (modes, pool) in [
+        (json!({}), directory()),
+        (json!({ "deviceAccess": { "mode": "Privileged" } }), raw()),
+        (json!({ "deviceAccess": plugin }), raw()),
+    ] {
+        assert_eq!(bound(modes, pool).message, "1 pools are bound");
+    }
+}
