@@ -68,6 +68,9 @@ pub(crate) struct CheckArgs {
     /// Whose blocks they are.
     #[arg(long, value_name = "TENANT", default_value = "default")]
     tenant: TenantName,
+    /// File with a service account's token, which shows agents in Kubernetes whose pod this is.
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
     /// How long to wait for the agent and the others, as in 60s.
     #[arg(long, value_name = "DURATION", default_value = "60s")]
     within: Interval,
@@ -221,7 +224,9 @@ impl Check {
         loop {
             match connect(args, namespace, layout) {
                 Ok(client) => return Ok(Check { client, layout, namespace, give_up, within }),
-                Err(ClientError::AgentAbsent { .. }) if Instant::now() < give_up => thread::sleep(PAUSE),
+                Err(ClientError::AgentAbsent { .. } | ClientError::Busy(_)) if Instant::now() < give_up => {
+                    thread::sleep(PAUSE);
+                }
                 Err(error) => return Err(error).context("connecting to the agent of this node"),
             }
         }
@@ -343,7 +348,10 @@ fn connect(args: &CheckArgs, namespace: NamespaceDigest, layout: Layout) -> Resu
     let options = ConnectOptions::new(args.socket.clone(), namespace, layout)
         .tenant(args.tenant.clone())
         .client_name("check");
-    Client::connect(options)
+    Client::connect(match &args.token_file {
+        Some(path) => options.token_file(path),
+        None => options,
+    })
 }
 
 /// A namespace is one tenant's for the life of an agent, so the tenant is in it.

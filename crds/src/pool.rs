@@ -190,13 +190,13 @@ pub struct Watermarks {
 pub struct HealthThresholds {
     /// Media errors, more than which are too many: those that the agent has met since it opened the device (reads and writes that the kernel gave up, or
     /// that never came back), or those that the drive tells of its whole life, whichever are more. NVMe drives tell theirs once a minute, if the agent
-    /// has the right CAP_SYS_ADMIN, which the pods of this release do not. A device with more is told of, `Degraded` with the reason `DeviceWorn`. Absent:
+    /// has the right CAP_SYS_ADMIN, as with `deviceAccess.mode` `Privileged` only. A device with more is told of, `Degraded` with the reason `DeviceWorn`. Absent:
     /// not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub max_media_errors: Option<u32>,
     /// Spare capacity that the device tells, less than which is too little; it is told of in the same way. Only NVMe drives tell it, and only to an agent
-    /// with CAP_SYS_ADMIN, which the pods of this release do not have; where `status.devices[].sparePercent` of the `CacheNode` is absent, nothing is compared.
+    /// with CAP_SYS_ADMIN, as with `deviceAccess.mode` `Privileged` only; where `status.devices[].sparePercent` of the `CacheNode` is absent, nothing is compared.
     /// Absent: not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_spare_percent: Option<Percent>,

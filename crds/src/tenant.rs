@@ -1,8 +1,8 @@
 //! `CacheTenant`: whose blocks, how much of the cluster and of each node they may take.
 //!
 //! The object's name is the tenant's. `budget` is for a whole cluster and is kept by the control plane's ledgers; `perNode` goes
-//! into the configuration of every agent. Who a session is, is still believed (docs/ARCHITECTURE.md, invariant 7): namespaces and
-//! service accounts say which pods are told to be this tenant.
+//! into the configuration of every agent. Namespaces and service accounts say which pods are this tenant, and agents check it by their tokens;
+//! of a tenant that names none, sessions are believed (docs/ARCHITECTURE.md, invariant 7).
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -46,11 +46,12 @@ pub struct CacheTenantSpec {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
     pub clusters: Vec<ClusterRef>,
-    /// Namespaces whose pods are this tenant. Absent: none. A namespace that two tenants select is refused to the younger one. Not in this
-    /// release: engines name their tenant themselves.
+    /// Namespaces whose pods are this tenant; `{}`: all. Absent: none. A namespace that two tenants select is the older one's, and refused to the
+    /// younger one. With this or `serviceAccounts` nobody else is the tenant: agents ask the API server whose the token is that a session shows.
+    /// Engines name the tenant and show the token; pods that a cluster injects into are given both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace_selector: Option<LabelSelector>,
-    /// Service accounts whose pods are this tenant, whatever their namespace is. Not in this release: engines name their tenant themselves.
+    /// Service accounts whose pods are this tenant, whatever tenant their namespace's are. One that two tenants name is the older one's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".into(), "name".into()]))]
@@ -142,7 +143,7 @@ pub struct Quota {
 pub struct ServiceAccountRef {
     /// Its namespace.
     pub namespace: Name,
-    /// Its name.
+    /// Its name. With its namespace and a dot between them it has at most 253 characters; one that has more has no place (`PodsBound`).
     pub name: Name,
 }
 
@@ -173,7 +174,7 @@ pub struct CacheTenantStatus {
     /// What it can really have at the moment, where that is less than its budget. Not written in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effective_quota: Option<Usage>,
-    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `UsageKnown`, `OverQuota`, `DeletionBlocked`.
+    /// What is so: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `UsageKnown`, `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

@@ -25,6 +25,7 @@ pub fn hello(layout: &Layout) -> local::Hello {
         layout: Some(wire_layout(layout)),
         client_name: "raw".to_owned(),
         tenant: String::new(),
+        service_account_token: String::new(),
     }
 }
 

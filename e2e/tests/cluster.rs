@@ -20,6 +20,8 @@ mod chart_crash;
 mod chart_drain;
 #[path = "cluster/chart_faults.rs"]
 mod chart_faults;
+#[path = "cluster/chart_identities.rs"]
+mod chart_identities;
 #[path = "cluster/chart_life.rs"]
 mod chart_life;
 #[path = "cluster/chart_parts.rs"]
@@ -63,7 +65,10 @@ fn main() -> ExitCode {
         ("engines_in_pods_hit_on_their_node_and_on_the_other", chart::engines_hit_everywhere),
         ("the_charts_seccomp_profile_allows_io_uring_and_the_pool_says_so", chart_changed::allows_io_uring),
         ("a_node_is_drained_within_its_budgets_and_its_blocks_are_on_the_other", chart_drain::by_kubectl),
-        ("a_removed_device_a_changed_quota_and_a_new_profile_are_followed", chart_parts::are_followed),
+        (
+            "a_removed_device_a_changed_quota_a_new_profile_and_a_tenants_pods_are_followed",
+            chart_parts::are_followed,
+        ),
         ("a_changed_release_is_taken_back_with_its_blocks", chart_changed::taken_back),
         ("an_agent_that_is_deleted_serves_its_blocks_again", chart_faults::an_agent_comes_back),
         ("an_agent_that_is_killed_under_load_fails_no_request", chart_crash::under_load),

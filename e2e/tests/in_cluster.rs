@@ -15,6 +15,8 @@ mod absence;
 mod devices;
 #[path = "in_cluster/engines.rs"]
 mod engines;
+#[path = "in_cluster/identities.rs"]
+mod identities;
 #[path = "in_cluster/modes.rs"]
 mod modes;
 #[path = "in_cluster/node.rs"]
@@ -80,6 +82,7 @@ fn main() -> ExitCode {
         devices::a_pool_of_fewer_devices_than_match_keeps_its_own_and_its_wipe_destroys_no_other,
         devices::devices_that_two_pools_want_go_to_the_first,
         engines::an_engine_that_cannot_be_had_keeps_a_pool_closed_unless_another_may_do,
+        identities::a_tenant_that_names_its_pods_is_theirs_alone,
         modes::a_node_follows_the_mode_of_its_spec,
         modes::a_node_is_drained_by_its_spec,
         modes::a_share_to_keep_free_changes_without_a_restart,
@@ -89,7 +92,10 @@ fn main() -> ExitCode {
         pools::a_pool_that_changes_its_engine_is_opened_again_with_its_blocks,
         profiles::a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_is_refused_in_words,
     ];
-    tests.extend(alone![absence::an_agent_goes_on_and_starts_again_without_the_api_server]);
+    tests.extend(alone![
+        absence::an_agent_goes_on_and_starts_again_without_the_api_server,
+        identities::while_the_server_is_away_only_pods_that_it_has_known_are_a_kept_tenant,
+    ]);
     let conclusion = libtest_mimic::run(&arguments, tests);
     if conclusion.has_failed()
         && let Some(shared) = shared.get()

@@ -41,6 +41,7 @@ use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, GpuFact, Trouble}
 use tokio::sync::watch;
 
 use crate::admin::AdminContext;
+use crate::bindings::BindingsFile;
 use crate::config::{FollowedConfig, PoolSettings};
 use crate::core_loop::{Attached, Inbox, Input};
 use crate::device::{DeviceContext, OpenedDevice};
@@ -81,6 +82,8 @@ pub(crate) struct ClaimsParts {
     /// Which pools devices are of, as it was and is to be kept.
     pub(crate) known: KnownFile,
     pub(crate) config: FollowedConfig,
+    /// Whose pods are whose, looked at again from time to time.
+    pub(crate) bindings: Option<BindingsFile>,
     pub(crate) endpoints: facts::OwnEndpoints,
     pub(crate) facts: watch::Sender<Option<Facts>>,
 }
@@ -328,6 +331,9 @@ impl Worker {
         // The file may have come after the wish for it, and so may those of profiles.
         self.follow_configuration();
         self.profiles.look();
+        if let Some(bindings) = &self.parts.bindings {
+            bindings.look();
+        }
         self.gpus = gpus::read(&self.parts.root);
         let Some(desired) = &self.desired else { return };
         let held = self.board.held(&desired.claims);

@@ -1,9 +1,9 @@
-//! The thread that watches the node's `CacheNode` and writes its status, with a runtime of its own.
+//! The thread that watches the node's `CacheNode`, writes its status and asks whose tokens are, with a runtime of its own.
 
 use std::thread::JoinHandle;
 
 use crossbeam_channel::bounded;
-use reprise_agent_kubernetes::{Facts, NodeSettings, NodeWatch};
+use reprise_agent_kubernetes::{Facts, NodeSettings, NodeWatch, Reviews};
 use tokio::sync::{oneshot, watch};
 
 use crate::claims::Desk;
@@ -24,6 +24,7 @@ impl ClusterLink {
         settings: NodeSettings,
         desk: Desk,
         facts: watch::Receiver<Option<Facts>>,
+        reviews: Reviews,
     ) -> Result<ClusterLink, AgentError> {
         let failed = |error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
@@ -32,6 +33,8 @@ impl ClusterLink {
         // Not on the caller's thread, which may be one of a runtime itself.
         let body = move || {
             runtime.block_on(async {
+                // Ends with the runtime.
+                tokio::spawn(reviews.run(settings.access.clone()));
                 match NodeWatch::new(settings, move |desired| desk.leave(desired)).await {
                     Ok(watching) => {
                         let _ = begun.send(Ok(()));

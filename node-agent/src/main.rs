@@ -7,6 +7,7 @@
 //! second, and half an agent would be worse than none. So nothing else here needs to look whether a thread still runs.
 
 mod admin;
+mod bindings;
 mod checker;
 mod claims;
 mod config;

@@ -22,8 +22,9 @@ use reprise_agent_core::agent::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
-use reprise_agent_kubernetes::{Access, NodeSettings, StateDirectory};
+use reprise_agent_kubernetes::{Access, NodeSettings, Reviews, StateDirectory, reviews};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_policy::identity::TOKEN_AUDIENCE;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
 use reprise_transport::{TcpSettings, TcpTransport};
@@ -31,6 +32,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
+use crate::bindings::BindingsFile;
 use crate::checker::Checker;
 use crate::claims::{Claims, ClaimsParts, KnownFile, OwnEndpoints};
 use crate::config::{
@@ -47,7 +49,7 @@ use crate::kubernetes::ClusterLink;
 use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer::{self, Peers};
-use crate::session::{SessionContext, SessionServer, SessionServerSettings};
+use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings};
 use crate::slack::InEffect;
 
 /// How long a stopping agent writes back: two batches of 64 MiB to the slowest disk worth having (50 MB/s).
@@ -177,10 +179,15 @@ impl Runtime {
             .name("core".to_owned())
             .spawn(move || core_loop.run())
             .map_err(|error| AgentError::new(ErrorKind::Resource, "cannot start a thread").because(error))?;
+        let bindings = cluster.as_ref().and_then(|cluster| cluster.pod.tenants_file.clone());
+        let bindings = bindings.map(BindingsFile::read).transpose()?;
+        let (reviewer, reviews) = reviews(TOKEN_AUDIENCE);
+        let identity = |bindings| Identity::new(bindings, Box::new(move |token| reviewer.review(token)));
         let session_context = Arc::new(SessionContext {
             inbox: inbox.clone(),
             arena: arena.clone(),
             node: settings.node.name.clone(),
+            identity: bindings.clone().map(identity),
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
         });
@@ -204,8 +211,8 @@ impl Runtime {
             settings,
         });
         let admin = admin.serve(admin_context.clone())?;
-        let shared = (context, modes, complete);
-        let join = |cluster| join_cluster(cluster, shared, released, admin_context.clone(), endpoints);
+        let shared = Shared { context, modes, complete, bindings, reviews, endpoints };
+        let join = |cluster| join_cluster(cluster, shared, released, admin_context.clone());
         let cluster = cluster.map(join).transpose()?;
         let ready = Ready {
             ready: true,
@@ -274,15 +281,25 @@ impl Runtime {
     }
 }
 
+/// What the node's side of a cluster shares with the rest of the agent.
+struct Shared {
+    context: DeviceContext,
+    modes: Arc<Mutex<Modes>>,
+    complete: Arc<AtomicBool>,
+    bindings: Option<BindingsFile>,
+    reviews: Reviews,
+    endpoints: OwnEndpoints,
+}
+
 /// Begins to follow what the node's `CacheNode` says.
 fn join_cluster(
     cluster: InCluster,
-    (context, modes, complete): (DeviceContext, Arc<Mutex<Modes>>, Arc<AtomicBool>),
+    shared: Shared,
     released: Receiver<Released>,
     admin: Arc<AdminContext>,
-    endpoints: OwnEndpoints,
 ) -> Result<(Claims, ClusterLink), AgentError> {
     let InCluster { pod, config, access, root } = cluster;
+    let Shared { context, modes, complete, bindings, reviews, endpoints } = shared;
     let KubernetesSettings { state_directory, status_every } = admin.settings.kubernetes.clone();
     let known = KnownFile::new(&state_directory, &pod.node);
     let node = NodeSettings {
@@ -305,11 +322,12 @@ fn join_cluster(
         root,
         known,
         config,
+        bindings,
         endpoints,
         facts,
     };
     let claims = Claims::start(parts)?;
-    let link = ClusterLink::start(node, claims.desk(), told)?;
+    let link = ClusterLink::start(node, claims.desk(), told, reviews)?;
     Ok((claims, link))
 }
 

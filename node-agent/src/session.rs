@@ -10,7 +10,7 @@
 //! blocks on a session: what the socket does not take at once goes to a bounded queue, and a session whose
 //! queue overflows or does not drain is closed. The end of a session is one event, sent after its last request.
 //!
-//! Deliberately absent: decisions about blocks (the core), authentication beyond the peer's user id.
+//! Deliberately absent: decisions about blocks (the core), authentication beyond the peer's user id and, in a cluster, its token ([`identity`]).
 
 mod decode;
 #[cfg(test)]
@@ -18,6 +18,7 @@ mod document;
 mod encode;
 mod frame;
 mod handshake;
+mod identity;
 mod listener;
 mod outbound;
 
@@ -38,6 +39,7 @@ use decode::Decoded;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
 
+pub(crate) use identity::Identity;
 pub(crate) use listener::{SessionServer, SessionServerSettings};
 
 /// Sessions at the same time: 8 GPUs × 32 processes of engines, tools and tests. Two threads each.
@@ -82,6 +84,8 @@ pub(crate) struct SessionContext {
     pub(crate) inbox: Inbox,
     pub(crate) arena: Arc<Arena>,
     pub(crate) node: String,
+    /// Whether sessions are whom they name; `None`: they are believed.
+    pub(crate) identity: Option<Identity>,
     /// Who is who; in each greeting's hands for an instant.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set while the agent is about to stop: requests are refused, notices still go out.

@@ -114,6 +114,8 @@ async fn apply_one(
             context.metrics.wrote(child.kind.as_str(), Write::Apply);
             tracing::info!(object = %key, "written");
             if child.kind == ChildKind::ResourceClaimTemplate && !child.is_held_by(&written) {
+                // Its spec cannot be changed: left there, it would be in the way once the server keeps all of it.
+                remove(context, child.kind, &written).await?;
                 return Ok(Some(not_kept(&key)));
             }
             let version = written.resource_version().unwrap_or_default();

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
+use reprise_policy::identity::PodBindings;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -93,6 +94,7 @@ fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
         referred: cluster::dereference::Referred { names, pools: Vec::new(), tenants: Vec::new() },
         plan,
         cache_nodes: Vec::new(),
+        bindings: PodBindings::default(),
         profiles: BTreeMap::new(),
         images: DefaultImages {
             agent: "agent:1".to_owned(),

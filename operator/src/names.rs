@@ -21,6 +21,8 @@ pub const SECRETS: &str = "reprise.dev/secrets";
 pub const INJECT: &str = "reprise.dev/inject";
 /// Annotation of these pods: what became of it.
 pub const INJECTION: &str = "reprise.dev/injection";
+/// Whose the pod was when it was made, or `none`: what has come of the tenants' namespaces since is not in it.
+pub const INJECTED_TENANT: &str = "reprise.dev/tenant";
 /// Finalizer of pools.
 pub const WIPE_FINALIZER: &str = "reprise.dev/wipe";
 /// Finalizer of tenants that control planes were told budgets of.
@@ -131,6 +133,11 @@ impl ClusterNames {
         format!("{}-connection", self.name)
     }
 
+    /// ConfigMap with whose pods are whose.
+    pub fn tenants(&self) -> String {
+        format!("{}-agent-tenants", self.name)
+    }
+
     /// Binding of the agents' rights.
     pub fn agent_binding(&self) -> String {
         format!("reprise-{}-{}-agent", self.namespace, self.name)
@@ -175,7 +182,9 @@ mod tests {
     fn names_of_the_longest_cluster_stay_within_63_characters() {
         let name = "c".repeat(reprise_crds::cluster::NAME_CHARS_MAX);
         let names = ClusterNames { namespace: "n".to_owned(), name, uid: "u".to_owned() };
-        for made in [names.agent(), names.members(), names.etcd_authority(), names.connection()] {
+        for made in
+            [names.agent(), names.members(), names.etcd_authority(), names.connection(), names.tenants()]
+        {
             assert!(made.len() <= 63, "{made}");
         }
         // A revision of a StatefulSet: its name, '-', ten characters.

@@ -1,9 +1,8 @@
 //! `CacheTenant`: whether it is right, whether reservations fit what there is, its budget at the control planes of its clusters, and what it holds there. Its limits on
-//! each node reach the agents with their configuration ([`crate::cluster`]), so nothing is built here.
-//!
-//! Deliberately absent: telling pods which tenant they are, which is refused with words.
+//! each node, and which pods are it, reach the agents with what is built for clusters ([`crate::cluster`]), so nothing is built here.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kube::Api;
 use kube::runtime::controller::Action;
@@ -18,9 +17,13 @@ use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 
 pub mod budget;
 pub mod dereference;
+pub mod pods;
 pub mod status;
 pub mod usage;
 pub mod validate;
+
+/// Nodes take over whose pods are whose within a minute or so, and say so.
+const PODS_LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 /// Makes control planes have a tenant's budget, and says what is so of it.
 ///
@@ -61,7 +64,9 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     }
     let rooms = dereference::dereference(&tenant, &context);
     let measured = usage::measure(&tenant, &context).await;
-    let (mut fresh, mut findings) = status::of(&tenant, &rooms, &settled, refused.as_ref());
+    let standings = pods::look(&tenant, &context);
+    let bound = pods::finding(&tenant, &standings).filter(|_| refused.is_none());
+    let (mut fresh, mut findings) = status::of(&tenant, &rooms, &settled, refused.as_ref(), bound);
     let told = usage::tell(&tenant, &measured, refused.as_ref(), &clock::now());
     fresh.usage = told.usage;
     findings.extend(told.findings);
@@ -73,6 +78,7 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     };
     let wait = crate::status::write(&context, found, fresh).await?;
     // Capacities change with what nodes say, and nodes are many: they are looked at again rather than followed.
-    let next = budget::next(&settled).unwrap_or(REPORTED_WITHIN).min(told.next);
+    let awaited = if pods::is_awaited(&standings) { PODS_LOOK_AGAIN } else { REPORTED_WITHIN };
+    let next = budget::next(&settled).unwrap_or(REPORTED_WITHIN).min(told.next).min(awaited);
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

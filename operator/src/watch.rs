@@ -4,10 +4,11 @@
 //! |---|---|
 //! | spec of a cluster, pool, tenant or profile, or whether a cluster is accepted | everything: the plan may have changed |
 //! | name or labels of a node | it, all clusters, pools, profiles and allocations |
+//! | name or labels of a namespace | all clusters, and tenants that name pods, if there are such tenants |
 //! | anything else of these | it |
 //! | a child | its cluster |
 //! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
-//! | spec of a CacheNode, its GPUs, or what it says of profiles | profiles of its cluster's namespace |
+//! | spec of a CacheNode, its GPUs, or what it says of profiles and of whose pods are whose | profiles of its cluster's namespace, tenants that name pods |
 //! | anything of a profile | allocations that name it |
 //! | spec of an allocation | another one of its node: one that is gone decides nothing |
 //! | what was decided of a profile | nodes that it was decided for, clusters of its namespace ([`crate::profile::apply`]) |
@@ -22,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Namespace, Node};
 use kube::api::{Api, DynamicObject};
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::reflector::{ObjectRef, reflector};
@@ -38,6 +39,7 @@ use tokio::task::JoinSet;
 use crate::in_use;
 use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR};
 use crate::optional;
+use crate::tenant::pods;
 use crate::world::{World, Writers};
 
 /// Requests that wait for a queue, which takes them at once: it keeps one for each object.
@@ -164,6 +166,22 @@ impl Triggers {
         }
     }
 
+    /// Clusters, where pods of namespaces are told from each other, and the tenants that name such.
+    async fn who_is_who(&self, world: &World) {
+        if world.tenants.find(pods::names_pods).is_none() {
+            return;
+        }
+        self.all_clusters(world).await;
+        self.naming_tenants(world).await;
+    }
+
+    /// Tenants that name pods.
+    async fn naming_tenants(&self, world: &World) {
+        for tenant in world.tenants.state_filter(pods::names_pods) {
+            self.send(&self.tenants, &*tenant).await;
+        }
+    }
+
     /// Clusters of a namespace.
     pub(crate) async fn clusters_in(&self, world: &World, namespace: &str) {
         for cluster in world.clusters.state_filter(|cluster| is_in(cluster, namespace)) {
@@ -202,6 +220,7 @@ impl Triggers {
             self.send(&self.clusters, &*cluster).await;
         }
         if let (News::Spec, Some(cluster)) = (news, &cache_node.spec.cluster_ref) {
+            self.naming_tenants(world).await;
             let namespace = cluster.namespace.as_str();
             for profile in world.profiles.state_filter(|profile| is_in(profile, namespace)) {
                 self.send(&self.profiles, &*profile).await;
@@ -299,6 +318,14 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
             on.triggers.send(&on.triggers.nodes, object).await;
         })
     }));
+    let namespaces = Api::<Namespace>::all(client.clone());
+    tasks.spawn(follow(namespaces, all(), writers.namespaces, on(), |on, _, news| {
+        Box::pin(async move {
+            if news == News::Spec {
+                on.triggers.who_is_who(&on.world).await;
+            }
+        })
+    }));
     tasks.spawn(follow(
         Api::<CacheNode>::all(client.clone()),
         all(),
@@ -355,14 +382,15 @@ impl Watched for CacheTenant {}
 impl Watched for SlackProfile {}
 impl Watched for GPUQueueAllocation {}
 impl Watched for CacheNode {
-    /// Profiles go to nodes with their GPU, and on when these say that they have them.
+    /// Profiles go to nodes with their GPU, and on when these say that they have them; tenants wait until nodes know whose pods are whose.
     fn more(&self) -> Option<String> {
         let status = self.status.as_ref()?;
-        let profiles = status.applied.as_ref().map(|applied| &applied.profiles);
-        Some(format!("{:?} {profiles:?}", status.gpus))
+        let applied = status.applied.as_ref().map(|applied| (&applied.profiles, &applied.tenants_digest));
+        Some(format!("{:?} {applied:?}", status.gpus))
     }
 }
 impl Watched for Node {}
+impl Watched for Namespace {}
 impl Watched for DynamicObject {}
 
 /// What happens on a change has this to work with.

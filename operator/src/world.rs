@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Namespace, Node};
 use kube::ResourceExt;
 use kube::api::DynamicObject;
 use kube::runtime::reflector::store::Writer;
@@ -32,6 +32,8 @@ pub struct World {
     pub allocations: Store<GPUQueueAllocation>,
     /// All nodes, without what nobody here reads.
     pub nodes: Store<Node>,
+    /// All namespaces: tenants select them by their labels.
+    pub namespaces: Store<Namespace>,
     /// All nodes of clusters.
     pub cache_nodes: Store<CacheNode>,
     /// What the operator made, by kind.
@@ -54,6 +56,7 @@ pub struct Writers {
     pub(crate) profiles: Writer<SlackProfile>,
     pub(crate) allocations: Writer<GPUQueueAllocation>,
     pub(crate) nodes: Writer<Node>,
+    pub(crate) namespaces: Writer<Namespace>,
     pub(crate) cache_nodes: Writer<CacheNode>,
     pub(crate) children: Vec<(ChildKind, Writer<DynamicObject>)>,
 }
@@ -67,6 +70,7 @@ impl World {
         let (profiles, profile_writer) = store();
         let (allocations, allocation_writer) = store();
         let (nodes, node_writer) = store();
+        let (namespaces, namespace_writer) = store();
         let (cache_nodes, cache_node_writer) = store();
         let child_writers: Vec<(ChildKind, Writer<DynamicObject>)> =
             ChildKind::ALL.into_iter().map(|kind| (kind, Writer::new(kind.resource()))).collect();
@@ -79,6 +83,7 @@ impl World {
             profiles,
             allocations,
             nodes,
+            namespaces,
             cache_nodes,
             children,
             access: optional.map(|kind| (kind, flag::Sender::new(None))).collect(),
@@ -93,6 +98,7 @@ impl World {
             profiles: profile_writer,
             allocations: allocation_writer,
             nodes: node_writer,
+            namespaces: namespace_writer,
             cache_nodes: cache_node_writer,
             children: child_writers,
         };
@@ -110,6 +116,7 @@ impl World {
         self.profiles.wait_until_ready().await?;
         self.allocations.wait_until_ready().await?;
         self.nodes.wait_until_ready().await?;
+        self.namespaces.wait_until_ready().await?;
         self.cache_nodes.wait_until_ready().await?;
         for (kind, store) in &self.children {
             if !kind.is_optional() {

@@ -8,6 +8,7 @@
 
 pub mod content;
 pub mod eviction;
+pub mod identity;
 pub mod ids;
 pub mod key;
 pub mod layout;

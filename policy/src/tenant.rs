@@ -7,7 +7,8 @@
 //! [`TenantRegistry`] is the one place of an agent that knows which tenant a session belongs to. Keys of different tenants
 //! differ already when their namespaces have different salts; that a namespace belongs to one tenant is checked besides.
 //!
-//! Deliberately absent: authentication. Whoever may connect is believed who it says it is.
+//! Deliberately absent: authentication. Where a cluster says which pods are which tenant's, [`crate::identity`] judges; elsewhere whoever may
+//! connect is believed who it says it is.
 
 use std::collections::BTreeMap;
 use std::fmt;

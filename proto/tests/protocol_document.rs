@@ -56,6 +56,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         layout: Some(layout()),
         client_name: "vllm-0".into(),
         tenant: "team-a".into(),
+        service_account_token: "jwt".into(),
     };
     let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
     let load =
@@ -63,7 +64,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 1, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\"",
+            "version 1, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
             Body::Hello(hello),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3 })),

@@ -161,6 +161,7 @@ class Client:
         layout: Layout,
         *,
         tenant: str = "default",
+        token_file: str | PathLike[str] | None = None,
         name: str = "python",
         timeout: float = 5.0,
     ) -> Self: ...
@@ -206,6 +207,7 @@ class Session:
         layout: Layout,
         *,
         tenant: str = "default",
+        token_file: str | PathLike[str] | None = None,
         name: str = "python",
         timeout: float = 5.0,
     ) -> Self: ...

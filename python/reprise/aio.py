@@ -44,6 +44,7 @@ class AsyncClient:
         layout: Layout,
         *,
         tenant: str = "default",
+        token_file: str | PathLike[str] | None = None,
         name: str = "python",
         timeout: float = 5.0,
     ) -> Self:
@@ -51,7 +52,7 @@ class AsyncClient:
         pool = _new_pool()
 
         def connect() -> Client:
-            return Client(socket, namespace, layout, tenant=tenant, name=name, timeout=timeout)
+            return Client(socket, namespace, layout, tenant=tenant, token_file=token_file, name=name, timeout=timeout)
 
         try:
             client = await asyncio.get_running_loop().run_in_executor(pool, connect)

@@ -24,6 +24,13 @@ SOCKET_VARIABLE = "REPRISE_SOCKET"
 """Environment variable with the socket's path, for engines whose configuration names none: pods in Kubernetes are given it."""
 
 
+TENANT_VARIABLE = "REPRISE_TENANT"
+"""Environment variable with the tenant, likewise: pods that a CacheTenant names are given it."""
+
+TOKEN_VARIABLE = "REPRISE_TOKEN_FILE"
+"""Environment variable with the path of a service account's token, by which agents know such pods."""
+
+
 @dataclass(frozen=True)
 class SharedOptions:
     """Options that every adapter has, checked.
@@ -41,7 +48,11 @@ class SharedOptions:
     """The unix socket of this node's agent. Where nothing is configured, `SOCKET_VARIABLE` goes before this."""
 
     tenant: str = "default"
-    """Whose blocks these are: their bytes count against this tenant's quotas."""
+    """Whose blocks these are: their bytes count against this tenant's quotas. Where nothing is configured, `TENANT_VARIABLE` goes before this."""
+
+    token_file: str = ""
+    """File with a service account's token of the audience `reprise.dev`, which shows agents in Kubernetes whose pod this is; read at each
+    connection. Empty: none. Where nothing is configured, `TOKEN_VARIABLE` goes before this."""
 
     model_id: str = ""
     """Name of the model in keys; empty: the engine's. Set it where nodes have the same model under different paths."""
@@ -72,8 +83,13 @@ class SharedOptions:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
                 raise ValueError(f"{cls.where}: there is no option {name!r}{hint}")
             values[name] = _checked(cls.where, name, value, type(known[name].default))
-        if "socket" not in values and (given := os.environ.get(SOCKET_VARIABLE)):
-            values["socket"] = given
+        for name, variable in (
+            ("socket", SOCKET_VARIABLE),
+            ("tenant", TENANT_VARIABLE),
+            ("token_file", TOKEN_VARIABLE),
+        ):
+            if name not in values and (given := os.environ.get(variable)):
+                values[name] = given
         options = cls(**values)
         _check_socket(cls.where, options.socket)
         return options
@@ -89,7 +105,9 @@ class SharedOptions:
         Raises:
             Version, Forbidden, BadRequest: the agent is there and will never keep these blocks, and what to do.
         """
-        session = Session(self.socket, namespace, layout, tenant=self.tenant, name=name)
+        session = Session(
+            self.socket, namespace, layout, tenant=self.tenant, token_file=self.token_file or None, name=name
+        )
         try:
             session.check(REFUSAL_WAIT_S)
         except BaseException:

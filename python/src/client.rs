@@ -22,6 +22,8 @@ use crate::outcome::{Durable, Loaded, Saved, source_numbers};
 ///     namespace: of the engine's blocks.
 ///     layout: geometry of the blocks.
 ///     tenant: whose blocks these are.
+///     token_file: file with a service account's token of the audience ``reprise.dev``, which shows agents in Kubernetes whose pod this is; read at
+///         each connection.
 ///     name: for the agent's logs and status, at most 64 bytes.
 ///     timeout: seconds that an answer may take.
 ///
@@ -37,7 +39,7 @@ pub(crate) struct Client {
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", name="python", timeout=5.0))]
+    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", token_file=None, name="python", timeout=5.0))]
     #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
     fn new(
         py: Python<'_>,
@@ -45,12 +47,14 @@ impl Client {
         namespace: &Namespace,
         layout: &Layout,
         tenant: &str,
+        token_file: Option<PathBuf>,
         name: &str,
         timeout: f64,
     ) -> PyResult<Client> {
         let timeout = seconds("timeout", timeout)?;
-        let options =
-            connect_options(socket, namespace, layout, tenant)?.client_name(name).call_timeout(timeout);
+        let options = connect_options(socket, namespace, layout, tenant, token_file)?
+            .client_name(name)
+            .call_timeout(timeout);
         let client =
             py.detach(|| reprise_client::Client::connect(options)).map_err(|error| raised(&error))?;
         Ok(Client { client, timeout })
@@ -187,6 +191,7 @@ pub(crate) fn connect_options(
     namespace: &Namespace,
     layout: &Layout,
     tenant: &str,
+    token_file: Option<PathBuf>,
 ) -> PyResult<ConnectOptions> {
     if namespace.layout != *layout {
         return Err(PyValueError::new_err(format!(
@@ -196,5 +201,9 @@ pub(crate) fn connect_options(
     }
     let tenant =
         tenant.parse().map_err(|error| PyValueError::new_err(format!("tenant {tenant:?}: {error}")))?;
-    Ok(ConnectOptions::new(socket, namespace.digest, layout.0).tenant(tenant))
+    let options = ConnectOptions::new(socket, namespace.digest, layout.0).tenant(tenant);
+    Ok(match token_file {
+        Some(path) => options.token_file(path),
+        None => options,
+    })
 }

@@ -22,6 +22,8 @@ use crate::outcome::source_numbers;
 ///     namespace: of the engine's blocks.
 ///     layout: geometry of the blocks.
 ///     tenant: whose blocks these are.
+///     token_file: file with a service account's token of the audience ``reprise.dev``, which shows agents in Kubernetes whose pod this is; read at
+///         each connection.
 ///     name: for the agent's logs and status, at most 64 bytes.
 ///     timeout: seconds that an answer may take.
 #[pyclass(frozen, module = "reprise")]
@@ -43,17 +45,18 @@ pub(crate) struct PendingMatch {
 #[pymethods]
 impl Session {
     #[new]
-    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", name="python", timeout=5.0))]
+    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", token_file=None, name="python", timeout=5.0))]
     #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
     fn new(
         socket: PathBuf,
         namespace: &Namespace,
         layout: &Layout,
         tenant: &str,
+        token_file: Option<PathBuf>,
         name: &str,
         timeout: f64,
     ) -> PyResult<Session> {
-        let options = connect_options(socket, namespace, layout, tenant)?
+        let options = connect_options(socket, namespace, layout, tenant, token_file)?
             .client_name(name)
             .call_timeout(seconds("timeout", timeout)?);
         let keeper = SessionKeeper::new(options).map_err(|error| raised(&error))?;

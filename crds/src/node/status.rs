@@ -176,7 +176,7 @@ pub struct Device {
     #[serde(default)]
     pub direct: bool,
     /// Media errors that the agent has met since it opened the device, or that the drive tells of its whole life, whichever are more. An NVMe drive tells
-    /// them only to an agent with CAP_SYS_ADMIN, which the pods of this release do not have. Absent: it is not open.
+    /// them only to an agent with CAP_SYS_ADMIN, as with `deviceAccess.mode` `Privileged`. Absent: it is not open.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub media_errors: Option<u32>,
     /// Spare capacity that it tells, once a minute. Absent: it does not tell, or not to this agent (see `mediaErrors`).
@@ -253,6 +253,9 @@ pub struct Applied {
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pool".into()]))]
     pub pools: Vec<AppliedPool>,
+    /// Digest of the file by which it knows which pods are which tenant's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tenants_digest: Option<Digest>,
     /// Profiles that it has checked and keeps ready, or refuses. Nothing on the data path uses them in this release.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]

@@ -98,6 +98,8 @@ words! {
         ModeApplied,
         /// The control planes of the tenant's clusters keep to its budget.
         BudgetApplied,
+        /// Agents take the pods that the tenant names for it, and nobody else.
+        PodsBound,
     }
 }
 

@@ -79,7 +79,7 @@ impl ApiServer {
                 name: pod.metadata.name.clone(),
                 uid: pod.uid(),
             };
-            token(&admin, account, Some(bound)).await
+            token(&admin, account, Some(bound), None).await
         })
     }
 
@@ -92,9 +92,21 @@ impl ApiServer {
         let token = self.block_on(async {
             let admin = self.admin();
             lay_down(&admin, account).await;
-            token(&admin, account, None).await
+            token(&admin, account, None, None).await
         });
         self.client_with_token(token)
+    }
+
+    /// A token of the account for an audience, in place of the server itself. Makes namespace and account when they are not there.
+    ///
+    /// # Panics
+    /// When the server refuses any of it.
+    pub fn token_for(&self, account: PodAccount<'_>, audience: Option<&str>) -> String {
+        self.block_on(async {
+            let admin = self.admin();
+            lay_down(&admin, account).await;
+            token(&admin, account, None, audience).await
+        })
     }
 }
 
@@ -103,8 +115,14 @@ async fn lay_down(admin: &Client, account: PodAccount<'_>) {
     apply_in::<ServiceAccount>(admin, account.namespace, account.name, json!({})).await;
 }
 
-async fn token(admin: &Client, account: PodAccount<'_>, bound: Option<BoundObjectReference>) -> String {
+async fn token(
+    admin: &Client,
+    account: PodAccount<'_>,
+    bound: Option<BoundObjectReference>,
+    audience: Option<&str>,
+) -> String {
     let spec = TokenRequestSpec {
+        audiences: audience.map(|audience| vec![audience.to_owned()]),
         bound_object_ref: bound,
         expiration_seconds: Some(TOKEN_SECONDS),
         ..TokenRequestSpec::default()

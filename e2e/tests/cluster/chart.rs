@@ -17,7 +17,8 @@ pub(crate) const ENGINES: Engines<'static> = Engines { namespace: "default", use
 
 /// Room for 100,000 small blocks on each node: a device has an entry for each 64 KiB of it (docs/FORMAT.md). And they stay where tests
 /// look for them: a node that has much more than the other would give it some. Slack profiles with this label are brought to nodes.
-pub(crate) const SETTINGS: &str = "--set-string=pools.lab.directory.size=7Gi,cluster.cache.placement.bandwidth=0,cluster.slackProfiles.matchLabels.for=lab";
+/// Pods of namespaces with this label get the socket when they ask for it.
+pub(crate) const SETTINGS: &str = r#"--set-json=pools.lab.directory.size="7Gi",cluster.cache.placement.bandwidth="0",cluster.slackProfiles.matchLabels.for="lab",rbac.injection=true,cluster.injection.mode="AdmissionPolicy",cluster.injection.namespaceSelector.matchLabels.engines="yes""#;
 
 /// From `helm install` to blocks that have gone around.
 const FIRST_HIT_WITHIN: Duration = Duration::from_secs(60);

@@ -1,5 +1,5 @@
 //! What a release is told while it runs, and what happens to its parts: a device that somebody removes, quotas of a tenant that change, a slack
-//! profile. Each waits for agents and their reports, so they are waited for together; none of them has to do with another.
+//! profile, a tenant that names its pods. Each waits for agents and their reports, so they are waited for together; none of them has to do with another.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::chart::{ENGINES, condition, running};
 use crate::chart_faults::agent_of;
+use crate::chart_identities::a_tenant_names_its_pods;
 
 /// Blocks on the device that is removed.
 const KEPT: std::ops::Range<u64> = 310_000..310_100;
@@ -51,6 +52,7 @@ pub(crate) fn are_followed(cluster: &mut Cluster) {
             scope.spawn(|| a_device_is_removed(cluster, release)),
             scope.spawn(|| a_quota_changes(cluster, release)),
             scope.spawn(|| a_profile_comes(cluster, release)),
+            scope.spawn(|| a_tenant_names_its_pods(cluster, release)),
         ];
         for part in parts {
             part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

@@ -16,7 +16,8 @@ use crate::rights::{allow, install_policy};
 /// Time for something to be seen, done and told: a status is written a second after the one before at the earliest.
 pub(crate) const TOLD_WITHIN: Duration = Duration::from_secs(60);
 
-const AGENT: PodAccount<'_> = PodAccount { namespace: "reprise-agents", name: "reprise-agent" };
+/// Who agents are.
+pub(crate) const AGENT: PodAccount<'_> = PodAccount { namespace: "reprise-agents", name: "reprise-agent" };
 
 /// What an agent may do, of which the policy leaves it its own node's.
 const VERBS: [&str; 4] = ["get", "list", "watch", "patch"];
@@ -60,12 +61,20 @@ pub(crate) struct Setup<'a> {
     pub(crate) control_plane: Vec<String>,
     /// A command that becomes the agent's, in front of it.
     pub(crate) launcher: Vec<String>,
+    /// What its pod tells it besides.
+    pub(crate) environment: Vec<(String, String)>,
 }
 
 impl<'a> Setup<'a> {
     /// The usual agent of a node.
     pub(crate) fn of(name: &'a str) -> Setup<'a> {
-        Setup { name, token_of: name, control_plane: Vec::new(), launcher: Vec::new() }
+        Setup {
+            name,
+            token_of: name,
+            control_plane: Vec::new(),
+            launcher: Vec::new(),
+            environment: Vec::new(),
+        }
     }
 }
 
@@ -107,7 +116,9 @@ impl<'a> Node<'a> {
             ],
             environment: [("NODE_NAME", name), ("POD_IP", "127.0.0.1"), ("POD_NAME", "reprise-agent-x")]
                 .map(|(name, value)| (name.to_owned(), value.to_owned()))
-                .into(),
+                .into_iter()
+                .chain(setup.environment.clone())
+                .collect(),
         };
         let agent = world.agent_with(&config, start);
         let objects = api(&server.admin(), "CacheNode", "");

@@ -58,6 +58,59 @@ fn pods_that_ask_get_the_socket_and_how_to_connect_and_others_are_left_alone() {
 }
 
 #[test]
+fn pods_of_a_tenant_are_told_which_and_get_a_token_for_agents() {
+    let lab = Lab::new();
+    spaces(&lab);
+    let operator = lab.operator();
+    lab.cluster(injecting());
+    let kind = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant" });
+    let tenant = |name: &str, spec: Value| {
+        let mut object = kind.clone();
+        (object["metadata"], object["spec"]) = (json!({ "name": name }), spec);
+        lab.apply(&object);
+    };
+    tenant(
+        "team-a",
+        json!({ "namespaceSelector": { "matchLabels": { "kubernetes.io/metadata.name": ENGINES } } }),
+    );
+    tenant("team-b", json!({ "serviceAccounts": [{ "namespace": ENGINES, "name": "batch" }] }));
+    wait_for_the_policy(&lab);
+    account(&lab, ENGINES, "batch");
+    let of_tenant = |account: &str, tenant: &str| {
+        let mut spec = container(json!({}));
+        spec["serviceAccountName"] = json!(account);
+        wait_until(&format!("pods of {account} to be {tenant}'s"), PATIENCE, || {
+            let pod = create(&lab, ENGINES, asks(spec.clone()));
+            let engine = pod.data["spec"]["containers"][0].clone();
+            (has_variable(&engine, "REPRISE_TENANT") && variable(&engine, "REPRISE_TENANT") == tenant)
+                .then_some(pod)
+        })
+    };
+    of_tenant("batch", "team-b");
+    let pod = of_tenant("default", "team-a");
+    let spec = &pod.data["spec"];
+    let volumes = spec["volumes"].as_array().expect("volumes");
+    let token = volumes.iter().find(|volume| volume["name"] == "reprise-token").expect("a token");
+    let source = json!({ "audience": "reprise.dev", "expirationSeconds": 3600, "path": "token" });
+    assert_eq!(token["projected"]["sources"], json!([{ "serviceAccountToken": source }]));
+    let engine = &spec["containers"][0];
+    let file = variable(engine, "REPRISE_TOKEN_FILE");
+    let mounts = engine["volumeMounts"].as_array().expect("mounts");
+    let mount = mounts.iter().find(|mount| mount["name"] == "reprise-token").expect("it is mounted");
+    assert_eq!(file, format!("{}/token", mount["mountPath"].as_str().expect("a path")));
+    assert_eq!(variable(engine, "REPRISE_SOCKET"), "/run/reprise/agent.sock");
+
+    // Without its tenant a pod is nobody's again, and gets the rest.
+    lab.delete("CacheTenant", "team-a");
+    wait_until("pods to be nobody's", PATIENCE, || {
+        let pod = create(&lab, ENGINES, asks(container(json!({}))));
+        let engine = pod.data["spec"]["containers"][0].clone();
+        (has_variable(&engine, "REPRISE_SOCKET") && !has_variable(&engine, "REPRISE_TENANT")).then_some(())
+    });
+    operator.kill();
+}
+
+#[test]
 fn a_pod_that_gets_nothing_is_told_why() {
     let lab = Lab::new();
     spaces(&lab);
@@ -154,14 +207,17 @@ fn spaces(lab: &Lab) {
             "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": space, "labels": labels },
         }));
         // No controller makes it here.
-        let account =
-            json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "default" } });
-        let (api, params) =
-            (within(lab, space, "ServiceAccount", "serviceaccounts"), PatchParams::apply(SOMEBODY));
-        let applied = lab.server.block_on(api.patch("default", &params, &Patch::Apply(&account)));
-        applied.expect("an account is taken");
+        account(lab, space, "default");
     }
     assert_ne!(SPACE, ENGINES, "engines are elsewhere");
+}
+
+fn account(lab: &Lab, space: &str, name: &str) {
+    let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": name } });
+    let (api, params) =
+        (within(lab, space, "ServiceAccount", "serviceaccounts"), PatchParams::apply(SOMEBODY));
+    let applied = lab.server.block_on(api.patch(name, &params, &Patch::Apply(&account)));
+    applied.expect("an account is taken");
 }
 
 fn within(lab: &Lab, space: &str, kind: &str, plural: &str) -> Api<DynamicObject> {
@@ -203,6 +259,10 @@ fn strict() -> Value {
         "seccompProfile": { "type": "RuntimeDefault" },
     });
     container(json!({ "securityContext": context }))
+}
+
+fn has_variable(container: &Value, name: &str) -> bool {
+    container["env"].as_array().is_some_and(|all| all.iter().any(|one| one["name"] == name))
 }
 
 fn variable(container: &Value, name: &str) -> String {

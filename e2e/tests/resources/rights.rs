@@ -29,13 +29,38 @@ pub(crate) fn install_policy(server: &ApiServer) {
 
 /// Grants an account verbs on CacheNodes and their statuses.
 pub(crate) fn allow(server: &ApiServer, account: PodAccount<'_>, verbs: &[&str]) {
-    let name = format!("{}-cachenodes", account.name);
+    grant(
+        server,
+        account,
+        "cachenodes",
+        &json!({
+            "apiGroups": ["reprise.dev"], "resources": ["cachenodes", "cachenodes/status"], "verbs": verbs,
+        }),
+    );
+}
+
+/// Grants an account to ask whose tokens are.
+#[allow(dead_code, reason = "the agents' tests use it")]
+pub(crate) fn allow_reviews(server: &ApiServer, account: PodAccount<'_>) {
+    grant(
+        server,
+        account,
+        "tokenreviews",
+        &json!({
+            "apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"],
+        }),
+    );
+}
+
+/// Grants an account a rule.
+fn grant(server: &ApiServer, account: PodAccount<'_>, what: &str, rule: &Value) {
+    let name = format!("{}-{what}", account.name);
     let rights = "rbac.authorization.k8s.io";
     apply::<ClusterRole>(
         server,
         &json!({
             "apiVersion": format!("{rights}/v1"), "kind": "ClusterRole", "metadata": { "name": name },
-            "rules": [{ "apiGroups": ["reprise.dev"], "resources": ["cachenodes", "cachenodes/status"], "verbs": verbs }],
+            "rules": [rule],
         }),
     );
     apply::<ClusterRoleBinding>(

@@ -1,6 +1,7 @@
 //! The blocking client: connecting, and the calls of a session.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -45,6 +46,9 @@ pub struct ConnectOptions {
     pub layout: Layout,
     /// Whose blocks these are: their bytes count against this tenant's quotas. The namespace must be this tenant's alone.
     pub tenant: TenantName,
+    /// File of a service account's token of the audience `reprise.dev`, which an agent in Kubernetes checks where a `CacheTenant` names its pods;
+    /// read at each connection, since tokens are replaced.
+    pub token_file: Option<PathBuf>,
     /// For logs and status; at most [`CLIENT_NAME_BYTES_MAX`] bytes.
     pub client_name: String,
     /// How long a call waits for its answer; a load waits for its own deadline on top.
@@ -75,6 +79,7 @@ impl ConnectOptions {
             namespace,
             layout,
             tenant: TenantName::default_tenant(),
+            token_file: None,
             client_name: "client".to_owned(),
             call_timeout: CALL_TIMEOUT_DEFAULT,
         }
@@ -92,15 +97,23 @@ impl ConnectOptions {
         self
     }
 
+    /// The same with a token that says which pod this is.
+    pub fn token_file(mut self, path: impl Into<PathBuf>) -> ConnectOptions {
+        self.token_file = Some(path.into());
+        self
+    }
+
     /// The same with another patience for answers.
     pub fn call_timeout(mut self, timeout: Duration) -> ConnectOptions {
         self.call_timeout = timeout;
         self
     }
 
-    fn into_hello(self) -> local::Hello {
+    fn into_hello(self) -> Result<local::Hello, ClientError> {
         let spec = self.layout.spec();
-        local::Hello {
+        let service_account_token =
+            self.token_file.as_deref().map(read_token).transpose()?.unwrap_or_default();
+        Ok(local::Hello {
             protocol_version: PROTOCOL_VERSION,
             namespace: Bytes::copy_from_slice(&self.namespace.0),
             layout: Some(local::Layout {
@@ -115,8 +128,26 @@ impl ConnectOptions {
             }),
             client_name: self.client_name,
             tenant: self.tenant.into(),
-        }
+            service_account_token,
+        })
     }
+}
+
+/// A token is one to two KiB of text.
+const TOKEN_BYTES_MAX: u64 = 8 << 10;
+
+/// The token of this pod, as it is now.
+fn read_token(path: &Path) -> Result<String, ClientError> {
+    let refuse = |what: String| {
+        ClientError::BadRequest(format!("the service account token {}: {what}", path.display()))
+    };
+    let mut token = String::new();
+    let read = File::open(path).and_then(|file| file.take(TOKEN_BYTES_MAX + 1).read_to_string(&mut token));
+    read.map_err(|error| refuse(format!("it cannot be read: {error}; mount it, or name another file")))?;
+    if token.len() as u64 > TOKEN_BYTES_MAX {
+        return Err(refuse(format!("it has more than {TOKEN_BYTES_MAX} bytes, which no token has")));
+    }
+    Ok(token.trim().to_owned())
 }
 
 impl Client {
@@ -141,7 +172,7 @@ impl Client {
             call_timeout: options.call_timeout,
             welcome: local::Welcome::default(),
         };
-        match session.call("hello", request::Body::Hello(options.into_hello())) {
+        match session.call("hello", request::Body::Hello(options.into_hello()?)) {
             Ok(response::Body::Welcome(welcome)) => session.welcome = welcome,
             Ok(_) => return Err(session.broken(ClientError::unexpected("hello"))),
             // A process that is turned away is told so before it has greeted.

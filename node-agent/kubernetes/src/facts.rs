@@ -37,6 +37,8 @@ pub struct Facts {
     pub devices: Vec<DeviceFact>,
     /// GPUs of the node.
     pub gpus: Vec<GpuFact>,
+    /// Digest of the file by which it knows whose pods are whose; `None`: it has none.
+    pub tenants: Option<String>,
     /// Profiles that the agent works by, or has refused.
     pub profiles: Vec<ProfileFact>,
     /// NVMe controllers of the node, each serial number once.

@@ -15,6 +15,8 @@
 //! * a status is written when it has changed, [`NodeSettings::status_every`] apart at the least, and every [`UNCHANGED_EVERY`] in any case;
 //! * every write is of the agent's own fields, which nobody else has: it insists on them.
 //!
+//! Beside it the API server is asked whose the tokens are that sessions show ([`Reviewer`]).
+//!
 //! Deliberately absent: what follows from a spec (the agent's), other nodes' objects, events, leases.
 
 mod connect;
@@ -22,6 +24,7 @@ mod desired;
 mod facts;
 mod kept;
 mod pace;
+mod reviews;
 mod status;
 mod watch;
 
@@ -36,4 +39,5 @@ pub use pace::UNCHANGED_EVERY;
 pub use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode};
 pub use reprise_crds::node::{DeviceState, PageKind};
 pub use reprise_crds::status::Reason;
+pub use reviews::{Reviewed, Reviewer, Reviews, reviews};
 pub use watch::{NodeSettings, NodeWatch};

@@ -189,6 +189,7 @@ fn applied(facts: &Facts) -> Applied {
     Applied {
         configuration_digest: facts.configuration.as_ref().map(Digest::new),
         pools: facts.claims.iter().map(pool).collect(),
+        tenants_digest: facts.tenants.as_ref().map(Digest::new),
         profiles: facts.profiles.iter().map(profile).collect(),
         queues: Vec::new(),
     }

@@ -20,6 +20,7 @@ use super::profiles::Profiles;
 use super::slow::Slow;
 use super::wear::{Limits, Place, Wear};
 use crate::admin::AdminContext;
+use crate::bindings::BindingsFile;
 use crate::core_loop::{CoreView, Input};
 use crate::directory::DirectoryStatus;
 
@@ -129,6 +130,7 @@ pub(super) fn gather(
         claims: board.claims(),
         devices: devices.collect(),
         gpus: look.gpus.to_vec(),
+        tenants: parts.bindings.as_ref().map(BindingsFile::digest),
         profiles: look.profiles.facts(),
         controllers: look.controllers.to_vec(),
         mode: spec_mode(view.mode),

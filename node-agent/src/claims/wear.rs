@@ -60,7 +60,13 @@ impl Wear {
     /// Drives have answered, or nobody could ask them.
     pub(super) fn answered(&mut self, answers: Answers) {
         self.asking = false;
-        self.said.extend(answers);
+        for (path, log) in answers {
+            // What it said last stands while it says nothing.
+            match log {
+                Some(log) => drop(self.said.insert(path, Some(log))),
+                None => drop(self.said.entry(path).or_insert(None)),
+            }
+        }
     }
 
     /// What is told of a device on which so many operations have met errors since it was opened.

@@ -108,7 +108,12 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("agent.toml");
         std::fs::write(&path, RUNNING).expect("written");
-        let pod = PodPlace { node: "n".to_owned(), ip: std::net::Ipv4Addr::LOCALHOST.into(), pod: None };
+        let pod = PodPlace {
+            node: "n".to_owned(),
+            ip: std::net::Ipv4Addr::LOCALHOST.into(),
+            pod: None,
+            tenants_file: None,
+        };
         let followed = FollowedConfig::read(path.clone(), pod).expect("readable");
         std::fs::write(&path, now).expect("written");
         (folder, followed, digest(now.as_bytes()))

@@ -40,6 +40,8 @@ pub(crate) struct PodPlace {
     pub(crate) ip: IpAddr,
     /// Its name, where it is told.
     pub(crate) pod: Option<String>,
+    /// The file that says which pods are which tenant's, where there is one.
+    pub(crate) tenants_file: Option<PathBuf>,
 }
 
 impl Default for KubernetesSection {
@@ -77,7 +79,9 @@ impl PodPlace {
         let node = wanted("NODE_NAME", "spec.nodeName")?;
         let ip = wanted("POD_IP", "status.podIP")?;
         let ip = ip.parse().map_err(|error| refuse("POD_IP", &ip, "an address").because(error))?;
-        Ok(PodPlace { node, ip, pod: variable("POD_NAME").filter(|name| !name.is_empty()) })
+        let given = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let tenants_file = given("TENANTS_FILE").map(PathBuf::from);
+        Ok(PodPlace { node, ip, pod: given("POD_NAME"), tenants_file })
     }
 
     /// Where others reach what listens at an address.

@@ -82,7 +82,7 @@ fn answers_are_the_bytes_in_the_document() {
 fn the_limits_in_the_document_are_those_of_the_sessions() {
     assert_eq!(super::SESSIONS_MAX, 256);
     assert_eq!(super::REQUESTS_IN_FLIGHT_MAX, 1024);
-    assert_eq!((handshake::HELLO_BYTES_MAX, handshake::HELLO_TIMEOUT), (4 << 10, Duration::from_secs(5)));
+    assert_eq!((handshake::HELLO_BYTES_MAX, handshake::HELLO_TIMEOUT), (16 << 10, Duration::from_secs(5)));
     assert_eq!((outbound::QUEUE_FRAMES_MAX, outbound::QUEUE_BYTES_MAX), (2048, 64 << 20));
     assert_eq!(outbound::SEND_TIMEOUT, Duration::from_secs(10));
     let limits = Config::default().limits;
@@ -93,7 +93,7 @@ fn the_limits_in_the_document_are_those_of_the_sessions() {
     for words in [
         "at most 256 at a\ntime",
         "At most 1,024 requests of a session may wait",
-        "at most 4 KiB, exactly once, whole within 5 seconds",
+        "at most 16 KiB, exactly once, whole within 5 seconds",
         "2,048 frames or 64 MiB queued, or no byte taken for 10 s",
         "`limits.reservation` (60 s)",
         "`limits.load_hold` (600 s)",

@@ -1,6 +1,7 @@
 //! The greeting of a session: protocol version, namespace, layout and tenant are checked before anything else.
 //!
-//! The tenant is believed: authentication comes later. What is checked is that the namespace is this tenant's.
+//! Whose session it is was checked elsewhere where a cluster says so ([`super::identity`]), and is believed otherwise. That the namespace is this
+//! tenant's is checked in any case.
 //!
 //! A greeting that is refused is answered with words, then the session ends. The greeting has a deadline, so that
 //! somebody who connects and says nothing does not hold one of the sessions.
@@ -24,8 +25,8 @@ use super::{Peer, Session, SessionContext, encode};
 /// A client greets as soon as it has connected. This is for the whole greeting.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A greeting is a digest, a layout and a name: a hundred bytes. Strangers get no more memory than this.
-pub(super) const HELLO_BYTES_MAX: usize = 4 << 10;
+/// A greeting is a digest, a layout and a name, a hundred bytes, and a token: one to two KiB. Strangers get no more memory than this.
+pub(super) const HELLO_BYTES_MAX: usize = 16 << 10;
 
 /// Names longer than this are cut.
 const CLIENT_NAME_BYTES_MAX: usize = 64;
@@ -53,6 +54,8 @@ struct Hello {
     namespace: NamespaceDigest,
     layout: Layout,
     tenant: TenantName,
+    /// Empty: it shows none.
+    token: String,
     client_name: String,
 }
 
@@ -137,8 +140,15 @@ fn progress_page() -> Result<(ProgressWriter, OwnedFd), Box<dyn std::error::Erro
     Ok((writer, page))
 }
 
-/// Which tenant a greeting is of, if it may have its namespace.
+/// Which tenant a greeting is of, if it is that tenant and may have its namespace.
 fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refused> {
+    if let Some(identity) = &context.identity {
+        identity.check(&hello.tenant, &hello.token).map_err(|(kind, message)| Refused {
+            id: hello.id,
+            kind,
+            message,
+        })?;
+    }
     let mut tenants = context.tenants.lock().expect("nobody panics with the registry in hand");
     tenants.bind(&hello.tenant, &hello.namespace).map_err(|error| {
         let kind = match error {
@@ -204,7 +214,8 @@ fn check(id: u64, hello: local::Hello) -> Result<Hello, (FailureKind, String)> {
     let layout = convert_layout(&layout).map_err(bad)?;
     let tenant = hello.tenant.parse().map_err(|error: TenantError| bad(error.to_string()))?;
     let client_name = cut(hello.client_name, CLIENT_NAME_BYTES_MAX);
-    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, tenant, client_name })
+    let token = hello.service_account_token;
+    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, tenant, token, client_name })
 }
 
 fn convert_layout(layout: &local::Layout) -> Result<Layout, String> {
@@ -257,6 +268,7 @@ mod tests {
             layout: Some(layout),
             client_name: "test".to_owned(),
             tenant: String::new(),
+            service_account_token: String::new(),
         }
     }
 

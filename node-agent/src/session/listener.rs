@@ -351,6 +351,7 @@ mod tests {
             inbox: Inbox::new().0,
             arena: Arc::new(Arena::new(&config).expect("2 MiB are to be had")),
             node: "test".to_owned(),
+            identity: None,
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
         };

@@ -14,6 +14,7 @@ mod agents;
 pub mod configuration;
 mod connection;
 mod etcd;
+mod identities;
 mod injection;
 mod members;
 mod monitoring;
@@ -30,6 +31,7 @@ pub fn build(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Option<
     if cluster.spec.etcd.mode == EtcdMode::Managed {
         children.extend(etcd::build(cluster, found));
     }
+    children.push(identities::build(cluster, found));
     children.push(connection::build(cluster, &found.referred.names));
     children.extend(injection::build(cluster, &found.referred.names));
     children.extend(monitoring::build(cluster, &found.referred.names));

@@ -9,6 +9,7 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::cluster::Images;
 use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
+use reprise_policy::identity::PodBindings;
 
 use super::store::StoreLook;
 use super::versions::has_ready_pods;
@@ -52,6 +53,8 @@ pub struct Found {
     pub plan: ClusterPlan,
     /// What its agents say.
     pub cache_nodes: Vec<Arc<CacheNode>>,
+    /// Which pods are which tenant's.
+    pub bindings: PodBindings,
     /// Contents of profiles, as files beside the agents' configuration.
     pub profiles: BTreeMap<String, String>,
     /// Images of its pods.
@@ -121,6 +124,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         _ => None,
     };
     Found {
+        bindings: tenant::pods::bound(names, context).bindings,
         profiles: files::of(cluster, names, &cache_nodes, context),
         cache_nodes,
         images: images(&cluster.spec.images, &context.settings.images),

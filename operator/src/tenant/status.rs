@@ -16,6 +16,7 @@ pub fn of(
     rooms: &[Room],
     settled: &[Settled],
     refused: Option<&Refusal>,
+    pods: Option<Finding>,
 ) -> (CacheTenantStatus, Vec<Finding>) {
     let mut findings = vec![match refused {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
@@ -23,6 +24,7 @@ pub fn of(
     }];
     findings.push(feasible(rooms, settled));
     findings.extend(applied(tenant, settled, refused));
+    findings.extend(pods);
     let wrong = findings.iter().find(|found| found.status == ConditionStatus::False);
     let ready = match wrong {
         Some(found) => Finding::no(Type::Ready, found.reason, &found.message),
@@ -207,7 +209,7 @@ mod tests {
             Settled { overcommitted: control_plane::Room { dram: 0, ssd: 1 << 30 }, ..at(Outcome::Kept) };
         assert!(feasible(&[], &[lost]).message.contains("1Gi of devices"));
         let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
-        let (_, findings) = of(&spec, &[], &[refused], None);
+        let (_, findings) = of(&spec, &[], &[refused], None, None);
         let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("said");
         assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
         assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);

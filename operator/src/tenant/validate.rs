@@ -24,10 +24,6 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
             "maxGpuQueuePairs is not in this release, which counts queue pairs of controllers only: remove it".to_owned(),
         );
     }
-    if spec.namespace_selector.is_some() || !spec.service_accounts.is_empty() {
-        let instead = "engines name their tenant themselves; remove namespaceSelector and serviceAccounts";
-        return refuse(format!("pods are not told which tenant they are by this release: {instead}"));
-    }
     None
 }
 
@@ -55,6 +51,7 @@ mod tests {
             validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
         };
         assert_eq!(refused(json!({ "perNode": { "ssd": { "limit": "1Gi" } }, "number": 7 })), "");
+        assert_eq!(refused(json!({ "namespaceSelector": {} })), "");
         for policy in ["Orphan", "Purge"] {
             let spec = json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": policy });
             assert_eq!(refused(spec), "");
@@ -63,7 +60,6 @@ mod tests {
             (json!({ "isolation": "Shared" }), "isolation Shared"),
             (json!({ "budget": { "ssd": { "limit": "99999999999Ei" } } }), "budget.ssd.limit"),
             (json!({ "maxGpuQueuePairs": 1 }), "maxGpuQueuePairs"),
-            (json!({ "namespaceSelector": {} }), "pods are not told"),
         ] {
             assert!(refused(spec.clone()).starts_with(words), "{spec}");
         }

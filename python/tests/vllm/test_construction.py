@@ -488,6 +488,20 @@ def test_the_environment_names_the_socket_where_the_configuration_does_not(monke
     assert Options.read({}).socket == "/run/reprise/agent.sock"
 
 
+def test_the_environment_names_tenant_and_token_where_the_configuration_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REPRISE_TENANT", "team-a")
+    monkeypatch.setenv("REPRISE_TOKEN_FILE", "/var/run/secrets/reprise.dev/token")
+    given = Options.read({})
+    assert (given.tenant, given.token_file) == ("team-a", "/var/run/secrets/reprise.dev/token")
+    own = Options.read({"tenant": "team-b", "token_file": "/own/token"})
+    assert (own.tenant, own.token_file) == ("team-b", "/own/token")
+    monkeypatch.delenv("REPRISE_TENANT")
+    monkeypatch.delenv("REPRISE_TOKEN_FILE")
+    assert (Options.read({}).tenant, Options.read({}).token_file) == ("default", "")
+
+
 def test_without_an_agent_the_connector_comes_up_and_finds_nothing(weights: Path) -> None:
     made = RepriseConnector(engine_config(weights), KVConnectorRole.SCHEDULER, kv_cache(attention()))
     request = SimpleNamespace(

@@ -34,7 +34,7 @@ BOTH = [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER]
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker without others, in an environment that says nothing."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    for name in ("PYTHONHASHSEED", "REPRISE_SOCKET"):
+    for name in ("PYTHONHASHSEED", "REPRISE_SOCKET", "REPRISE_TENANT", "REPRISE_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 

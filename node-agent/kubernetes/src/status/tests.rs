@@ -70,6 +70,7 @@ fn facts() -> Facts {
         }],
         devices: vec![device("/pool", DeviceState::Open)],
         gpus: vec![GpuFact { uuid: "GPU-0a".to_owned(), product: "NVIDIA H200".to_owned() }],
+        tenants: Some("sha256:1".to_owned()),
         profiles: Vec::new(),
         controllers: vec![ControllerFact {
             serial: "S1".to_owned(),

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 use super::access::Access;
 use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
+use super::identities;
 use super::pods::{Reckoned, confined, probe, pull, resources, tolerations, without_empty};
 use super::{config_map, metadata};
 use crate::child::{Child, ChildKind, Ownership};
@@ -119,6 +120,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
             field("NODE_NAME", "spec.nodeName"),
             field("POD_IP", "status.podIP"),
             field("POD_NAME", "metadata.name"),
+            identities::variable(),
         ],
         "ports": [
             { "name": "peers", "containerPort": agents.peers.port, "protocol": "TCP" },
@@ -169,9 +171,10 @@ fn volumes(cluster: &KVCacheCluster, found: &Found) -> (Value, Value) {
     for pool in found.referred.pools.iter().filter_map(|named| named.bound(&key)) {
         folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
     }
-    let mut volumes =
-        vec![json!({ "name": "config", "configMap": { "name": found.referred.names.agent() } })];
-    let mut mounts = vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true })];
+    let config = json!({ "name": "config", "configMap": { "name": found.referred.names.agent() } });
+    let mut volumes = vec![config, identities::volume(found)];
+    let mut mounts =
+        vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }), identities::mount()];
     for (index, folder) in folders.iter().enumerate() {
         let name = format!("node-{index}");
         volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));

@@ -1,6 +1,9 @@
 //! What engines' pods get that ask for it: the directory of the agent's socket, and how to connect. Done by the API server itself, by a
 //! policy in its expression language (CEL), so that no pod waits for a webhook of ours.
 //!
+//! Pods of a tenant are told which it is, and get a token by which the agent knows them: the policy looks their namespace and service account up
+//! among the bindings that the operator keeps in a ConfigMap ([`super::identities`]).
+//!
 //! A pod asks by a label that names the cluster, in a namespace that the cluster selects. An annotation says what became of it: the
 //! cluster that it was given, or why it was given nothing. A pod with that annotation is left alone.
 //!
@@ -9,11 +12,12 @@
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::InjectionMode;
 use reprise_crds::fields::LabelSelector;
+use reprise_policy::identity::TOKEN_AUDIENCE;
 use serde_json::{Value, json};
 
 use super::connection::in_host_memory;
 use crate::child::{Child, ChildKind, Ownership};
-use crate::names::{ClusterNames, Component, INJECT, INJECTION};
+use crate::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
 
 /// Name of the volume.
 const VOLUME: &str = "reprise-socket";
@@ -21,6 +25,17 @@ const VOLUME: &str = "reprise-socket";
 const SOCKET_VARIABLE: &str = "REPRISE_SOCKET";
 /// vLLM's `--kv-transfer-config`: an argument may be `$(REPRISE_KV_TRANSFER_CONFIG)`.
 const CONFIG_VARIABLE: &str = "REPRISE_KV_TRANSFER_CONFIG";
+
+/// Name of the volume with the token.
+const TOKEN_VOLUME: &str = "reprise-token";
+/// Where it is mounted.
+const TOKEN_FOLDER: &str = "/var/run/secrets/reprise.dev";
+/// How long a token holds; the kubelet replaces it in time.
+const TOKEN_SECONDS: u32 = 3600;
+/// Whose blocks the engine's are.
+const TENANT_VARIABLE: &str = "REPRISE_TENANT";
+/// Path of the token.
+const TOKEN_VARIABLE: &str = "REPRISE_TOKEN_FILE";
 
 /// The policy and its binding; none where no namespace is selected.
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
@@ -33,7 +48,9 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     // They have no namespace, so they cannot have the cluster as their owner (`crate::sweep`).
     let metadata = || json!({ "name": names.injection(), "labels": names.labels(Component::Agent) });
     let policy = json!({ "spec": policy(cluster, names) });
-    let binding = json!({ "spec": { "policyName": names.injection() } });
+    let whose =
+        json!({ "name": names.tenants(), "namespace": names.namespace, "parameterNotFoundAction": "Allow" });
+    let binding = json!({ "spec": { "policyName": names.injection(), "paramRef": whose } });
     let ours = Ownership::OursAlone;
     vec![
         Child::new(ChildKind::MutatingAdmissionPolicy, ours, metadata(), &policy),
@@ -43,10 +60,13 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
 
 fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
     let variable = |name: &str, expression: String| json!({ "name": name, "expression": expression });
+    let patch =
+        |expression: String| json!({ "patchType": "JSONPatch", "jsonPatch": { "expression": expression } });
     let apply = |expression: String| json!({ "patchType": "ApplyConfiguration", "applyConfiguration": { "expression": expression } });
     json!({
         "failurePolicy": "Ignore",
         "reinvocationPolicy": "Never",
+        "paramKind": { "apiVersion": "v1", "kind": "ConfigMap" },
         "matchConstraints": {
             "namespaceSelector": cluster.spec.injection.namespace_selector,
             "objectSelector": { "matchLabels": { INJECT: names.name } },
@@ -60,9 +80,10 @@ fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
             variable("directory", literal(cluster.spec.agents.socket.directory.as_str())),
             variable("level", LEVEL.to_owned()),
             variable("mounting", MOUNTING.to_owned()),
+            variable("tenant", TENANT.to_owned()),
             variable("refusal", refusal()),
         ],
-        "mutations": [apply(decision(names)), apply(change(cluster))],
+        "mutations": [apply(decision(names)), patch(token()), apply(change(cluster))],
     })
 }
 
@@ -73,6 +94,11 @@ const LEVEL: &str =
 /// Containers that have something there already.
 const MOUNTING: &str = "object.spec.containers.filter(c, c.?volumeMounts.orValue([]).exists(m, m.mountPath == \
                         variables.directory)).map(c, c.name)";
+
+/// Whose the pod is: by its service account, else by its namespace; empty: nobody's.
+const TENANT: &str = "params.?data[?(namespaceObject.metadata.name + '.' + \
+                      object.spec.?serviceAccountName.orValue('default'))].orValue(\
+                      params.?data[?namespaceObject.metadata.name].orValue(''))";
 
 /// Why a pod gets nothing; empty when it gets what it asks for.
 fn refusal() -> String {
@@ -90,7 +116,9 @@ fn decision(names: &ClusterNames) -> String {
     let (key, given) = (literal(INJECTION), literal(&names.key()));
     let refused = literal(&format!("nothing of {}: ", names.key()));
     format!(
-        "Object{{metadata: Object.metadata{{annotations: {{{key}: variables.refusal == '' ? {given} : {refused} + variables.refusal}}}}}}"
+        "Object{{metadata: Object.metadata{{annotations: {{{key}: variables.refusal == '' ? {given} : {refused} + variables.refusal, \
+         {tenant}: variables.refusal != '' || variables.tenant == '' ? 'none' : variables.tenant}}}}}}",
+        tenant = literal(INJECTED_TENANT),
     )
 }
 
@@ -98,20 +126,60 @@ fn decision(names: &ClusterNames) -> String {
 fn change(cluster: &KVCacheCluster) -> String {
     let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
     let set = |name: &str, value: &str| {
-        format!("Object.spec.containers.env{{name: {}, value: {}}}", literal(name), literal(value))
+        format!("Object.spec.containers.env{{name: {}, value: {value}}}", literal(name))
     };
-    let variables =
-        [set(SOCKET_VARIABLE, &socket), set(CONFIG_VARIABLE, &in_host_memory(&socket).to_string())]
-            .join(", ");
-    let volume = literal(VOLUME);
+    let connection = [
+        set(SOCKET_VARIABLE, &literal(&socket)),
+        set(CONFIG_VARIABLE, &literal(&in_host_memory(&socket).to_string())),
+    ];
+    let identity = [
+        set(TENANT_VARIABLE, "variables.tenant"),
+        set(TOKEN_VARIABLE, &literal(&format!("{TOKEN_FOLDER}/token"))),
+    ];
+    let mount = |volume: &str, at: &str| {
+        let volume = literal(volume);
+        format!("Object.spec.containers.volumeMounts{{name: {volume}, mountPath: {at}, readOnly: true}}")
+    };
+    let directory = format!(
+        "Object.spec.volumes{{name: {}, hostPath: Object.spec.volumes.hostPath{{path: variables.directory, type: 'DirectoryOrCreate'}}}}",
+        literal(VOLUME)
+    );
     format!(
         "variables.refusal != '' ? Object{{}} : Object{{spec: Object.spec{{\
-         volumes: [Object.spec.volumes{{name: {volume}, hostPath: Object.spec.volumes.hostPath{{\
-         path: variables.directory, type: 'DirectoryOrCreate'}}}}], \
+         volumes: [{directory}], \
          containers: object.spec.containers.map(c, Object.spec.containers{{name: c.name, \
-         volumeMounts: [Object.spec.containers.volumeMounts{{name: {volume}, mountPath: variables.directory, readOnly: true}}], \
-         env: [{variables}].filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}})}}}}"
+         volumeMounts: [{mount}] + {token_mounts}, \
+         env: ([{connection}] + {identities}).filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}})}}}}",
+        mount = mount(VOLUME, "variables.directory"),
+        token_mounts = of_a_tenant(&mount(TOKEN_VOLUME, &literal(TOKEN_FOLDER))),
+        connection = connection.join(", "),
+        identities = of_a_tenant(&identity.join(", ")),
     )
+}
+
+/// Adds the volume with the token, where there is none of that name. A list of sources is one value to whoever applies, and none that a policy may
+/// apply: so it is a patch.
+fn token() -> String {
+    let volume = literal(TOKEN_VOLUME);
+    let value = format!(
+        "Object.spec.volumes{{name: {volume}, projected: Object.spec.volumes.projected{{sources: [Object.spec.volumes.projected.sources{{\
+         serviceAccountToken: Object.spec.volumes.projected.sources.serviceAccountToken{{\
+         audience: {audience}, expirationSeconds: {TOKEN_SECONDS}, path: 'token'}}}}]}}}}",
+        audience = literal(TOKEN_AUDIENCE)
+    );
+    let add = |path: &str, value: &str| format!("JSONPatch{{op: 'add', path: '{path}', value: {value}}}");
+    // An object in a list is no value of a patch: the API server (1.36) fails to write it. So the list is made first, where there is none.
+    format!(
+        "variables.refusal != '' || variables.tenant == '' || object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? [] : \
+         (has(object.spec.volumes) ? [] : [{empty}]) + [{filled}]",
+        empty = add("/spec/volumes", "[]"),
+        filled = add("/spec/volumes/-", &value),
+    )
+}
+
+/// A list that only pods of a tenant get.
+fn of_a_tenant(items: &str) -> String {
+    format!("(variables.tenant == '' ? [] : [{items}])")
 }
 
 /// A text as CEL writes it: JSON's strings are among its own.

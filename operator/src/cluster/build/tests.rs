@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use reprise_crds::{CacheTenant, KVCacheCluster, SSDPool};
+use reprise_policy::identity::{PodBindings, ServiceAccount};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -34,6 +35,7 @@ fn found(cluster: &KVCacheCluster) -> Found {
         referred: Referred { names, pools: Vec::new(), tenants: Vec::new() },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
+        bindings: PodBindings::default(),
         profiles: std::collections::BTreeMap::new(),
         images: DefaultImages {
             agent: "agent:1".to_owned(),
@@ -394,4 +396,39 @@ fn the_first_words_of_nodes_restart_no_member() {
     assert_eq!(members(&silent)["limits"]["memory"], "512Mi");
     assert_eq!(members(&of_capacity("1Ti")), members(&silent));
     assert_eq!(members(&of_capacity("100Ti"))["limits"]["memory"], "4Gi", "as many blocks as that need more");
+}
+
+#[test]
+fn whose_pods_are_whose_is_a_file_for_agents_and_an_entry_each_for_the_policy() {
+    let cluster = cluster(json!({}));
+    let mut found = found(&cluster);
+    let (a, b) = ("a".parse().expect("a name"), "b".parse().expect("a name"));
+    found.bindings.bind_namespace("chat", &a);
+    let account = ServiceAccount { namespace: "chat".to_owned(), name: "batch.v2".to_owned() };
+    found.bindings.bind_service_account(&account, &b);
+    let before = build(&cluster, &super::tests::found(&cluster), None);
+    let children = build(&cluster, &found, None);
+    let named = |children: &[Child], kind: ChildKind, name: &str| {
+        let found = children.iter().find(|child| child.kind == kind && child.name == name);
+        found.unwrap_or_else(|| panic!("no {name}")).body.clone()
+    };
+    let data = named(&children, ChildKind::ConfigMap, "c-agent-tenants")["data"].clone();
+    assert_eq!((&data["chat"], &data["chat.batch.v2"]), (&json!("a"), &json!("b")));
+    let file: PodBindings =
+        serde_json::from_str(data["_tenants.json"].as_str().expect("a text")).expect("reads");
+    assert_eq!(file, found.bindings);
+
+    let agents = |children: &[Child]| named(children, ChildKind::DaemonSet, "c-agent");
+    assert_eq!(agents(&before), agents(&children), "a new namespace restarts no agent");
+    let pod = agents(&children)["spec"]["template"]["spec"].clone();
+    let volume =
+        pod["volumes"].as_array().expect("volumes").iter().find(|one| one["name"] == "tenants").cloned();
+    let items = json!([{ "key": "_tenants.json", "path": "tenants.json" }]);
+    assert_eq!(
+        volume.expect("it is mounted")["configMap"],
+        json!({ "name": "c-agent-tenants", "items": items })
+    );
+    let environment = pod["containers"][0]["env"].as_array().expect("an environment").clone();
+    let told = json!({ "name": "TENANTS_FILE", "value": "/etc/reprise-tenants/tenants.json" });
+    assert!(environment.contains(&told), "{environment:?}");
 }

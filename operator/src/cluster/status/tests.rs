@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use reprise_crds::SSDPool;
 use reprise_crds::status::ConditionStatus;
+use reprise_policy::identity::PodBindings;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -34,6 +35,7 @@ fn said(modes: Value, pool: Value) -> Vec<Finding> {
         referred: Referred { names: ClusterNames::of(&cluster), pools: vec![named], tenants: Vec::new() },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
+        bindings: PodBindings::default(),
         profiles: BTreeMap::new(),
         images: DefaultImages {
             agent: "agent:1".to_owned(),

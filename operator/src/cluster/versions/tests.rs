@@ -6,6 +6,7 @@ use std::sync::Arc;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_crds::CacheNode;
 use reprise_crds::status::ConditionStatus;
+use reprise_policy::identity::PodBindings;
 use serde_json::{Value, json};
 
 use super::*;
@@ -33,6 +34,7 @@ fn found(tags: [&str; 2]) -> Found {
         referred: Referred { names: ClusterNames::of(&cluster), pools: Vec::new(), tenants: Vec::new() },
         plan: ClusterPlan { nodes: vec!["n1".to_owned(), "n2".to_owned()], refused: None },
         cache_nodes: Vec::new(),
+        bindings: PodBindings::default(),
         profiles: BTreeMap::new(),
         images: DefaultImages {
             agent: image("a", tags[0]),

@@ -118,10 +118,10 @@ fn gpus_are_reached_by_what_the_mode_needs() {
     assert_eq!(
         difference(gpus("RuntimeClass", "runtimeClassName", "nvidia"), directory()),
         [
-            "+ spec containers 0 env 3 name: \"NVIDIA_VISIBLE_DEVICES\"",
-            "+ spec containers 0 env 3 value: \"all\"",
-            "+ spec containers 0 env 4 name: \"NVIDIA_DRIVER_CAPABILITIES\"",
-            "+ spec containers 0 env 4 value: \"utility\"",
+            "+ spec containers 0 env 4 name: \"NVIDIA_VISIBLE_DEVICES\"",
+            "+ spec containers 0 env 4 value: \"all\"",
+            "+ spec containers 0 env 5 name: \"NVIDIA_DRIVER_CAPABILITIES\"",
+            "+ spec containers 0 env 5 value: \"utility\"",
             "+ spec runtimeClassName: \"nvidia\"",
         ]
     );
@@ -173,13 +173,13 @@ fn rdma_is_reached_by_what_the_mode_needs() {
     assert_eq!(
         host,
         [
-            "+ spec containers 0 volumeMounts 4 mountPath: \"/dev/infiniband\"",
-            "+ spec containers 0 volumeMounts 4 name: \"rdma\"",
+            "+ spec containers 0 volumeMounts 5 mountPath: \"/dev/infiniband\"",
+            "+ spec containers 0 volumeMounts 5 name: \"rdma\"",
             "+ spec dnsPolicy: \"ClusterFirstWithHostNet\"",
             "+ spec hostNetwork: true",
-            "+ spec volumes 4 hostPath path: \"/dev/infiniband\"",
-            "+ spec volumes 4 hostPath type: \"Directory\"",
-            "+ spec volumes 4 name: \"rdma\"",
+            "+ spec volumes 5 hostPath path: \"/dev/infiniband\"",
+            "+ spec volumes 5 hostPath type: \"Directory\"",
+            "+ spec volumes 5 name: \"rdma\"",
         ]
     );
 }
