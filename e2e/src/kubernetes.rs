@@ -38,6 +38,7 @@ pub mod fleet;
 pub mod image;
 pub mod lab;
 pub mod leftovers;
+pub mod loop_device;
 pub mod machine;
 pub mod node;
 pub mod programs;

@@ -16,6 +16,8 @@ mod chart;
 mod chart_changed;
 #[path = "cluster/chart_crash.rs"]
 mod chart_crash;
+#[path = "cluster/chart_devices.rs"]
+mod chart_devices;
 #[path = "cluster/chart_drain.rs"]
 mod chart_drain;
 #[path = "cluster/chart_faults.rs"]
@@ -70,6 +72,7 @@ fn main() -> ExitCode {
             chart_parts::are_followed,
         ),
         ("a_changed_release_is_taken_back_with_its_blocks", chart_changed::taken_back),
+        ("raw_devices_are_opened_as_the_cluster_says", chart_devices::are_opened_as_the_cluster_says),
         ("an_agent_that_is_deleted_serves_its_blocks_again", chart_faults::an_agent_comes_back),
         ("an_agent_that_is_killed_under_load_fails_no_request", chart_crash::under_load),
         ("killed_operators_cost_no_local_hit_and_go_on_where_they_were", chart_faults::operators_are_killed),

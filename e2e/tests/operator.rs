@@ -5,6 +5,8 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
+#[path = "operator/access.rs"]
+mod access;
 #[path = "operator/chaos.rs"]
 mod chaos;
 #[path = "operator/children.rs"]
