@@ -125,7 +125,6 @@ async fn token(
         audiences: audience.map(|audience| vec![audience.to_owned()]),
         bound_object_ref: bound,
         expiration_seconds: Some(TOKEN_SECONDS),
-        ..TokenRequestSpec::default()
     };
     let request = TokenRequest { spec: Some(spec), ..TokenRequest::default() };
     let accounts: Api<ServiceAccount> = Api::namespaced(admin.clone(), account.namespace);

@@ -88,7 +88,7 @@ fn pods_of_selected_namespaces_are_a_tenants_and_agents_are_told_without_a_resta
     assert_eq!(file["tenants"], json!(["team-a", "team-b"]));
     lab.agent_says("n1", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));
     lab.agent_says("n2", "Open", |status| {
-        status["applied"]["tenantsDigest"] = json!(format!("sha256:{}", "0".repeat(64)))
+        status["applied"]["tenantsDigest"] = json!(format!("sha256:{}", "0".repeat(64)));
     });
     lab.wait_condition("CacheTenant", "team-a", ["PodsBound", "False", "Progressing"]);
     lab.agent_says("n2", "Open", |status| status["applied"]["tenantsDigest"] = json!(digest));

@@ -185,7 +185,7 @@ mod tests {
 
     const AUDIENCE: &str = "agents";
 
-    fn answer(status: serde_json::Value) -> Reviewed {
+    fn answer(status: &serde_json::Value) -> Reviewed {
         let whole = serde_json::json!({ "spec": {}, "status": status });
         judge(serde_json::from_value(whole).expect("a review"), AUDIENCE)
     }
@@ -194,7 +194,7 @@ mod tests {
     fn a_token_is_a_users_only_when_the_server_says_so_for_our_audience() {
         let user = "system:serviceaccount:chat:vllm";
         let said = |authenticated: bool, audiences: &[&str]| {
-            answer(serde_json::json!({
+            answer(&serde_json::json!({
                 "authenticated": authenticated, "audiences": audiences, "user": { "username": user },
             }))
         };
@@ -202,9 +202,9 @@ mod tests {
         for other in [said(true, &[]), said(true, &["https://kubernetes"]), said(false, &[AUDIENCE])] {
             assert!(matches!(other, Reviewed::Refused(words) if words.contains(AUDIENCE)));
         }
-        let words = answer(serde_json::json!({ "authenticated": false, "error": "token has expired" }));
+        let words = answer(&serde_json::json!({ "authenticated": false, "error": "token has expired" }));
         assert_eq!(words, Reviewed::Refused("token has expired".to_owned()));
-        assert!(matches!(answer(serde_json::json!({})), Reviewed::Refused(_)));
+        assert!(matches!(answer(&serde_json::json!({})), Reviewed::Refused(_)));
     }
 
     #[test]

@@ -256,6 +256,7 @@ fn wrong(standing: &Standing) -> Option<Finding> {
 }
 
 #[cfg(test)]
+#[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
     use reprise_crds::status::ConditionStatus;
     use serde_json::{Value, json};
