@@ -32,7 +32,8 @@ pub async fn run(context: &Context) {
 }
 
 async fn once(context: &Context) -> Result<(), OperatorError> {
-    for kind in ChildKind::ALL.into_iter().filter(|kind| !kind.is_namespaced()) {
+    // Rights last: an uninstall waits until they are gone, and nobody removes anything afterwards.
+    for kind in ChildKind::ALL.into_iter().rev().filter(|kind| !kind.is_namespaced()) {
         for child in context.world.children(kind) {
             let Some(uid) = child.labels().get(CLUSTER_UID) else { continue };
             if context.world.cluster_of_uid(uid).is_none() {
