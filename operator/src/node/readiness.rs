@@ -190,9 +190,10 @@ impl Says {
     }
 
     fn is_in(&self, condition: &NodeCondition) -> bool {
+        // The API server keeps no empty texts.
         condition.status == self.status.as_str()
-            && condition.reason.as_deref() == Some(&self.reason)
-            && condition.message.as_deref() == Some(&self.message)
+            && condition.reason.as_deref().unwrap_or_default() == self.reason
+            && condition.message.as_deref().unwrap_or_default() == self.message
     }
 }
 

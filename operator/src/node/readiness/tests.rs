@@ -217,3 +217,15 @@ async fn a_node_that_is_gone_needs_nothing_and_a_right_that_lacks_stops_nothing_
     assert_eq!(script.methods().len(), 3);
     assert!(!context.metrics.text().contains("kind=\"Node\""), "nothing was written");
 }
+
+#[test]
+fn an_agent_that_has_nothing_to_add_is_not_written_again_and_again() {
+    let now = clock::now();
+    let terse = said(SignedDuration::from_secs(5), "True", "AsDesired", "");
+    let Step::Say(mut condition) = step(&node(None), Some(&terse), &had(), &now) else {
+        panic!("it is to be said")
+    };
+    // As the API server gives it back.
+    condition.message = None;
+    assert_eq!(step(&node(Some(&condition)), Some(&terse), &had(), &now), Step::Nothing);
+}
