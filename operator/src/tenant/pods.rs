@@ -208,7 +208,7 @@ fn told(standing: &Standing) -> String {
         silent => format!(" ({silent} nodes say nothing at present, and serve nobody as far as is known)"),
     };
     format!(
-        "sessions are the tenant in {cluster} that come from pods of {namespaces} namespaces and {accounts} service accounts, and no \
+        "new sessions are the tenant in {cluster} that come from pods of {namespaces} namespaces and {accounts} service accounts, and no \
          others{silent}"
     )
 }
