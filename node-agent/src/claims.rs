@@ -38,6 +38,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, select, tick};
 use reprise_agent_core::event::Event as CoreEvent;
 use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, GpuFact, Trouble};
+use reprise_io::HealthLog;
 use tokio::sync::watch;
 
 use crate::admin::AdminContext;
@@ -115,7 +116,7 @@ enum Bell {
 enum Ended {
     Opened(Vec<Tried>),
     Wiped { path: String, result: Result<(), Trouble> },
-    Asked(wear::Answers),
+    Asked { path: String, log: Option<HealthLog> },
 }
 
 /// The thread's state.
@@ -284,17 +285,15 @@ impl Worker {
 
     /// Has drives asked how worn they are, when it is time.
     fn ask_drives(&mut self) {
-        let due = self.wear.due(Instant::now(), &facts::open_devices(&self.board));
-        if due.is_empty() {
-            return;
-        }
-        let ended = self.ended.0.clone();
-        let body = move || {
-            let ask = |(path, at): wear::Place| (path, reprise_io::health_log(&at));
-            let _ = ended.send(Ended::Asked(due.into_iter().map(ask).collect()));
-        };
-        if spawn("asking-drives", body).is_err() {
-            self.wear.answered(Vec::new());
+        for (path, at) in self.wear.due(Instant::now(), &facts::open_devices(&self.board)) {
+            let (ended, asked) = (self.ended.0.clone(), path.clone());
+            let body = move || {
+                let log = reprise_io::health_log(&at);
+                let _ = ended.send(Ended::Asked { path: asked, log });
+            };
+            if spawn("asking-a-drive", body).is_err() {
+                self.wear.answered(&path, None);
+            }
         }
     }
 
@@ -406,7 +405,7 @@ impl Worker {
                     }
                 }
             }
-            Ended::Asked(answers) => self.wear.answered(answers),
+            Ended::Asked { path, log } => self.wear.answered(&path, log),
             Ended::Wiped { path, result: Ok(()) } => {
                 tracing::info!(path, "the data of a device is destroyed");
                 self.board.wiped(&path);

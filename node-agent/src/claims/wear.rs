@@ -1,8 +1,8 @@
 //! Which devices are more worn than their pools allow: by errors of their media, and by the spare capacity that they have left.
 //!
 //! Errors are counted by the agent since it opened the device, and by the drive, for all its life; one error is often in both, so the greater number counts. The
-//! drive is asked every [`ASK_EVERY`], by a thread of its own, since one that hangs answers late. What it said last stands until it says something else; what it does not
-//! tell is not compared. A worn device is told of, and used all the same.
+//! drive is asked every [`ASK_EVERY`], each by a thread of its own, since one that hangs answers late. What it said last stands until it says something else; what it does
+//! not tell is not compared. A worn device is told of, and used all the same.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,9 +15,6 @@ const ASK_EVERY: Duration = Duration::from_secs(60);
 
 /// A device of a pool, by its stable path, and where this process finds it.
 pub(super) type Place = (String, PathBuf);
-
-/// What drives have answered, by the stable paths of devices.
-pub(super) type Answers = Vec<(String, Option<HealthLog>)>;
 
 /// What a pool allows of its devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,43 +32,51 @@ pub(super) struct Reading {
     pub(super) worn: Option<String>,
 }
 
-/// What drives have said.
+/// What drives have said, by the stable paths of devices.
 #[derive(Debug, Default)]
 pub(super) struct Wear {
-    said: BTreeMap<String, Option<HealthLog>>,
-    asked: Option<Instant>,
-    /// Whether somebody asks now.
+    drives: BTreeMap<String, Drive>,
+}
+
+/// What one has said.
+#[derive(Debug)]
+struct Drive {
+    said: Option<HealthLog>,
+    asked: Instant,
+    /// Whether somebody asks it now.
     asking: bool,
 }
 
 impl Wear {
-    /// Devices to ask now, of those that are open. Whoever is given some brings answers ([`Wear::answered`]).
+    /// Devices to ask now, of those that are open. Whoever is given one brings its answer ([`Wear::answered`]).
     pub(super) fn due(&mut self, now: Instant, open: &[Place]) -> Vec<Place> {
-        self.said.retain(|path, _| open.iter().any(|(other, _)| other == path));
-        let is_new = open.iter().any(|(path, _)| !self.said.contains_key(path));
-        let is_time = self.asked.is_none_or(|asked| now.duration_since(asked) >= ASK_EVERY);
-        if self.asking || open.is_empty() || !(is_new || is_time) {
-            return Vec::new();
+        // Of one that hangs somebody still waits for the answer, so it is not asked a second time when it is opened again.
+        self.drives.retain(|path, drive| drive.asking || open.iter().any(|(other, _)| other == path));
+        let mut due = Vec::new();
+        for place in open {
+            match self.drives.get_mut(&place.0) {
+                Some(drive) if drive.asking || now.duration_since(drive.asked) < ASK_EVERY => continue,
+                Some(drive) => (drive.asked, drive.asking) = (now, true),
+                None => {
+                    let new = Drive { said: None, asked: now, asking: true };
+                    self.drives.insert(place.0.clone(), new);
+                }
+            }
+            due.push(place.clone());
         }
-        (self.asked, self.asking) = (Some(now), true);
-        open.to_vec()
+        due
     }
 
-    /// Drives have answered, or nobody could ask them.
-    pub(super) fn answered(&mut self, answers: Answers) {
-        self.asking = false;
-        for (path, log) in answers {
-            // What it said last stands while it says nothing.
-            match log {
-                Some(log) => drop(self.said.insert(path, Some(log))),
-                None => drop(self.said.entry(path).or_insert(None)),
-            }
+    /// A drive has answered; `None`: it tells nothing, or nobody could ask it. What it said last stands then.
+    pub(super) fn answered(&mut self, path: &str, log: Option<HealthLog>) {
+        if let Some(drive) = self.drives.get_mut(path) {
+            (drive.asking, drive.said) = (false, log.or(drive.said));
         }
     }
 
     /// What is told of a device on which so many operations have met errors since it was opened.
     pub(super) fn of(&self, path: &str, errors: u32, limits: Limits) -> Reading {
-        let log = self.said.get(path).copied().flatten();
+        let log = self.drives.get(path).and_then(|drive| drive.said);
         let of_drive = log.map_or(0, |log| u32::try_from(log.media_errors).unwrap_or(u32::MAX));
         let (media_errors, spare_percent) = (errors.max(of_drive), log.and_then(|log| log.spare_percent));
         Reading { media_errors, spare_percent, worn: worn(media_errors, spare_percent, limits) }
@@ -108,7 +113,8 @@ mod tests {
 
     fn knowing(log: Option<HealthLog>) -> Wear {
         let mut wear = Wear::default();
-        wear.answered(vec![("/a".to_owned(), log)]);
+        wear.due(Instant::now(), &[place("/a")]);
+        wear.answered("/a", log);
         wear
     }
 
@@ -144,26 +150,42 @@ mod tests {
     }
 
     #[test]
-    fn drives_are_asked_once_a_minute_and_when_one_is_new_and_never_twice_at_a_time() {
+    fn a_drive_is_asked_once_a_minute_and_when_it_is_new_and_never_twice_at_a_time() {
         let (mut wear, now) = (Wear::default(), Instant::now());
         assert_eq!(wear.due(now, &[]), []);
         let one = [place("/a")];
         assert_eq!(wear.due(now, &one), one);
         assert_eq!(wear.due(now + 2 * ASK_EVERY, &one), [], "somebody asks still");
-        wear.answered(vec![("/a".to_owned(), log(1, Some(50)))]);
+        wear.answered("/a", log(1, Some(50)));
         assert_eq!(wear.due(now + ASK_EVERY / 2, &one), []);
         assert_eq!(wear.due(now + ASK_EVERY, &one), one);
         // Nobody could: it stands.
-        wear.answered(Vec::new());
+        wear.answered("/a", None);
         assert_eq!(wear.of("/a", 0, LIMITS).spare_percent, Some(50));
 
         let both = [place("/a"), place("/b")];
         let later = now + ASK_EVERY + Duration::from_secs(1);
-        assert_eq!(wear.due(later, &both), both, "one is new");
-        wear.answered(vec![("/a".to_owned(), log(1, Some(50))), ("/b".to_owned(), None)]);
+        assert_eq!(wear.due(later, &both), [place("/b")], "the new one");
+        wear.answered("/b", None);
         assert_eq!(wear.due(later, &both), [], "one that tells nothing was asked");
         // Closed, and what it said is forgotten.
         assert_eq!(wear.due(later, &[place("/b")]), []);
         assert_eq!(wear.of("/a", 0, LIMITS).spare_percent, None);
+    }
+
+    #[test]
+    fn a_drive_that_hangs_keeps_nobody_from_asking_others_and_is_not_asked_again_when_it_comes_back() {
+        let (mut wear, now) = (Wear::default(), Instant::now());
+        let both = [place("/hangs"), place("/b")];
+        assert_eq!(wear.due(now, &both), both);
+        wear.answered("/b", log(1, Some(50)));
+        assert_eq!(wear.due(now + ASK_EVERY, &both), [place("/b")]);
+        wear.answered("/b", log(2, Some(49)));
+        assert_eq!(wear.of("/b", 0, LIMITS).spare_percent, Some(49));
+        // It was closed and opened meanwhile.
+        assert_eq!(wear.due(now + 2 * ASK_EVERY, &[]), []);
+        assert_eq!(wear.due(now + 2 * ASK_EVERY, &both), [place("/b")]);
+        wear.answered("/hangs", log(0, Some(7)));
+        assert_eq!(wear.of("/hangs", 0, LIMITS).spare_percent, Some(7));
     }
 }
