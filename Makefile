@@ -13,7 +13,7 @@ REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s e2e-scale k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
 	@echo "make e2e-k8s     the tests with a whole Kubernetes alone: two nodes and real pods; needs root, and installs what it lacks"
 	@echo "make e2e-scale   the operator in its pod with 1,000 nodes that kwok plays: time, memory, writes"
+	@echo "make e2e-skew    programs of an older commit, OLD=COMMIT, beside these while a release is upgraded under load, and taken back"
 	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
 	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
 	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
@@ -82,6 +83,14 @@ e2e-scale: etcd cluster images-test
 	e2e/kwok/build.sh
 	$(PROGRAMS)
 	cargo test --locked --workspace --test scale
+
+# Programs of an older commit, which are built once for it, beside those of this tree.
+OLD ?=
+e2e-skew: etcd cluster images-test
+	$(PROGRAMS)
+	@[ -n "$(OLD)" ] || { echo "say which commit is the older one: make e2e-skew OLD=COMMIT" >&2; exit 2; }
+	REPRISE_OLDER_IMAGES="$$(e2e/skew/build.sh $(OLD))" && export REPRISE_OLDER_IMAGES && \
+	    cargo test --locked --workspace --test cluster -- an_older_version
 
 k8s-lab: etcd cluster
 	cargo build --locked -p reprise-e2e --bins

@@ -6,9 +6,11 @@
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use libtest_mimic::{Arguments, Trial};
 use reprise_e2e::kubernetes::{Cluster, cluster, programs};
+use reprise_e2e::seed::say;
 
 #[path = "cluster/chart.rs"]
 mod chart;
@@ -55,7 +57,7 @@ fn main() -> ExitCode {
         panic!("no cluster can run here: {words}");
     }
     let shared = Shared::default();
-    let tests: Vec<(&str, Test)> = vec![
+    let mut tests: Vec<(&str, Test)> = vec![
         ("two_nodes_are_ready_and_say_what_they_are", pods::nodes_say_what_they_are),
         ("a_pod_of_an_image_made_here_runs_on_each_node", pods::run_on_each_node),
         ("pods_reach_each_other_by_address_service_and_name", pods::reach_each_other),
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         ("all_parts_of_a_release_are_ready_and_say_so", chart::all_is_there),
         ("agents_have_no_privileges_and_write_of_their_own_node_only", chart::what_agents_may),
         ("engines_in_pods_hit_on_their_node_and_on_the_other", chart::engines_hit_everywhere),
+        ("raw_devices_are_opened_as_the_cluster_says", chart_devices::are_opened_as_the_cluster_says),
         ("the_charts_seccomp_profile_allows_io_uring_and_the_pool_says_so", chart_changed::allows_io_uring),
         ("a_node_is_drained_within_its_budgets_and_its_blocks_are_on_the_other", chart_drain::by_kubectl),
         (
@@ -72,7 +75,6 @@ fn main() -> ExitCode {
             chart_parts::are_followed,
         ),
         ("a_changed_release_is_taken_back_with_its_blocks", chart_changed::taken_back),
-        ("raw_devices_are_opened_as_the_cluster_says", chart_devices::are_opened_as_the_cluster_says),
         ("an_agent_that_is_deleted_serves_its_blocks_again", chart_faults::an_agent_comes_back),
         ("an_agent_that_is_killed_under_load_fails_no_request", chart_crash::under_load),
         ("killed_operators_cost_no_local_hit_and_go_on_where_they_were", chart_faults::operators_are_killed),
@@ -91,6 +93,11 @@ fn main() -> ExitCode {
         ("an_uninstalled_release_leaves_its_definitions_and_nothing_else", chart_life::removed),
         ("what_is_not_cleaned_up_is_seen", ends::leftovers_are_seen),
     ];
+    // Which needs what is built for it alone.
+    if std::env::var_os(chart_upgrade::OLDER).is_some() {
+        tests =
+            vec![("an_older_version_and_this_one_serve_beside_each_other", chart_upgrade::from_an_older_one)];
+    }
     let first = Arc::clone(&shared);
     let mut trials = vec![Trial::test("a_killed_laboratory_leaves_what_the_next_start_removes", move || {
         let mut cluster = taken(&first);
@@ -117,7 +124,11 @@ fn on_the_cluster(name: &str, shared: &Shared, test: Test) -> Trial {
     Trial::test(name, move || {
         let mut cluster = taken(&shared);
         let cluster = cluster.get_or_insert_with(|| Cluster::start(NODES));
-        let run = std::panic::AssertUnwindSafe(|| test(cluster));
+        let started = Instant::now();
+        let run = std::panic::AssertUnwindSafe(|| {
+            test(cluster);
+            say(&format!("took {:.1?}", started.elapsed()));
+        });
         if let Err(panic) = std::panic::catch_unwind(run) {
             cluster.show_logs();
             std::panic::resume_unwind(panic);

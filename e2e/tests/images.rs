@@ -1,9 +1,12 @@
-//! What decides whether images are built again: everything that changes what is in them, and nothing else.
+//! What images are, and what decides whether they are built again: everything that changes what is in them, and nothing else.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::Command;
 
+use reprise_e2e::kubernetes::programs;
 use reprise_e2e::tree;
+use serde_json::{Value, json};
 
 /// Prints what images of a profile are made of.
 const SCRIPT: &str = "set -euo pipefail; . images/made-of.sh; made_of \"$0\"";
@@ -74,5 +77,71 @@ fn flags_and_the_profile_make_other_images_and_folders_do_not() {
     }
     for folder in ["CARGO_TARGET_DIR", "CARGO_TARGET_TMPDIR", "REPRISE_CACHE", "PROTOC"] {
         assert_eq!(made_of("images", Some((folder, "/elsewhere"))), plain, "{folder}");
+    }
+}
+
+/// What an archive of an image says of it, and the files of its layers.
+struct Image {
+    config: Value,
+    files: BTreeSet<String>,
+}
+
+impl Image {
+    fn read(archive: &Path) -> Image {
+        let folder = tempfile::tempdir().expect("a folder");
+        run_tar(&["-xf", text(archive), "-C", text(folder.path())]);
+        let json = |path: &Path| -> Value {
+            let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            serde_json::from_slice(&bytes).expect("OCI's documents are JSON")
+        };
+        let blob = |descriptor: &Value| {
+            let digest = descriptor["digest"].as_str().expect("descriptors have digests");
+            folder.path().join("blobs").join(digest.replace(':', "/"))
+        };
+        let index = json(&folder.path().join("index.json"));
+        let manifest = json(&blob(&index["manifests"][0]));
+        let layers = manifest["layers"].as_array().expect("an image has layers");
+        let listed = layers.iter().map(|layer| run_tar(&["-tf", text(&blob(layer))]));
+        let files = listed.flat_map(|list| list.lines().map(str::to_owned).collect::<Vec<String>>());
+        let is_file = |path: &String| !path.ends_with('/');
+        Image { config: json(&blob(&manifest["config"])), files: files.filter(is_file).collect() }
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("paths of tests are UTF-8")
+}
+
+fn run_tar(arguments: &[&str]) -> String {
+    let output = Command::new("tar").args(arguments).output().expect("tar can be run");
+    assert!(output.status.success(), "tar {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn an_image_is_one_program_that_is_nobody_and_says_what_it_is() {
+    let archives = programs::images().expect("they are built");
+    let version = env!("CARGO_PKG_VERSION");
+    let profile = std::env::var("REPRISE_IMAGES_PROFILE").unwrap_or_else(|_| "dev".to_owned());
+    let names = ["reprise-agent", "reprise-controlplane", "reprise-operator", "reprise", "reprise-etcd"];
+    assert_eq!(archives.len(), names.len(), "{archives:?}");
+    for (name, archive) in names.into_iter().zip(&archives) {
+        assert!(archive.ends_with(format!("{name}-{version}.tar")), "{}", archive.display());
+        let Image { config, files } = Image::read(archive);
+        let told = &config["config"];
+        assert_eq!(told["User"], "65532:65532", "{name}");
+        assert_eq!(told["Entrypoint"], json!([format!("/{name}")]), "{name}");
+        let labels = &told["Labels"];
+        assert_eq!(labels["org.opencontainers.image.title"], name);
+        assert_eq!(labels["org.opencontainers.image.version"], version, "{name}");
+        assert_eq!(labels["org.opencontainers.image.licenses"], "Apache-2.0", "{name}");
+        assert!(files.contains(name), "{name} is in it: {files:?}");
+        // Etcd's is static in both profiles.
+        let has_libraries = profile == "dev" && name != "reprise-etcd";
+        assert_eq!(files.iter().any(|file| file.contains("libc.so")), has_libraries, "{name}: {files:?}");
+        let is_library = |file: &&String| file.contains(".so");
+        let others: Vec<&String> = files.iter().filter(|file| !is_library(file) && *file != name).collect();
+        assert!(others.is_empty(), "nothing but the program and what it loads is in {name}: {others:?}");
+        assert!(has_libraries || files.len() == 1, "{name} is all that is in it: {files:?}");
     }
 }

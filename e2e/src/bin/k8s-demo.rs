@@ -1,7 +1,8 @@
 //! Reprise on Kubernetes, for a person: a cluster of two nodes, the operator by its chart, the chart's examples applied, two pods that are
 //! engines. Says what there is and how blocks are hit, and stays until it is interrupted.
 //!
-//! The examples ask for more memory and disk than one machine has for two nodes; what is made smaller is said.
+//! The examples ask for more than two nodes of one machine have, and for nodes of other names; what is changed is said. The example of an engine's
+//! pod needs an image of vLLM, so pods of `reprise check` take its place.
 
 use std::io::{Stdout, Write};
 use std::time::{Duration, Instant};
@@ -33,11 +34,17 @@ metadata:
   labels: { pod-security.kubernetes.io/enforce: restricted }
 ";
 
-/// What is too large for this machine in an example, and what is there instead.
-const SMALLER: [(&str, &str, &str); 2] = [
+/// Examples, and what is changed in each: what this machine does not have, and what is there instead.
+const EXAMPLES: [(&str, &str, &str); 5] = [
     ("resources/pool.yaml", "size: 500Gi", "size: 1Gi"),
     ("resources/cluster.yaml", "dram: 16Gi", "dram: 256Mi"),
+    ("resources/tenant.yaml", "limit: 200Gi", "limit: 512Mi"),
+    ("resources/profile.yaml", "soak: 30m", "soak: 10s"),
+    ("resources/queues.yaml", "nodeName: worker-1", "nodeName: node1"),
 ];
+
+/// What nodes of this machine do not have, in case somebody wonders.
+const WITHOUT: &str = "these nodes have neither GPUs nor NVMe controllers: the profile has no node to go to, and the queues wait (describe gqa -A says for what)";
 
 /// Between two lines about hits.
 const LINE_EVERY: Duration = Duration::from_secs(10);
@@ -80,14 +87,15 @@ fn install(cluster: &Cluster, out: &mut Stdout) -> Result<()> {
     let installed = cluster.helm(&["install", RELEASE, &chart, "--namespace", NAMESPACE, "--wait"]);
     say(out, &installed.map_err(|said| anyhow!("helm install: {said}"))?)?;
     cluster.kubectl(&["label", "nodes", "--all", "reprise.dev/scratch=true"]);
-    for (file, large, small) in SMALLER {
+    for (file, of_example, here) in EXAMPLES {
         let text = example(file);
-        if !text.contains(large) {
-            return Err(anyhow!("{file} has no '{large}' any more"));
+        if !text.contains(of_example) {
+            return Err(anyhow!("{file} has no '{of_example}' any more"));
         }
-        say(out, &format!("applying {file} with '{small}' for '{large}'"))?;
-        cluster.apply(&text.replace(large, small));
+        say(out, &format!("applying {file} with '{here}' for '{of_example}'"))?;
+        cluster.apply(&text.replace(of_example, here));
     }
+    say(out, WITHOUT)?;
     wait_until("the example's cluster to be ready", PODS_WITHIN, || {
         std::thread::sleep(Duration::from_millis(500));
         let wait = ["wait", "-n", "inference", "kvcc/chat", "--for=condition=Ready", "--timeout=10s"];

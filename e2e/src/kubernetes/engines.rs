@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::cluster::Cluster;
 use crate::wait::wait_until;
@@ -109,14 +110,32 @@ impl Engines<'_> {
         })
     }
 
-    /// All that they have said.
+    /// Where the other's block came from when an engine found it first, of those that have said so. Later it is on its own node as well.
+    pub fn first_loads(self, cluster: &Cluster) -> [Vec<String>; ENGINES] {
+        #[derive(Deserialize)]
+        struct Checked {
+            loaded: Vec<Loaded>,
+        }
+        #[derive(Deserialize)]
+        struct Loaded {
+            from: String,
+        }
+        let first = |index| self.said::<Checked>(cluster, index).into_iter().next();
+        let places = |checked: Checked| checked.loaded.into_iter().map(|loaded| loaded.from).collect();
+        std::array::from_fn(|index| first(index).map(places).unwrap_or_default())
+    }
+
+    /// How they were from second to second.
     fn lines(self, cluster: &Cluster) -> [Vec<Said>; ENGINES] {
-        std::array::from_fn(|index| {
-            let pod = format!("engine-{index}");
-            let said = cluster.try_kubectl(&["--namespace", self.namespace, "logs", &pod]);
-            let said = said.unwrap_or_default();
-            said.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
-        })
+        std::array::from_fn(|index| self.said(cluster, index))
+    }
+
+    /// All of a kind that one has said.
+    fn said<T: DeserializeOwned>(self, cluster: &Cluster, index: usize) -> Vec<T> {
+        let pod = format!("engine-{index}");
+        let said = cluster.try_kubectl(&["--namespace", self.namespace, "logs", &pod]);
+        let said = said.unwrap_or_default();
+        said.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
     fn objects(self) -> String {

@@ -143,6 +143,17 @@ impl<'a> Release<'a> {
         Running::spawn(command)
     }
 
+    /// `helm rollback --wait` to a revision, begun.
+    ///
+    /// # Panics
+    /// When Helm cannot be run.
+    pub fn begin_rollback(self, revision: &str) -> Running {
+        let mut command = self.cluster.helm_command();
+        command.args(["rollback", RELEASE, revision, "--namespace", NAMESPACE, "--wait", TIMEOUT]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        Running::spawn(command)
+    }
+
     fn helm(self, command: &str, more: &[&str]) -> String {
         let all = arguments(command, more);
         self.run(&all.iter().map(String::as_str).collect::<Vec<&str>>())

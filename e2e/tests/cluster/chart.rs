@@ -11,6 +11,7 @@ use reprise_e2e::wait_until;
 use serde_json::Value;
 
 use crate::chart_changed::engines_are_told_as_allowed;
+use crate::chart_life::AGENT_READY;
 
 /// The engines of these tests run as root, whom every agent lets connect.
 pub(crate) const ENGINES: Engines<'static> = Engines { namespace: "default", user: 0 };
@@ -97,6 +98,7 @@ pub(crate) fn all_is_there(cluster: &mut Cluster) {
         for kind in ["AgentReady", "Connected", "DevicesReady", "ConfigurationApplied"] {
             assert_eq!(condition(&cache_node, kind).0, "True", "{kind}: {cache_node:#}");
         }
+        assert_eq!(condition(&release.object("node", node), AGENT_READY).0, "True");
     }
 }
 
@@ -156,5 +158,11 @@ pub(crate) fn engines_hit_everywhere(cluster: &mut Cluster) {
     for said in &enough {
         assert_eq!((said.own_missed, said.others_missed), (0, 0), "{enough:?}");
     }
-    say(&format!("two engines' hits by tier: {:?} and {:?}", enough[0].hits, enough[1].hits));
+    let first = ENGINES.first_loads(cluster);
+    let is_from_the_other = |places: &Vec<String>| places.len() == 1 && places[0].starts_with("peer ");
+    assert!(first.iter().all(is_from_the_other), "each other's block came from the other node: {first:?}");
+    say(&format!(
+        "two engines found each other's block at {first:?}, and then hits by tier: {:?} and {:?}",
+        enough[0].hits, enough[1].hits
+    ));
 }

@@ -4,6 +4,7 @@
 use std::fs;
 use std::time::Duration;
 
+use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_e2e::kubernetes::engines::{ENGINES as COUNT, Said};
 use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, Part, Pod, RELEASE};
 use reprise_e2e::kubernetes::{Cluster, Release};
@@ -17,6 +18,9 @@ use crate::chart_life::{OUTAGE_MAX, wait_for_all_blocks};
 /// What is changed, and what agents are told.
 const CHANGE: &str = "--set=cluster.cache.limits.loadDeadline=7s";
 const CHANGED: &str = "load_deadline = \"7s\"";
+
+/// The revision that was installed ([`running`]).
+const INSTALLED: &str = "1";
 
 /// Blocks may go to other nodes, as a drain needs it.
 const BANDWIDTH: &str = "--set-string=cluster.cache.placement.bandwidth=256Mi";
@@ -38,22 +42,66 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// The first call of whoever uses io_uring.
 const SETUP: &str = "io_uring_setup";
 
-/// Changes the release where that has not been done.
+/// Changes the release where that has not been done; engines go on meanwhile, and the definitions are this release's afterwards.
 pub(crate) fn changed(cluster: &Cluster) -> Release<'_> {
     let release = running(cluster);
     if !configuration(release).contains(CHANGED) {
+        let moment = ENGINES.now(cluster);
+        let definition = make_older(release);
         let before = release.pods(Part::Agents);
         release.upgrade(&[SETTINGS, CHANGE, BANDWIDTH, SECCOMP]);
         release.replaced(Part::Agents, &before, before.len());
+        is_this_releases(release, &definition);
         release.wait_until_ready();
+        wait_for_all_blocks(cluster);
+        engines_went_on(cluster, "an upgrade", ENGINES.since(cluster, &moment));
     }
     release
 }
 
+/// A definition that no release has: what the upgrade's hook brings is the new one's, before anything else of it is there.
+const OLD_WORDS: &str = "as somebody's older release has it";
+const DEFINITION: &str = "slackprofiles.reprise.dev";
+const WORDS_AT: &str = "/spec/versions/0/schema/openAPIV3Schema/description";
+
+/// The definition, with who has written what of it.
+fn definition(release: Release<'_>) -> Value {
+    let get = ["get", "customresourcedefinition", DEFINITION, "--show-managed-fields", "--output=json"];
+    serde_json::from_str(&release.kubectl(&get)).expect("kubectl says JSON")
+}
+
+/// Gives a definition other words; what it was before.
+fn make_older(release: Release<'_>) -> Value {
+    let before = definition(release);
+    let patch = json!([{ "op": "replace", "path": WORDS_AT, "value": OLD_WORDS }]);
+    release.kubectl(&[
+        "patch",
+        "customresourcedefinition",
+        DEFINITION,
+        "--type=json",
+        &format!("--patch={patch}"),
+        "--field-manager=an-older-release",
+    ]);
+    before
+}
+
+/// The definition is as it was, and it is the operator's image that has written it.
+fn is_this_releases(release: Release<'_>, before: &Value) {
+    let now = definition(release);
+    assert_eq!(now["spec"], before["spec"], "the release's own definition is back");
+    let written = |definition: &Value| {
+        let fields = definition["metadata"]["managedFields"].as_array().into_iter().flatten();
+        let by_operator = |fields: &&Value| {
+            fields["manager"] == OPERATOR_FIELD_MANAGER && !fields["fieldsV1"]["f:spec"].is_null()
+        };
+        let times = fields.into_iter().filter(by_operator);
+        times.map(|fields| fields["time"].as_str().unwrap_or_default().to_owned()).max()
+    };
+    assert!(written(&now) > written(before), "by its hook: {:#}", now["metadata"]["managedFields"]);
+}
+
 pub(crate) fn allows_io_uring(cluster: &mut Cluster) {
-    let release = running(cluster);
-    let moment = ENGINES.now(cluster);
-    changed(cluster);
+    let release = changed(cluster);
     assert!(configuration(release).contains(CHANGED), "agents are told: {}", configuration(release));
     for agent in release.pods(Part::Agents) {
         assert!(
@@ -63,16 +111,13 @@ pub(crate) fn allows_io_uring(cluster: &mut Cluster) {
         );
     }
     engines_are_told_as_allowed(release);
-    wait_for_all_blocks(cluster);
-    engines_went_on(cluster, "an upgrade", ENGINES.since(cluster, &moment));
 }
 
 pub(crate) fn taken_back(cluster: &mut Cluster) {
     let release = changed(cluster);
     let moment = ENGINES.now(cluster);
     let before = release.pods(Part::Agents);
-    let to = (revision(release) - 1).to_string();
-    release.run(&["rollback", RELEASE, &to, "--namespace", NAMESPACE, "--wait", "--timeout=180s"]);
+    release.run(&["rollback", RELEASE, INSTALLED, "--namespace", NAMESPACE, "--wait", "--timeout=180s"]);
     release.replaced(Part::Agents, &before, before.len());
     release.wait_until_ready();
     assert!(!configuration(release).contains(CHANGED), "and told otherwise: {}", configuration(release));
@@ -161,13 +206,4 @@ pub(crate) fn lay_down_without_io_uring(cluster: &Cluster) {
 /// What agents read.
 fn configuration(release: Release<'_>) -> String {
     release.object("configmap", "reprise-agent")["data"]["agent.toml"].as_str().unwrap_or_default().to_owned()
-}
-
-fn revision(release: Release<'_>) -> u32 {
-    let said = release.run(&["status", RELEASE, "--namespace", NAMESPACE, "--output=json"]);
-    let status: Value = serde_json::from_str(&said).expect("Helm says JSON");
-    status["version"]
-        .as_u64()
-        .and_then(|version| u32::try_from(version).ok())
-        .expect("a release has a revision")
 }

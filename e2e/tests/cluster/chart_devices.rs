@@ -1,5 +1,5 @@
 //! Raw devices in agents' pods: the pool says that they cannot be opened as long as the runtime keeps pods from them, and has blocks once
-//! the cluster says how agents get at them (`agents.deviceAccess`).
+//! the cluster says how agents get at them (`agents.deviceAccess`). What follows is a release without them, and changed otherwise ([`changed`]).
 
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ use reprise_e2e::wait_until;
 use serde_json::{Value, json};
 
 use crate::chart::{SETTINGS, condition, running};
+use crate::chart_changed::changed;
 use crate::chart_faults::agent_of;
-use crate::chart_life::wait_for_all_blocks;
 
 /// The pool.
 const POOL: &str = "raw";
@@ -88,14 +88,13 @@ pub(crate) fn are_opened_as_the_cluster_says(cluster: &mut Cluster) {
     drop(engine);
 
     // The data stays on it, and nobody else is given it.
-    agents_are_replaced(release, &[SETTINGS]);
+    changed(cluster);
     release.kubectl(&["delete", "ssdp", POOL, "--timeout=180s"]);
     wait_until("the device to be let go", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
         told_device(release, node.name(), &name).is_none().then_some(())
     });
     release.wait_until_ready();
-    wait_for_all_blocks(cluster);
 }
 
 /// Changes the release, and waits until every agent's pod is another one.

@@ -56,13 +56,21 @@ fn no_local_hit_fails(cluster: &mut Cluster, what: &str, fault: impl FnOnce(&mut
     }
 }
 
+/// Which engine is on the node of which this is so.
+pub(crate) fn engine_on(release: Release<'_>, is_it: impl Fn(&str) -> bool) -> usize {
+    let engines = release.pods_of(ENGINES.namespace, "app=engine");
+    engines.iter().position(|pod| is_it(&pod.node)).expect("one on each node")
+}
+
 /// A session with the agent of a node.
 pub(crate) fn agent_of(cluster: &Cluster, node: usize) -> Result<Engine, ClientError> {
     Engine::connect(&cluster.nodes()[node].root().join("run/reprise/agent.sock"), layout_of(1, 1))
 }
 
 pub(crate) fn an_agent_comes_back(cluster: &mut Cluster) {
-    running(cluster);
+    let release = running(cluster);
+    let lost = release.pods(Part::Agents).remove(0).node;
+    let stays = engine_on(release, |node| node != lost);
     let said = said_during(cluster, "an agent's pod was deleted", |cluster| {
         let release = Release::of(cluster);
         let before = release.pods(Part::Agents);
@@ -96,11 +104,17 @@ pub(crate) fn an_agent_comes_back(cluster: &mut Cluster) {
         engine.load_all(&sample, &Loading::LOCAL);
         release.replaced(Part::Agents, &before[..1], before.len());
         release.wait_until_ready();
-        assert!(outage <= AGENT_BACK_WITHIN, "the node was without an agent for {outage:?}");
+        assert!(
+            all <= AGENT_BACK_WITHIN,
+            "the node did not serve for {outage:?}, {all:?} since kubectl delete"
+        );
     });
     let longest = said.iter().map(|said| said.longest_outage_ms).max().unwrap_or_default();
     say(&format!("the longest time in which an engine had not its own block: {longest} ms"));
-    assert!(said.iter().any(|said| said.sessions > 0), "one engine had to open a new session: {said:?}");
+    assert!(said[1 - stays].sessions > 0, "it had to open a new session: {said:?}");
+    let well = &said[stays];
+    assert_eq!((well.own_missed, well.sessions), (0, 0), "the other node is well: {said:?}");
+    assert!(well.own_hits() > 0, "{said:?}");
 }
 
 pub(crate) fn operators_are_killed(cluster: &mut Cluster) {
@@ -186,8 +200,7 @@ pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
     let etcd = release.pods(Part::Etcd).remove(0).node;
     let lost = cluster.nodes().iter().position(|node| node.name() != etcd).expect("there are two");
     let lost_name = cluster.nodes()[lost].name().to_owned();
-    let engines = release.pods_of(ENGINES.namespace, "app=engine");
-    let stays = engines.iter().position(|pod| pod.node == etcd).expect("one on each node");
+    let stays = engine_on(release, |node| node == etcd);
     // Nobody saves these again.
     let kept: Vec<u64> = (BLOCKS..BLOCKS + 1_000).collect();
     agent_of(cluster, lost).expect("it serves").save_durably(&kept);
@@ -196,6 +209,7 @@ pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
     std::thread::sleep(Duration::from_secs(5));
     let said = ENGINES.since(cluster, &moment)[stays].clone().expect("its node is well");
     assert_eq!((said.own_missed, said.sessions), (0, 0), "{said:?}");
+    assert!(said.own_hits() > 0, "{said:?}");
     restart_node(cluster, &killed);
     let started = Instant::now();
     wait_for_all_blocks(cluster);
@@ -209,4 +223,5 @@ pub(crate) fn a_node_is_killed(cluster: &mut Cluster) {
     Release::of(cluster).wait_until_ready();
     let said = ENGINES.since(cluster, &moment)[stays].clone().expect("its node was well all the time");
     assert_eq!((said.own_missed, said.sessions), (0, 0), "{said:?}");
+    assert!(said.own_hits() > 0, "{said:?}");
 }

@@ -6,6 +6,7 @@ use reprise_e2e::kubernetes::engines::Said;
 use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, Part, RELEASE};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::wait_until;
+use serde_json::json;
 
 use crate::chart::{ENGINES, SETTINGS, condition, running};
 
@@ -23,6 +24,9 @@ const REUSE: &str = "--reuse-values";
 const DEFINITIONS: [&str; 6] =
     ["cachenodes", "cachetenants", "gpuqueueallocations", "kvcacheclusters", "slackprofiles", "ssdpools"];
 
+/// What a node says of its agent, while it has one.
+pub(crate) const AGENT_READY: &str = "reprise.dev/AgentReady";
+
 /// Between two looks that start a process.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -32,7 +36,7 @@ const OF_NAMESPACES: &str = "all,configmaps,secrets,serviceaccounts,persistentvo
                              gpuqueueallocations";
 const OF_THE_CLUSTER: &str = "clusterroles,clusterrolebindings,validatingadmissionpolicies,\
                               validatingadmissionpolicybindings,mutatingadmissionpolicies,\
-                              mutatingadmissionpolicybindings,cachenodes,ssdpools,cachetenants";
+                              mutatingadmissionpolicybindings,cachenodes,ssdpools,cachetenants,persistentvolumes";
 
 pub(crate) fn too_far(cluster: &mut Cluster) {
     let release = running(cluster);
@@ -94,8 +98,37 @@ pub(crate) fn wait_for_all_blocks(cluster: &Cluster) {
     });
 }
 
+/// Cluster and pool are deleted while engines use them: both say so, and nothing is taken from the engines.
+fn what_engines_use_stays(cluster: &Cluster, release: Release<'_>) {
+    let (agents, moment) = (release.pods(Part::Agents), ENGINES.now(cluster));
+    for (kind, name) in [("ssdp", "lab"), ("kvcc", RELEASE)] {
+        release.kubectl(&["delete", kind, name, "--wait=false"]);
+    }
+    for (kind, name) in [("ssdp", "lab"), ("kvcc", RELEASE)] {
+        let waits = wait_until(&format!("{kind} {name} to wait for engines"), PODS_WITHIN, || {
+            std::thread::sleep(PAUSE);
+            let object = release.object(kind, name);
+            let conditions = object["status"]["conditions"].as_array()?;
+            conditions.iter().find(|condition| condition["type"] == "DeletionBlocked").cloned()
+        });
+        assert_eq!((&waits["status"], &waits["reason"]), (&json!("True"), &json!("InUse")), "{waits}");
+        let words = waits["message"].as_str().unwrap_or_default();
+        for node in cluster.nodes() {
+            assert!(words.contains(node.name()), "{} has an engine: {words}", node.name());
+        }
+    }
+    std::thread::sleep(Duration::from_secs(3));
+    for said in ENGINES.since(cluster, &moment) {
+        let said = said.expect("no engine has ended");
+        assert_eq!((said.own_missed, said.others_missed, said.sessions), (0, 0, 0), "{said:?}");
+        assert!(said.own_hits() > 0, "{said:?}");
+    }
+    assert_eq!(release.pods(Part::Agents), agents, "no agent is touched");
+}
+
 pub(crate) fn removed(cluster: &mut Cluster) {
     let release = running(cluster);
+    what_engines_use_stays(cluster, release);
     ENGINES.stop(cluster);
     // What the release has applied goes first, by its hook: cluster, pool, and all that is made of them.
     release.run(&["uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout=180s"]);
@@ -113,6 +146,8 @@ pub(crate) fn removed(cluster: &mut Cluster) {
         std::thread::sleep(PAUSE);
     }
     assert_eq!(left(), Vec::<String>::new(), "nothing is left but definitions");
+    let nodes = cluster.kubectl(&["get", "nodes", "--output=json"]);
+    assert!(!nodes.contains(AGENT_READY), "nor does a node speak of an agent: {nodes}");
     let definitions = cluster.kubectl(&["get", "customresourcedefinitions", "--output=name"]);
     for name in DEFINITIONS {
         assert!(definitions.contains(&format!("/{name}.reprise.dev")), "{name} stays: {definitions}");

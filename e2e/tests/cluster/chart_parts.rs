@@ -1,19 +1,19 @@
 //! What a release is told while it runs, and what happens to its parts: a device that somebody removes, quotas of a tenant that change, a slack
-//! profile, a tenant that names its pods. Each waits for agents and their reports, so they are waited for together; none of them has to do with another.
+//! profile, a tenant that names its pods, a request for queues that no node has. Each waits for agents and their reports, so they are waited for together; none of them has to do with another.
 
 use std::fs;
 use std::time::{Duration, Instant};
 
 use reprise_client::{Scope, Source};
 use reprise_e2e::content::{device_slot_bytes, layout_of};
-use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod};
+use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod, example};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::{ENGINES, condition, running};
-use crate::chart_faults::agent_of;
+use crate::chart_faults::{agent_of, engine_on};
 use crate::chart_identities::a_tenant_names_its_pods;
 
 /// Blocks on the device that is removed.
@@ -53,6 +53,7 @@ pub(crate) fn are_followed(cluster: &mut Cluster) {
             scope.spawn(|| a_quota_changes(cluster, release)),
             scope.spawn(|| a_profile_comes(cluster, release)),
             scope.spawn(|| a_tenant_names_its_pods(cluster, release)),
+            scope.spawn(|| queues_are_refused_in_words(cluster, release)),
         ];
         for part in parts {
             part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -72,8 +73,7 @@ fn a_device_is_removed(cluster: &Cluster, release: Release<'_>) {
     let kept: Vec<u64> = KEPT.collect();
     let engine = agent_of(cluster, 1).expect("it serves");
     engine.save_durably(&kept);
-    let well =
-        release.pods_of(ENGINES.namespace, "app=engine").iter().position(|pod| pod.node == other.name());
+    let well = engine_on(release, |node| node == other.name());
     let moment = ENGINES.now(cluster);
     let agents = release.pods(Part::Agents);
     let (file, away) = (node.root().join("var/lib/reprise-pool/pool"), node.root().join("var/lib/pool.away"));
@@ -107,7 +107,7 @@ fn a_device_is_removed(cluster: &Cluster, release: Release<'_>) {
     assert!(sources.iter().all(|source| *source == Source::OwnNvme), "they are on it as before: {sources:?}");
     let ids = |pods: Vec<Pod>| -> Vec<String> { pods.into_iter().map(|pod| pod.container).collect() };
     assert_eq!(ids(release.pods(Part::Agents)), ids(agents), "no agent has started anew");
-    let said = ENGINES.since(cluster, &moment)[well.expect("one on each node")].clone();
+    let said = ENGINES.since(cluster, &moment)[well].clone();
     let said = said.expect("no engine has ended");
     assert_eq!((said.own_missed, said.sessions), (0, 0), "the other node is well: {said:?}");
 }
@@ -152,7 +152,9 @@ fn a_quota_changes(cluster: &Cluster, release: Release<'_>) {
         "a tenant's budget was met {:.1?} after it was written: {few} of {FEW} blocks",
         started.elapsed()
     ));
-    wait_for(release, &format!("ctenant/{TENANT}"), "BudgetApplied");
+    for kind in ["BudgetApplied", "Ready"] {
+        wait_for(release, &format!("ctenant/{TENANT}"), kind);
+    }
     tenant(cluster, MORE);
     let mut next = SAVED;
     let more = wait_until("the larger budget to be used", PODS_WITHIN, || {
@@ -210,4 +212,28 @@ fn a_profile_comes(cluster: &Cluster, release: Release<'_>) {
         std::thread::sleep(PAUSE);
         agents.iter().all(|agent| micros(agent).is_none()).then_some(())
     });
+}
+
+/// The example's requests for queues: of a pool that nobody has, and of one without devices.
+fn queues_are_refused_in_words(cluster: &Cluster, release: Release<'_>) {
+    let here = example("resources/queues.yaml")
+        .replace("namespace: inference", "namespace: reprise")
+        .replace("nodeName: worker-1", &format!("nodeName: {}", cluster.nodes()[0].name()));
+    let (first, second) = here.split_once("\n---\n").expect("there are two of them");
+    cluster.apply(first);
+    cluster.apply(&second.replace("name: nvme", "name: lab"));
+    let refused = |name: &str| {
+        wait_for(release, &format!("gqa/{name}"), "Accepted=false");
+        let object = release.object("gqa", name);
+        let conditions = object["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        let accepted = conditions.into_iter().find(|condition| condition["type"] == "Accepted");
+        assert!(object["status"]["allocations"].as_array().is_none_or(Vec::is_empty), "{object:#}");
+        accepted.expect("it was waited for")
+    };
+    let (nobodys, directory) = (refused("prefill-0"), refused("prefill-1"));
+    assert_eq!(nobodys["reason"], "ReferenceNotFound", "{nobodys}");
+    assert!(nobodys.to_string().contains("nvme"), "which: {nobodys}");
+    assert_eq!(directory["reason"], "InvalidSpec", "{directory}");
+    assert!(directory.to_string().contains("devices"), "what it needs: {directory}");
+    release.kubectl(&["delete", "gqa", "--all", "--timeout=60s"]);
 }

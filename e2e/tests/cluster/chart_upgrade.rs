@@ -2,15 +2,18 @@
 //! nodes. It costs them time, and neither a request nor a byte; what was on devices before is found afterwards. The new agents may not use
 //! io_uring: they open by another engine what was written by the first.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use reprise_client::Scope;
 use reprise_e2e::content::keys;
-use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod};
+use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod, RELEASE, import_images};
 use reprise_e2e::kubernetes::requests::REQUESTS_A_SECOND;
 use reprise_e2e::kubernetes::{Cluster, Release, Workers};
+use reprise_e2e::process::Running;
 use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading};
+use serde_json::json;
 
 use crate::chart::{ENGINES, SETTINGS, condition, running};
 use crate::chart_changed::{WITHOUT_IO_URING, engines_are_told_as_allowed, lay_down_without_io_uring};
@@ -20,6 +23,9 @@ use crate::chart_life::{OUTAGE_MAX, tags, version, wait_for_all_blocks};
 /// The version of everything, and another that is as good: the images are the same.
 const THIS: &str = env!("CARGO_PKG_VERSION");
 const NEXT: &str = "0.2.0";
+
+/// Where the images of an older commit are, if there are some; see `make e2e-skew`.
+pub(crate) const OLDER: &str = "REPRISE_OLDER_IMAGES";
 
 /// Blocks that are saved on each node before, and by nobody else: of node `n` those from `KEPT_FROM + n × KEPT` on.
 const KEPT: u64 = 1_000;
@@ -68,21 +74,83 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
     let release = running(cluster);
     tag_images(cluster);
     lay_down_without_io_uring(cluster);
+    begin_load(cluster);
+    let next = tags(NEXT);
+    let change = || release.begin_upgrade(&[SETTINGS, &next[0], &next[1], WITHOUT_IO_URING]);
+    change_under_load(cluster, release, "another version", change);
+    assert_eq!(version(release), THIS, "what runs is what processes say, whatever their image is called");
+    engines_are_told_as_allowed(release);
+    let pool = release.object("ssdp", "lab");
+    assert_eq!(
+        condition(&pool, "EngineFallback"),
+        ("True", "EngineUnavailable"),
+        "io_uring is forbidden: {pool:#}"
+    );
+    Workers.stop(cluster);
+}
+
+/// Two commits of this project beside each other, of which one is made to be a minor version older than the other (`e2e/skew/build.sh`): from the older one to this
+/// one, and back.
+pub(crate) fn from_an_older_one(cluster: &mut Cluster) {
+    let release = Release::of(cluster);
+    let cluster: &Cluster = cluster;
+    import_images(cluster);
+    let archives = older_images();
+    let named = archives[0].file_stem().and_then(|name| name.to_str()).expect("archives have names");
+    let older = named.rsplit('-').next().expect("they end with a version").to_owned();
+    archives.iter().for_each(|archive| cluster.import_image(archive));
+    let old = tags(&older);
+    release.install(&[SETTINGS, &old[0], &old[1]]);
+    release.wait_until_ready();
+    ENGINES.start(cluster);
+    let runs = |wanted: &str| {
+        let object = release.object("kvcc", RELEASE);
+        let versions = &object["status"]["versions"];
+        assert_eq!(
+            (version(release).as_str(), &versions["agentMin"]),
+            (wanted, &json!(wanted)),
+            "{versions}"
+        );
+        assert_eq!(condition(&object, "Compatible").0, "True", "{object:#}");
+    };
+    runs(&older);
+    begin_load(cluster);
+    change_under_load(cluster, release, "from an older one", || release.begin_upgrade(&[SETTINGS]));
+    runs(THIS);
+    change_under_load(cluster, release, "back to the older one", || release.begin_rollback("1"));
+    runs(&older);
+    Workers.stop(cluster);
+}
+
+/// The archives that `e2e/skew/build.sh` has printed.
+fn older_images() -> Vec<PathBuf> {
+    let said = std::env::var(OLDER).expect("whoever asks for this test says where they are");
+    let paths = said.lines().filter_map(|line| line.split("  ").next()).map(PathBuf::from);
+    paths
+        .filter(|path| ["agent", "controlplane"].iter().any(|part| path.to_string_lossy().contains(part)))
+        .collect()
+}
+
+/// Blocks that nobody saves again, and workers.
+fn begin_load(cluster: &Cluster) {
     for node in 0..cluster.nodes().len() {
         agent_of(cluster, node).expect("it serves").save_durably(&kept(node));
     }
     Workers.start(cluster);
+}
+
+/// Has every agent and member replaced while workers and engines work, and looks at what it cost them.
+fn change_under_load(cluster: &Cluster, release: Release<'_>, what: &str, begin: impl FnOnce() -> Running) {
     let (working, engines) = (Workers.now(cluster), ENGINES.now(cluster));
     let began = Instant::now();
-    replace_all(cluster, release);
+    replace_all(cluster, release, begin);
     release.wait_until_ready();
-    assert_eq!(version(release), THIS, "what runs is what processes say, whatever their image is called");
     wait_for_all_blocks(cluster);
 
     let lasted = began.elapsed();
     for (index, served) in Workers.since(cluster, &working).into_iter().enumerate() {
         let served = served.expect("no worker has ended");
-        say(&format!("an upgrade of {lasted:.1?} under load: worker {index} {served:?}"));
+        say(&format!("{what}: {lasted:.1?} under load: worker {index} {served:?}"));
         assert_eq!((served.wrong_words, served.failed), (0, 0), "{served:?}");
         assert!(served.sessions >= 1, "its agent was replaced: {served:?}");
         assert!(served.saved > 0 && served.hits_from("own ") > 0, "{served:?}");
@@ -92,20 +160,12 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
     for (index, said) in ENGINES.since(cluster, &engines).into_iter().enumerate() {
         let said = said.expect("no engine has ended: not a byte was wrong");
         say(&format!(
-            "another version: engine {index} hit {:?}, and was without its block for {} ms at the most",
+            "{what}: engine {index} hit {:?}, and was without its block for {} ms at the most",
             said.hits, said.longest_outage_ms
         ));
         assert!(Duration::from_millis(said.longest_outage_ms) <= OUTAGE_MAX, "{said:?}");
     }
     nothing_is_lost(cluster);
-    engines_are_told_as_allowed(release);
-    let pool = release.object("ssdp", "lab");
-    assert_eq!(
-        condition(&pool, "EngineFallback"),
-        ("True", "EngineUnavailable"),
-        "io_uring is forbidden: {pool:#}"
-    );
-    Workers.stop(cluster);
 }
 
 /// Gives the images of agents and members the other version's name, on all nodes.
@@ -122,13 +182,12 @@ fn tag_images(cluster: &Cluster) {
 }
 
 /// Upgrades, and looks all the time at the nodes, as an engine does, and at pods: never is more than one agent away, nor more than one member.
-fn replace_all(cluster: &Cluster, release: Release<'_>) {
+fn replace_all(cluster: &Cluster, release: Release<'_>, begin: impl FnOnce() -> Running) {
     let (agents, members) = (release.pods(Part::Agents), release.pods(Part::Members));
     let mut nodes: Vec<Watched> =
         (0..cluster.nodes().len()).map(|node| Watched { node, session: None, lost: 0 }).collect();
     assert!(nodes.iter_mut().all(|node| node.serves(cluster)), "all is well before");
-    let next = tags(NEXT);
-    let mut helm = release.begin_upgrade(&[SETTINGS, &next[0], &next[1], WITHOUT_IO_URING]);
+    let mut helm = begin();
     let started = Instant::now();
     let mut looks = 0_u32;
     loop {
@@ -145,7 +204,7 @@ fn replace_all(cluster: &Cluster, release: Release<'_>) {
         assert!(started.elapsed() < PODS_WITHIN, "not all is replaced\n{}", release.state());
     }
     let ended = helm.wait(PODS_WITHIN);
-    assert!(ended.is_some_and(|status| status.success()), "helm upgrade: {ended:?}\n{}", release.state());
+    assert!(ended.is_some_and(|status| status.success()), "helm: {ended:?}\n{}", release.state());
     assert!(nodes.iter().all(|node| node.lost > 0), "all agents have ended their sessions");
     say(&format!("agents and members were replaced within {:.1?}, seen by {looks} looks", started.elapsed()));
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use reprise_e2e::kubernetes::Cluster;
+use reprise_e2e::seed::say;
 use reprise_e2e::wait_until;
 
 use crate::pods::{PORT, Server, ready_servers, servers};
@@ -94,14 +95,21 @@ pub(crate) fn without_api_server(cluster: &mut Cluster, [first, second]: &[Serve
         assert!([first.introduction(), second.introduction()].contains(&said), "{said}");
         std::thread::sleep(PAUSE);
     }
+    let back = Instant::now();
     cluster.start_api_server();
+    let serves = back.elapsed();
     for index in 0..cluster.nodes().len() {
         wait_for(cluster, index, Says::Ready);
     }
+    say(&format!(
+        "the API server served {serves:.1?} after it was started, and nodes were ready after {:.1?}",
+        back.elapsed()
+    ));
 }
 
 /// Everybody has found it again: a pod that is gone is replaced, and the service leads to the new one.
 pub(crate) fn a_pod_is_replaced(cluster: &Cluster, [first, second]: &[Server; 2]) {
+    let started = Instant::now();
     cluster.kubectl(&["delete", "pod", &second.name, "--wait=false"]);
     wait_until("the service to lead to a new pod", HEALS_WITHIN, || {
         std::thread::sleep(PAUSE);
@@ -109,6 +117,7 @@ pub(crate) fn a_pod_is_replaced(cluster: &Cluster, [first, second]: &[Server; 2]
         let said = first.via("server:80");
         (new.name != second.name && said == Ok(new.introduction())).then_some(())
     });
+    say(&format!("a pod was replaced within {:.1?}", started.elapsed()));
 }
 
 /// What the cluster says of a node.
