@@ -96,9 +96,10 @@ k8s-lab: etcd cluster
 	cargo build --locked -p reprise-e2e --bins
 	cargo run --locked -p reprise-e2e --bin k8s-lab
 
+# Built with all others: the images have these programs already.
 k8s-demo: etcd cluster images-test
-	cargo build --locked -p reprise-e2e --bins
-	cargo run --locked -p reprise-e2e --bin k8s-demo
+	$(PROGRAMS)
+	$(CARGO_TARGET_DIR)/debug/k8s-demo
 
 etcd:
 	e2e/etcd/build.sh

@@ -2,22 +2,22 @@
 //! engines. Says what there is and how blocks are hit, and stays until it is interrupted.
 //!
 //! The examples ask for more than two nodes of one machine have, and for nodes of other names; what is changed is said. The example of an engine's
-//! pod needs an image of vLLM, so pods of `reprise check` take its place.
+//! pod needs an image of vLLM, so pods that do to the cache what an engine does (`reprise check`) take its place.
 
 use std::io::{Stdout, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
-use reprise_e2e::kubernetes::engines::Said;
 use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, RELEASE, example, import_images};
-use reprise_e2e::kubernetes::{Cluster, Engines, cluster, lab, programs};
+use reprise_e2e::kubernetes::requests::Served;
+use reprise_e2e::kubernetes::{Cluster, Workers, cluster, lab, programs};
 use reprise_e2e::{tree, wait_until};
 
 /// Nodes of the demonstration.
 const NODES: u8 = 2;
 
 /// Where the example's cluster is, and whom its agents let connect.
-const ENGINES: Engines<'static> = Engines { namespace: "inference", user: 1000 };
+const WORKERS: Workers<'static> = Workers { namespace: "inference", user: 1000 };
 
 /// Its level lets agents mount directories of their nodes.
 const NAMESPACES: &str = "
@@ -55,22 +55,22 @@ fn main() -> Result<()> {
     let cluster = Cluster::start(NODES);
     import_images(&cluster);
     install(&cluster, &mut out)?;
-    ENGINES.start(&cluster);
+    WORKERS.start(&cluster);
     say(&mut out, &cluster.kubectl(&["get", "reprise", "--all-namespaces"]))?;
     say(&mut out, &cluster.kubectl(&["get", "pods", "--all-namespaces", "--output=wide"]))?;
     lab::introduce(&cluster, &mut out)?;
     say(
         &mut out,
-        "Try, with its kubectl: get reprise -A; describe kvcc chat -n inference; get cnode -o yaml; logs -f engine-0 -n inference;",
+        "Try, with its kubectl: get reprise -A; describe kvcc chat -n inference; get cnode -o yaml; logs -f worker-0 -n inference;",
     )?;
     say(
         &mut out,
         "  delete pod -n inference -l app.kubernetes.io/component=agent; cordon node2; get events -A --watch",
     )?;
-    let mut moment = ENGINES.now(&cluster);
+    let mut moment = WORKERS.now(&cluster);
     lab::until_interrupted(&cluster, LINE_EVERY, || {
-        let since = ENGINES.since(&cluster, &moment);
-        moment = ENGINES.now(&cluster);
+        let since = WORKERS.since(&cluster, &moment);
+        moment = WORKERS.now(&cluster);
         for (index, said) in since.iter().enumerate() {
             say(&mut out, &line(index, said.as_ref()))?;
         }
@@ -96,29 +96,34 @@ fn install(cluster: &Cluster, out: &mut Stdout) -> Result<()> {
         cluster.apply(&text.replace(of_example, here));
     }
     say(out, WITHOUT)?;
-    wait_until("the example's cluster to be ready", PODS_WITHIN, || {
-        std::thread::sleep(Duration::from_millis(500));
-        let wait = ["wait", "-n", "inference", "kvcc/chat", "--for=condition=Ready", "--timeout=10s"];
-        cluster.try_kubectl(&wait).ok()
-    });
+    for object in ["kvcc/chat", "ssdp/scratch", "ctenant/team-a"] {
+        wait_until(&format!("the example's {object} to be ready"), PODS_WITHIN, || {
+            std::thread::sleep(Duration::from_millis(500));
+            let wait = ["wait", "-n", "inference", object, "--for=condition=Ready", "--timeout=10s"];
+            cluster.try_kubectl(&wait).ok()
+        });
+    }
     say(
         out,
         &format!(
-            "operator, members, etcd and agents were ready {:.1?} after helm install",
+            "operator, members, etcd, agents, pool and tenant were ready {:.1?} after helm install",
             started.elapsed()
         ),
     )
 }
 
-/// Hits of an engine by where they came from.
-fn line(index: usize, said: Option<&Said>) -> String {
-    let Some(said) = said else { return format!("engine-{index}: started again") };
-    let hits: Vec<String> = said.hits.iter().map(|(source, count)| format!("{source} {count}")).collect();
-    let missed = said.own_missed + said.others_missed;
+/// Requests of an engine, by where their blocks came from.
+fn line(index: usize, served: Option<&Served>) -> String {
+    let Some(served) = served else { return format!("worker-{index}: started again") };
+    let hits: Vec<String> = served.hits.iter().map(|(source, count)| format!("{source} {count}")).collect();
     format!(
-        "engine-{index}: hits by tier: {}; missed {missed}; longest outage {} ms",
+        "worker-{index}: {} requests, hits by tier: {}; computed {}, failed {}, wrong bytes {}; longest {} ms",
+        served.requests,
         hits.join(", "),
-        said.longest_outage_ms
+        served.computed,
+        served.failed,
+        8 * served.wrong_words,
+        served.longest_request_ms
     )
 }
 

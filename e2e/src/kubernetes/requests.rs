@@ -24,9 +24,14 @@ const HITS_WITHIN: Duration = Duration::from_secs(180);
 /// Between two looks that start a process.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Engines at work, as root, in the namespace `default`.
+/// Engines at work, for the agents of a cluster.
 #[derive(Clone, Copy, Debug)]
-pub struct Workers;
+pub struct Workers<'a> {
+    /// Where.
+    pub namespace: &'a str,
+    /// Who runs in them; the agents must let it connect.
+    pub user: u32,
+}
 
 /// What one has said: sums, but for the longest time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -68,19 +73,19 @@ impl Served {
     }
 }
 
-impl Workers {
+impl Workers<'_> {
     /// Starts them, and waits until each hits what it has saved and what the other has.
     ///
     /// # Panics
     /// When they do not.
     pub fn start(self, cluster: &Cluster) {
-        cluster.apply(&objects());
+        cluster.apply(&self.objects());
         wait_until("workers that hit", HITS_WITHIN, || {
             std::thread::sleep(PAUSE);
             let hits = |lines: &Vec<Served>| {
                 lines.last().is_some_and(|last| last.hits_from("own ") > 0 && last.hits_from("peer ") > 0)
             };
-            lines(cluster).iter().all(hits).then_some(())
+            self.lines(cluster).iter().all(hits).then_some(())
         });
     }
 
@@ -89,7 +94,14 @@ impl Workers {
     /// # Panics
     /// When that fails.
     pub fn stop(self, cluster: &Cluster) {
-        cluster.kubectl(&["delete", "statefulset", "worker", "--cascade=foreground"]);
+        cluster.kubectl(&[
+            "--namespace",
+            self.namespace,
+            "delete",
+            "statefulset",
+            "worker",
+            "--cascade=foreground",
+        ]);
     }
 
     /// How far they are, once all can be asked: what a worker had said before would count as said since.
@@ -98,7 +110,7 @@ impl Workers {
     /// When one of them cannot be asked for long.
     pub fn now(self, cluster: &Cluster) -> Working {
         wait_until("all workers to say how far they are", HITS_WITHIN, || {
-            let lines = lines(cluster);
+            let lines = self.lines(cluster);
             lines.iter().all(|lines| !lines.is_empty()).then_some(Working { lines })
         })
     }
@@ -106,7 +118,7 @@ impl Workers {
     /// What they have said since a moment, as differences: of each worker whose process is still that of the moment, and which has said
     /// something since.
     pub fn since(self, cluster: &Cluster, moment: &Working) -> [Option<Served>; WORKERS] {
-        let now = lines(cluster);
+        let now = self.lines(cluster);
         std::array::from_fn(|index| {
             let (before, lines) = (&moment.lines[index], &now[index]);
             // A process that was started again begins anew.
@@ -115,22 +127,23 @@ impl Workers {
                 .then(|| difference(&before.last().cloned().unwrap_or_default(), &lines[before.len()..]))
         })
     }
-}
 
-/// All that they have said.
-fn lines(cluster: &Cluster) -> [Vec<Served>; WORKERS] {
-    std::array::from_fn(|index| {
-        let said = cluster.try_kubectl(&["logs", &format!("worker-{index}")]);
-        said.unwrap_or_default().lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
-    })
-}
+    /// All that they have said.
+    fn lines(self, cluster: &Cluster) -> [Vec<Served>; WORKERS] {
+        std::array::from_fn(|index| {
+            let said =
+                cluster.try_kubectl(&["--namespace", self.namespace, "logs", &format!("worker-{index}")]);
+            said.unwrap_or_default().lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+        })
+    }
 
-fn objects() -> String {
-    format!(
-        r#"
+    fn objects(self) -> String {
+        let Workers { namespace, user } = self;
+        format!(
+            r#"
 apiVersion: apps/v1
 kind: StatefulSet
-metadata: {{ name: worker, namespace: default }}
+metadata: {{ name: worker, namespace: {namespace} }}
 spec:
   replicas: {WORKERS}
   serviceName: worker
@@ -141,7 +154,7 @@ spec:
     spec:
       terminationGracePeriodSeconds: 0
       automountServiceAccountToken: false
-      securityContext: {{ runAsUser: 0, runAsGroup: 0, seccompProfile: {{ type: RuntimeDefault }} }}
+      securityContext: {{ runAsUser: {user}, runAsGroup: {user}, seccompProfile: {{ type: RuntimeDefault }} }}
       containers:
         - name: worker
           image: localhost/reprise:{version}
@@ -162,8 +175,9 @@ spec:
           requiredDuringSchedulingIgnoredDuringExecution:
             - {{ topologyKey: kubernetes.io/hostname, labelSelector: {{ matchLabels: {{ app: worker }} }} }}
 "#,
-        version = env!("CARGO_PKG_VERSION"),
-    )
+            version = env!("CARGO_PKG_VERSION"),
+        )
+    }
 }
 
 /// What has happened between a line and the last of those that follow.

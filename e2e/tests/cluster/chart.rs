@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, import_images};
-use reprise_e2e::kubernetes::{Cluster, Engines, Release};
+use reprise_e2e::kubernetes::{Cluster, Engines, Release, Workers};
 use reprise_e2e::seed::say;
 use reprise_e2e::wait_until;
 use serde_json::Value;
@@ -15,6 +15,7 @@ use crate::chart_life::AGENT_READY;
 
 /// The engines of these tests run as root, whom every agent lets connect.
 pub(crate) const ENGINES: Engines<'static> = Engines { namespace: "default", user: 0 };
+pub(crate) const WORKERS: Workers<'static> = Workers { namespace: "default", user: 0 };
 
 /// Room for 100,000 small blocks on each node: a device has an entry for each 64 KiB of it (docs/FORMAT.md). And they stay where tests
 /// look for them: a node that has much more than the other would give it some. Slack profiles with this label are brought to nodes.

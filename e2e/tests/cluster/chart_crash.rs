@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use reprise_client::{ClientError, Scope};
+use reprise_e2e::kubernetes::Cluster;
 use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part};
-use reprise_e2e::kubernetes::{Cluster, Workers};
 use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading, Outcome, wait_until};
 
-use crate::chart::running;
+use crate::chart::{WORKERS, running};
 use crate::chart_faults::agent_of;
 use crate::chart_life::OUTAGE_MAX;
 
@@ -34,8 +34,8 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
     let engine = agent_of(cluster, 0).expect("it serves");
     let blocks: Vec<u64> = LOADED.collect();
     engine.save_durably(&blocks);
-    Workers.start(cluster);
-    let working = Workers.now(cluster);
+    WORKERS.start(cluster);
+    let working = WORKERS.now(cluster);
 
     let loads = AtomicU32::new(0);
     let (killed, ended) = std::thread::scope(|scope| {
@@ -73,7 +73,7 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
     assert_ne!(again.container, agent.container);
     std::thread::sleep(AFTERWARDS);
     let mut sessions = 0;
-    for (index, served) in Workers.since(cluster, &working).into_iter().enumerate() {
+    for (index, served) in WORKERS.since(cluster, &working).into_iter().enumerate() {
         let served = served.expect("no worker has ended");
         say(&format!("an agent was killed: worker {index} {served:?}"));
         assert_eq!((served.wrong_words, served.failed), (0, 0), "{served:?}");
@@ -81,7 +81,7 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
         sessions += served.sessions;
     }
     assert!(sessions >= 1, "the worker of the node has opened another session");
-    Workers.stop(cluster);
+    WORKERS.stop(cluster);
     release.wait_until_ready();
 }
 

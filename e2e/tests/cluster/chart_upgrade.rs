@@ -9,13 +9,13 @@ use reprise_client::Scope;
 use reprise_e2e::content::keys;
 use reprise_e2e::kubernetes::release::{PODS_WITHIN, Part, Pod, RELEASE, import_images};
 use reprise_e2e::kubernetes::requests::REQUESTS_A_SECOND;
-use reprise_e2e::kubernetes::{Cluster, Release, Workers};
+use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::process::Running;
 use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading};
 use serde_json::json;
 
-use crate::chart::{ENGINES, SETTINGS, condition, running};
+use crate::chart::{ENGINES, SETTINGS, WORKERS, condition, running};
 use crate::chart_changed::{WITHOUT_IO_URING, engines_are_told_as_allowed, lay_down_without_io_uring};
 use crate::chart_faults::agent_of;
 use crate::chart_life::{OUTAGE_MAX, tags, version, wait_for_all_blocks};
@@ -86,7 +86,7 @@ pub(crate) fn under_load(cluster: &mut Cluster) {
         ("True", "EngineUnavailable"),
         "io_uring is forbidden: {pool:#}"
     );
-    Workers.stop(cluster);
+    WORKERS.stop(cluster);
 }
 
 /// Two commits of this project beside each other, of which one is made to be a minor version older than the other (`e2e/skew/build.sh`): from the older one to this
@@ -119,7 +119,7 @@ pub(crate) fn from_an_older_one(cluster: &mut Cluster) {
     runs(THIS);
     change_under_load(cluster, release, "back to the older one", || release.begin_rollback("1"));
     runs(&older);
-    Workers.stop(cluster);
+    WORKERS.stop(cluster);
 }
 
 /// The archives that `e2e/skew/build.sh` has printed.
@@ -136,19 +136,19 @@ fn begin_load(cluster: &Cluster) {
     for node in 0..cluster.nodes().len() {
         agent_of(cluster, node).expect("it serves").save_durably(&kept(node));
     }
-    Workers.start(cluster);
+    WORKERS.start(cluster);
 }
 
 /// Has every agent and member replaced while workers and engines work, and looks at what it cost them.
 fn change_under_load(cluster: &Cluster, release: Release<'_>, what: &str, begin: impl FnOnce() -> Running) {
-    let (working, engines) = (Workers.now(cluster), ENGINES.now(cluster));
+    let (working, engines) = (WORKERS.now(cluster), ENGINES.now(cluster));
     let began = Instant::now();
     replace_all(cluster, release, begin);
     release.wait_until_ready();
     wait_for_all_blocks(cluster);
 
     let lasted = began.elapsed();
-    for (index, served) in Workers.since(cluster, &working).into_iter().enumerate() {
+    for (index, served) in WORKERS.since(cluster, &working).into_iter().enumerate() {
         let served = served.expect("no worker has ended");
         say(&format!("{what}: {lasted:.1?} under load: worker {index} {served:?}"));
         assert_eq!((served.wrong_words, served.failed), (0, 0), "{served:?}");
@@ -231,7 +231,7 @@ fn are_new(now: &[Pod], before: &[Pod]) -> bool {
 
 /// All blocks that were on devices before are found where they were, every byte right, and workers miss nothing of their own.
 fn nothing_is_lost(cluster: &Cluster) {
-    let settled = Workers.now(cluster);
+    let settled = WORKERS.now(cluster);
     for node in 0..cluster.nodes().len() {
         let engine = agent_of(cluster, node).expect("it serves");
         let kept = kept(node);
@@ -239,7 +239,7 @@ fn nothing_is_lost(cluster: &Cluster) {
         engine.load_all(&kept, &Loading::LOCAL);
     }
     std::thread::sleep(AFTERWARDS);
-    for served in Workers.since(cluster, &settled) {
+    for served in WORKERS.since(cluster, &settled) {
         let served = served.expect("no worker has ended");
         assert_eq!((served.kept_missed, served.failed, served.wrong_words), (0, 0, 0), "{served:?}");
         assert!(served.hits_from("own ") > 0 && served.saved > 0, "{served:?}");
