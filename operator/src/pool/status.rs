@@ -28,7 +28,7 @@ pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolS
     let mut findings = vec![accepted(refused), discovered(&counts), cordoned(pool)];
     findings.extend(drained(pool, found, refused));
     findings.push(fallback(pool, found));
-    let degraded = degraded(&counts, found);
+    let degraded = degraded(pool, &counts, found);
     findings.extend(blocked(pool, found));
     findings.push(ready(refused, &counts, &degraded));
     findings.push(degraded);
@@ -72,6 +72,8 @@ struct Counts {
     failed: BTreeMap<String, String>,
     /// With a device that is more worn than the pool allows, and which.
     worn: BTreeMap<String, String>,
+    /// With an open device whose drive does not tell what spare capacity it has left.
+    mute: BTreeSet<String>,
     /// With a device that is slower than the pool allows, and which.
     slow: BTreeMap<String, String>,
     /// That have not said anything lately.
@@ -133,6 +135,9 @@ impl Counts {
                 self.used = self.used.saturating_add(bytes(&device.used));
                 if device.worn {
                     self.worn.entry(node.to_owned()).or_insert_with(why);
+                }
+                if device.spare_percent.is_none() {
+                    self.mute.insert(node.to_owned());
                 }
                 if device.slow {
                     self.slow.entry(node.to_owned()).or_insert_with(why);
@@ -279,7 +284,7 @@ fn few<'a>(names: impl Iterator<Item = &'a str>) -> String {
     names.take(NAMES_MAX).collect::<Vec<_>>().join(", ")
 }
 
-fn degraded(counts: &Counts, found: &Found) -> Finding {
+fn degraded(pool: &SSDPool, counts: &Counts, found: &Found) -> Finding {
     let kind = Type::Degraded;
     if let Some((node, why)) = counts.failed.first_key_value() {
         let nodes = counts.failed.len();
@@ -324,7 +329,19 @@ fn degraded(counts: &Counts, found: &Found) -> Finding {
         );
         return Finding::yes(kind, Reason::DeviceSlow, message);
     }
-    Finding::no(kind, Reason::AsDesired, "")
+    Finding::no(kind, Reason::AsDesired, uncompared(pool, counts))
+}
+
+/// What the pool asks for and nobody can compare: worse drives than it allows would not be seen.
+fn uncompared(pool: &SSDPool, counts: &Counts) -> String {
+    if pool.spec.health.min_spare_percent.is_none() || counts.mute.is_empty() {
+        return String::new();
+    }
+    format!(
+        "health.minSparePercent is not compared on {} nodes, whose drives do not tell it: {}. Agents may ask NVMe drives with          agents.deviceAccess.mode Privileged of the cluster",
+        counts.mute.len(),
+        few(counts.mute.iter().map(String::as_str)),
+    )
 }
 
 /// What to do where nobody has given the agents' pods the devices.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_crds::CacheNode;
+use reprise_crds::fields::Percent;
 use reprise_crds::status::ConditionStatus;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -146,6 +147,28 @@ fn a_worn_device_is_said_before_a_slow_one_and_keeps_no_pool_from_being_ready() 
     let said = devices(true, true).0.message;
     for words in ["n1", "/p/pool", "11 media errors", "health.maxMediaErrors", "health.minSparePercent"] {
         assert!(said.contains(words), "{said}");
+    }
+}
+
+#[test]
+fn a_spare_capacity_that_no_drive_tells_is_said_where_the_pool_asks_for_some() {
+    let said = |wanted: Option<u8>, told: Option<u8>| {
+        let mut pool = pool();
+        pool.spec.health.min_spare_percent = wanted.map(|percent| Percent(percent));
+        let mut node = empty("n1");
+        node["status"]["devices"] =
+            json!([{ "path": "/dev/a", "pool": "p", "state": "Open", "sparePercent": told }]);
+        let (_, findings) = of(&pool, &found(&["n1"], vec![node]), None);
+        let degraded =
+            findings.into_iter().find(|finding| finding.kind == Type::Degraded).expect("it is said");
+        assert_eq!((degraded.status, degraded.reason), (ConditionStatus::False, Reason::AsDesired));
+        degraded.message
+    };
+    let words = said(Some(10), None);
+    assert!(words.contains("minSparePercent is not compared on 1 nodes") && words.contains("n1"), "{words}");
+    assert!(words.contains("deviceAccess"), "what to do: {words}");
+    for (wanted, told) in [(None, None), (Some(10), Some(90))] {
+        assert_eq!(said(wanted, told), "");
     }
 }
 
