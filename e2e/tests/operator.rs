@@ -27,6 +27,8 @@ mod kills;
 mod lab;
 #[path = "operator/outcome.rs"]
 mod outcome;
+#[path = "operator/people.rs"]
+mod people;
 #[path = "operator/pools.rs"]
 mod pools;
 #[path = "operator/profiles.rs"]
