@@ -1,5 +1,6 @@
 //! The operator of a test: a process that talks to an API server by a kubeconfig.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
@@ -110,6 +111,20 @@ impl Operator {
     /// SIGTERM, and waits for the end.
     pub fn terminate(mut self) -> ExitStatus {
         self.running.terminate()
+    }
+
+    /// All samples of a metric, by their labels as they are served.
+    ///
+    /// # Panics
+    /// When it serves no metrics.
+    pub fn samples(&self, name: &str) -> BTreeMap<String, f64> {
+        let (code, text) = self.admin.get("/metrics").expect("the metrics are served");
+        assert_eq!(code, 200);
+        let sample = |line: &str| {
+            let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} ")?;
+            Some((labels.to_owned(), value.parse().ok()?))
+        };
+        text.lines().filter_map(sample).collect()
     }
 
     /// The sum of all samples of a metric whose labels have these words.

@@ -7,6 +7,8 @@
 
 #[path = "operator/access.rs"]
 mod access;
+#[path = "operator/agents.rs"]
+mod agents;
 #[path = "operator/chaos.rs"]
 mod chaos;
 #[path = "operator/children.rs"]
@@ -23,6 +25,10 @@ mod injection;
 mod kills;
 #[path = "operator/lab.rs"]
 mod lab;
+#[path = "operator/outcome.rs"]
+mod outcome;
+#[path = "operator/people.rs"]
+mod people;
 #[path = "operator/pools.rs"]
 mod pools;
 #[path = "operator/profiles.rs"]

@@ -29,6 +29,26 @@ const STEADY: Duration = Duration::from_secs(30);
 /// A reconcile, 99 of 100 of each kind: the upper bound of its bucket.
 const RECONCILE_SECONDS_MAX: f64 = 1.0;
 
+/// Requests to the API server a second, of all replicas together and of every kind, in any window while nodes come or are cordoned: the operator asks
+/// 200 times a second at the most, 20 in each tenth of one. Where a second begins and ends decides about one tenth more, and about one that was late.
+const REQUESTS_A_SECOND_MAX: f64 = 240.0;
+
+/// Two looks at the requests are not nearer to each other.
+const WINDOW: Duration = Duration::from_secs(1);
+
+/// Requests for each node until it has come. Its CacheNode is made, and written once more when pools are accepted after the cluster; its condition says
+/// that the agent is silent, and then that it serves: 4. What it reports changes numbers of its pool and of the cluster, and the count of pods that
+/// run is told anew, each at once if a condition names it: 3. One for all that is not of nodes.
+const REQUESTS_A_NODE_MAX: f64 = 8.0;
+
+/// And until it is cordoned: its CacheNode is written, and says that the control plane does not know the node, which is an event as well: 3. Its pool and
+/// the cluster name how many are: 2.
+const REQUESTS_A_CORDON_MAX: f64 = 5.0;
+
+/// What both replicas ask in rest, beside writes: the one that works looks at its lease and renews it every 3 s, the other one looks at it: 1. Some twenty
+/// watches of each begin again every 290 s: 0.2. Each asks every 20 s for up to four kinds that are not served, or not allowed: 0.4.
+const RESTING_MAX: f64 = 2.0;
+
 /// Kinds that are reconciled here for sure.
 const KINDS: [&str; 3] = ["KVCacheCluster", "Node", "SSDPool"];
 
@@ -75,10 +95,11 @@ fn settles() {
     let began = Instant::now();
     let fleet = Fleet::start(&cluster, SCALE);
     say(&format!("{} nodes were ready after {:.1?}", SCALE.nodes, began.elapsed()));
-    become_ready(&cluster, &fleet);
-    let writes = writes_while_devices_fill(&cluster, &fleet);
-    cordon_all(&cluster, &fleet);
-    assert_bounds(&cluster, release, writes);
+    let come = become_ready(&cluster, &fleet);
+    let steady = while_devices_fill(&cluster, &fleet);
+    let cordoned = cordon_all(&cluster, &fleet);
+    assert_requests(&come, &steady, &cordoned);
+    assert_bounds(&cluster, release, &steady);
 }
 
 /// The operator, from its chart.
@@ -91,18 +112,63 @@ fn install(cluster: &Cluster) -> Release<'_> {
     release
 }
 
+/// Requests to the API server while something happens, of all replicas of the operator together.
+struct Storm<'a> {
+    cluster: &'a Cluster,
+    first: f64,
+    last: (Instant, f64),
+    /// A second, in the window that had the most.
+    peak: f64,
+}
+
+impl<'a> Storm<'a> {
+    fn begin(cluster: &'a Cluster) -> Storm<'a> {
+        let first = requests(cluster);
+        Storm { cluster, first, last: (Instant::now(), first), peak: 0.0 }
+    }
+
+    /// Ends a window, if it is long enough.
+    fn look(&mut self) {
+        let passed = self.last.0.elapsed();
+        if passed >= WINDOW {
+            let (begun, now) = (Instant::now(), requests(self.cluster));
+            // What was asked during the look is counted, and its time as well.
+            let time = passed + begun.elapsed();
+            self.peak = self.peak.max((now - self.last.1) / time.as_secs_f64());
+            self.last = (Instant::now(), now);
+        }
+    }
+
+    /// All so far, for each node.
+    fn a_node(&self) -> f64 {
+        (self.last.1 - self.first) / SCALE.nodes as f64
+    }
+}
+
+/// What is asked and written a second while nothing but numbers changes.
+struct Steady {
+    requests: f64,
+    writes: f64,
+}
+
+fn requests(cluster: &Cluster) -> f64 {
+    total(&pages(cluster), "reprise_operator_api_requests_total")
+}
+
 /// From objects to a cluster and pools that are ready on all nodes.
-fn become_ready(cluster: &Cluster, fleet: &Fleet) {
-    let began = Instant::now();
+fn become_ready<'a>(cluster: &'a Cluster, fleet: &Fleet) -> Storm<'a> {
+    let (began, mut storm) = (Instant::now(), Storm::begin(cluster));
     cluster.apply(&fleet.objects());
     wait_until("every node to have its claim", SETTLES_WITHIN, || {
         std::thread::sleep(PAUSE);
+        storm.look();
         let has_claim = |claims: &Value| claims.as_array().is_some_and(|claims| claims.len() == 1);
         fleet.all(cluster, |node| has_claim(&node.data["spec"]["claims"])).then_some(())
     });
     let wanted = began.elapsed();
     wait_until("an agent's pod to run on every node", SETTLES_WITHIN, || {
         std::thread::sleep(PAUSE);
+        storm.look();
         (ready_agents(cluster)? == SCALE.nodes).then_some(())
     });
     let run = began.elapsed();
@@ -110,37 +176,78 @@ fn become_ready(cluster: &Cluster, fleet: &Fleet) {
     wait_until("the cluster and all pools to be ready", SETTLES_WITHIN, || {
         // Agents do not fall silent meanwhile.
         fleet.report_for(cluster, Duration::from_secs(5));
+        storm.look();
         are_ready(cluster).then_some(())
     });
     say(&format!(
         "all nodes had their claims after {wanted:.1?}, pods of agents ran after {run:.1?}, all was ready after {:.1?}",
         began.elapsed()
     ));
+    storm
 }
 
-/// What the operator writes a second while all devices get fuller.
-fn writes_while_devices_fill(cluster: &Cluster, fleet: &Fleet) -> f64 {
+/// What the operator asks and writes a second while all devices get fuller.
+fn while_devices_fill(cluster: &Cluster, fleet: &Fleet) -> Steady {
     // What was under way comes to its end first.
     fleet.report_for(cluster, STEADY / 3);
-    let before = total(&pages(cluster), "reprise_operator_writes_total");
+    let (begun, before) = (Instant::now(), pages(cluster));
     fleet.report_for(cluster, STEADY);
-    (total(&pages(cluster), "reprise_operator_writes_total") - before) / STEADY.as_secs_f64()
+    let (after, time) = (pages(cluster), begun.elapsed().as_secs_f64());
+    let a_second = |metric: &str| (total(&after, metric) - total(&before, metric)) / time;
+    let refused = |page: &str| {
+        let all = samples(page, "reprise_operator_api_requests_total");
+        // Whether there is a kind by now that was not is asked by a list, which may be refused.
+        let refused =
+            |labels: &str| !label(labels, "code").starts_with('2') && label(labels, "verb") != "list";
+        all.filter(|(labels, _)| refused(labels)).map(|(_, count)| count).sum::<f64>()
+    };
+    assert_eq!(refused(&after), refused(&before), "what changes nothing but numbers is refused to nobody");
+    Steady {
+        requests: a_second("reprise_operator_api_requests_total"),
+        writes: a_second("reprise_operator_writes_total"),
+    }
 }
 
-fn cordon_all(cluster: &Cluster, fleet: &Fleet) {
-    let began = Instant::now();
+fn cordon_all<'a>(cluster: &'a Cluster, fleet: &Fleet) -> Storm<'a> {
+    let (began, mut storm) = (Instant::now(), Storm::begin(cluster));
     for pool in 0..SCALE.pools {
         let (name, patch) = (pool_name(pool), r#"--patch={"spec":{"mode":"Cordoned"}}"#);
         cluster.kubectl(&["patch", "ssdpool", &name, "--type=merge", patch]);
     }
     wait_until("every node to be cordoned", SETTLES_WITHIN, || {
         std::thread::sleep(PAUSE);
+        storm.look();
         fleet.all(cluster, |node| node.data["spec"]["mode"] == "Cordoned").then_some(())
     });
     say(&format!("all nodes were cordoned after {:.1?}", began.elapsed()));
+    // What is said of it comes after it.
+    std::thread::sleep(STEADY / 3);
+    storm.look();
+    storm
 }
 
-fn assert_bounds(cluster: &Cluster, release: Release<'_>, writes: f64) {
+fn assert_requests(come: &Storm<'_>, steady: &Steady, cordoned: &Storm<'_>) {
+    say(&format!(
+        "requests to the API server: {:.1} a node until they had come, at most {:.0} a second; {:.2} a second while devices got fuller; {:.1} a node \
+         until they were cordoned, at most {:.0} a second",
+        come.a_node(),
+        come.peak,
+        steady.requests,
+        cordoned.a_node(),
+        cordoned.peak,
+    ));
+    for peak in [come.peak, cordoned.peak] {
+        assert!(peak <= REQUESTS_A_SECOND_MAX, "{peak} a second");
+    }
+    for (a_node, most) in [(come.a_node(), REQUESTS_A_NODE_MAX), (cordoned.a_node(), REQUESTS_A_CORDON_MAX)] {
+        assert!((1.0..=most).contains(&a_node), "{a_node} a node");
+    }
+    let rest = steady.requests - steady.writes;
+    assert!(rest <= RESTING_MAX, "{rest} a second beside {} writes", steady.writes);
+}
+
+fn assert_bounds(cluster: &Cluster, release: Release<'_>, steady: &Steady) {
+    let writes = steady.writes;
     let p99 = quantiles(&pages(cluster), 0.99);
     let mib = release.peak_bytes(&release.pods(Part::Operator)) >> 20;
     let largest = largest_object(cluster) >> 10;

@@ -19,6 +19,7 @@ use crate::metrics::Metrics;
 use crate::names::OPERATOR;
 use crate::profile::decisions::Decisions;
 use crate::profile::source::Looks;
+use crate::requests::ApiRequests;
 use crate::settings::Settings;
 use crate::watch::Triggers;
 use crate::world::World;
@@ -69,7 +70,12 @@ pub struct Context {
 
 impl Context {
     /// A context without memories.
-    pub fn new(client: Client, world: Arc<World>, triggers: Arc<Triggers>, settings: Settings) -> Context {
+    pub fn new(
+        (client, requests): (Client, ApiRequests),
+        world: Arc<World>,
+        triggers: Arc<Triggers>,
+        settings: Settings,
+    ) -> Context {
         let reporter =
             Reporter { controller: OPERATOR.to_owned(), instance: Some(settings.identity.clone()) };
         let leases = Api::namespaced(client.clone(), &settings.namespace);
@@ -81,7 +87,7 @@ impl Context {
             world,
             triggers,
             settings,
-            metrics: Metrics::new(),
+            metrics: Metrics::new(requests),
             backoff: Backoff::default(),
             store_looks: StoreLooks::default(),
             class_looks: ClassLooks::default(),

@@ -435,6 +435,7 @@ fn crds_mode(mode: i32) -> NodeMode {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::requests::ApiRequests;
 
     fn names() -> ClusterNames {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
@@ -458,7 +459,7 @@ mod tests {
     #[tokio::test]
     async fn a_control_plane_that_is_away_is_said_to_be_and_not_called_again_at_once() {
         let (planes, address) = absent();
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(ApiRequests::default());
         let first = planes.look(&names(), &metrics).await.expect_err("nobody listens");
         assert!(first.contains(&address) && first.contains("refused"), "{first}");
         assert_eq!(planes.look(&names(), &metrics).await, Err(first.clone()));
@@ -470,7 +471,7 @@ mod tests {
     #[tokio::test]
     async fn who_is_not_answered_who_holds_blocks_keeps_the_others_from_calling() {
         let (planes, _) = absent();
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(ApiRequests::default());
         let first = planes.holders(&names(), "t", &[], &metrics).await.expect_err("nobody listens");
         assert_eq!(planes.holders(&names(), "t", &[], &metrics).await, Err(first.clone()));
         assert_eq!(planes.look(&names(), &metrics).await, Err(first.words().to_owned()));
@@ -480,7 +481,7 @@ mod tests {
     #[tokio::test]
     async fn a_look_from_before_members_changed_is_not_told_any_more() {
         let (planes, _) = absent();
-        let (metrics, names) = (Metrics::new(), names());
+        let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
         let seen = |version: &str| MembersSeen(version.to_owned());
         planes.heed(&names, seen("1")).await;
         let look: Look = Ok(Arc::new(Known::default()));
@@ -500,7 +501,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let planes = ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address)]));
-        let (metrics, names) = (Metrics::new(), names());
+        let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
         let begun = Instant::now();
         let asked = || planes.look(&names, &metrics);
         let (one, other) = tokio::join!(asked(), asked());

@@ -45,6 +45,7 @@ pub mod plan;
 pub mod pool;
 pub mod profile;
 pub mod queue;
+pub mod requests;
 pub mod run;
 #[cfg(test)]
 mod scripted;

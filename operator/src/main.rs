@@ -12,6 +12,7 @@ use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kube::{Client, Config};
 use reprise_operator::definitions::{apply_definitions, apply_objects};
+use reprise_operator::requests::{self, ApiRequests};
 use reprise_operator::run::{Listening, run};
 use reprise_operator::settings::{DefaultImages, Settings};
 use reprise_operator::uninstall::{Release, delete};
@@ -144,9 +145,9 @@ fn main() -> anyhow::Result<()> {
 async fn obey(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Run(arguments) => work(arguments).await,
-        Command::ApplyDefinitions => apply_definitions(&client().await?).await,
+        Command::ApplyDefinitions => apply_definitions(&client().await?.0).await,
         Command::Apply { namespace, files, release } => {
-            let client = client().await?;
+            let (client, _) = client().await?;
             for file in files {
                 let text = std::fs::read_to_string(&file);
                 let text = text.with_context(|| format!("cannot read {}", file.display()))?;
@@ -157,16 +158,16 @@ async fn obey(command: Command) -> anyhow::Result<()> {
         }
         Command::Delete(arguments) => {
             let release = Release { name: arguments.release, namespace: arguments.namespace };
-            delete(&client().await?, &release, Duration::from_secs(arguments.timeout_seconds)).await
+            delete(&client().await?.0, &release, Duration::from_secs(arguments.timeout_seconds)).await
         }
     }
 }
 
-/// As a pod or, outside, by the kubeconfig of whoever starts it.
-async fn client() -> anyhow::Result<Client> {
+/// As a pod or, outside, by the kubeconfig of whoever starts it; and the count of what it asks.
+async fn client() -> anyhow::Result<(Client, ApiRequests)> {
     let mut config = Config::infer().await.context("neither in a pod nor with a kubeconfig")?;
     config.read_timeout = Some(READ_TIMEOUT);
-    Client::try_from(config).context("the API server's address or certificates cannot be used")
+    requests::client(config).context("the API server's address or certificates cannot be used")
 }
 
 async fn work(arguments: RunArguments) -> anyhow::Result<()> {

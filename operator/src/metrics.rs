@@ -12,6 +12,8 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::requests::ApiRequests;
+
 /// Prefix of every name.
 const PREFIX: &str = "reprise_operator";
 /// First bucket of reconciles; 16 doublings reach 16 s.
@@ -110,6 +112,7 @@ impl Write {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Mutex<Registry>,
+    requests: ApiRequests,
     reconciles: Family<ReconcileLabels, Counter>,
     reconcile_time: Family<KindLabels, Histogram, fn() -> Histogram>,
     writes: Family<WriteLabels, Counter>,
@@ -120,12 +123,13 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// All of them, at nothing.
-    pub fn new() -> Metrics {
+    /// All of them, at nothing but what was asked of the API server already.
+    pub fn new(requests: ApiRequests) -> Metrics {
         let histogram: fn() -> Histogram =
             || Histogram::new(exponential_buckets(RECONCILE_FIRST_SECONDS, 2.0, RECONCILE_BUCKETS));
         let metrics = Metrics {
             registry: Mutex::default(),
+            requests,
             reconciles: Family::default(),
             reconcile_time: Family::new_with_constructor(histogram),
             writes: Family::default(),
@@ -144,7 +148,10 @@ impl Metrics {
         registry.register("reconciles", "Reconciles that ended, by kind and result", self.reconciles.clone());
         let help = "Time of a reconcile";
         registry.register_with_unit("reconcile", help, Unit::Seconds, self.reconcile_time.clone());
-        let help = "Writes to the API server, by kind of the object; a converged cluster gets none";
+        let help = "Requests to the API server by the code of the answer, or none when nobody answered; each try counts";
+        registry.register("api_requests", help, self.requests.0.clone());
+        let help =
+            "Writes that the API server has taken, by kind of the object; a converged cluster gets none";
         registry.register("writes", help, self.writes.clone());
         let help = "Fields or objects of ours that somebody else owns, each time that they were met";
         registry.register("conflicts", help, self.conflicts.clone());
@@ -188,11 +195,5 @@ impl Metrics {
         encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))
             .expect("a text takes everything");
         text
-    }
-}
-
-impl Default for Metrics {
-    fn default() -> Metrics {
-        Metrics::new()
     }
 }

@@ -15,6 +15,7 @@ use tokio::sync::watch as flag;
 
 use crate::context::Context;
 use crate::lease::{Account, Election};
+use crate::requests::ApiRequests;
 use crate::settings::Settings;
 use crate::watch::{Requests, Triggers};
 use crate::world::World;
@@ -30,12 +31,12 @@ pub struct Listening {
     pub admin: std::net::SocketAddr,
 }
 
-/// Runs until `stop` is done.
+/// Runs until `stop` is done, with a client and the count of what it asks.
 ///
 /// # Errors
 /// The admin port is taken, the lease was lost, or a watch has ended, which none does.
 pub async fn run(
-    client: Client,
+    (client, counts): (Client, ApiRequests),
     settings: Settings,
     listening: impl FnOnce(Listening) -> anyhow::Result<()>,
     stop: impl Future<Output = ()>,
@@ -54,7 +55,8 @@ pub async fn run(
     let world = Arc::new(world);
     let (triggers, requests) = Triggers::new();
     let triggers = Arc::new(triggers);
-    let context = Context::new(client.clone(), Arc::clone(&world), Arc::clone(&triggers), settings);
+    let counted = (client.clone(), counts);
+    let context = Context::new(counted, Arc::clone(&world), Arc::clone(&triggers), settings);
     let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);

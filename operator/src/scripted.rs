@@ -52,6 +52,12 @@ pub(crate) fn refusal(code: u16, causes: &Value) -> Answer {
 
 /// A client of a server that answers so, request by request; the last answer is given for ever.
 pub(crate) async fn serve(answers: Vec<Answer>) -> (Client, Script) {
+    let (config, script) = script(answers).await;
+    (Client::try_from(config).expect("it needs no certificates"), script)
+}
+
+/// What such a client is made of.
+pub(crate) async fn script(answers: Vec<Answer>) -> (Config, Script) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("bound"));
     let script = Script::default();
@@ -65,7 +71,7 @@ pub(crate) async fn serve(answers: Vec<Answer>) -> (Client, Script) {
     config.default_retry = false;
     // Nothing here is encrypted; without any the machine's own would be looked for.
     config.root_cert = Some(Vec::new());
-    (Client::try_from(config).expect("it needs no certificates"), script)
+    (config, script)
 }
 
 /// Serves a connection until its end.

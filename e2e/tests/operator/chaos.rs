@@ -1,24 +1,30 @@
 //! Random edits, deletions and faults, with two operators at once; then quiet, and it ends in what a fresh one makes.
 //!
+//! Edits are of all kinds that people make, each made, changed and deleted again and again ([`People`]); what they come to in the end is drawn as well.
+//! All that operators make is compared, and all that they say: conditions of every object, and finalizers.
+//!
 //! Faults: requests that are answered with 409 or 504, cut off before or after they are done, an API server that is started anew, operators that are
 //! killed. An operator that loses its lease ends, as it should, and is started again as a kubelet would.
 
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::Lease;
-use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, DynamicObject};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, DeleteParams};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use reprise_e2e::{Interposer, Operator, OperatorFiles, PATIENCE, seed, wait_until};
-use serde_json::{Value, json};
+use reprise_e2e::{Interposer, Operator, OperatorFiles, seed};
+use serde_json::json;
 
-use crate::convergence::{assert_writes_nothing, settle};
-use crate::lab::{Lab, NOBODY, SPACE, SYSTEM, essence};
+use crate::convergence::{assert_writes_nothing, mark};
+use crate::in_use::TOO_SHORT;
+use crate::lab::{Lab, NOBODY, SPACE, SYSTEM};
+use crate::outcome::{Outcome, assert_same, clear, outcome};
+use crate::people::People;
 
 const NAME: &str = "whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more";
 /// Random events, and how long they go on for, at the most.
-const EVENTS: usize = 60;
+const EVENTS: usize = 120;
 const EVENTS_WITHIN: Duration = Duration::from_secs(25);
 /// Of a hundred requests so many get a fault while there are any.
 const FAULTS_PERCENT: u32 = 8;
@@ -26,6 +32,10 @@ const FAULTS_PERCENT: u32 = 8;
 const RESTARTS_MAX: usize = 1;
 /// After the last fault a reconcile may wait for its turn, and a watch.
 const HEALS_WITHIN: Duration = Duration::from_secs(60);
+/// What has not changed for so long does not: control planes that are away are looked at every 5 s.
+const STABLE: Duration = Duration::from_secs(6);
+/// Seconds for which nothing must be heard of sessions. More than an API server that starts anew keeps agents from telling.
+const UNUSED: u64 = 10;
 
 /// An operator, and what stands between it and the API server.
 struct Replica {
@@ -38,7 +48,7 @@ impl Replica {
     fn new(lab: &Lab, name: &str, namespace: &str) -> Replica {
         let gate = lab.world.interposer(&lab.server);
         let files = lab.world.operator(&lab.server, name, namespace).through(&gate);
-        let files = files.control_plane(&format!("{SPACE}/c"), NOBODY);
+        let files = files.control_plane(&format!("{SPACE}/c"), NOBODY).unused_for(UNUSED);
         let mut replica = Replica { gate, files, operator: None };
         replica.start_anew();
         replica
@@ -67,68 +77,65 @@ impl Replica {
     }
 }
 
-/// What the spec of the cluster may become.
-fn specs() -> [Value; 5] {
-    [
-        json!({}),
-        json!({ "pools": [{ "name": "p" }] }),
-        json!({ "pools": [{ "name": "p" }, { "name": "q" }], "controlPlane": { "replicas": 3 } }),
-        json!({ "cache": { "dram": "128Mi", "regionSize": "2Mi" } }),
-        json!({ "agents": { "nodeSelector": { "name": "n1" } }, "pools": [{ "name": "q" }] }),
-    ]
-}
-
-/// Something that may happen to what the operator makes, and to what it makes it of.
-fn edit(lab: &Lab, random: &mut StdRng) {
-    let made: Vec<(String, DynamicObject)> = lab.made().into_iter().collect();
-    let specs = specs();
-    let label = |value: &str| json!({ "metadata": { "labels": { "disk": value } } });
-    match random.random_range(0..10) {
-        0..4 => lab.cluster(specs[random.random_range(0..specs.len())].clone()),
-        4..8 if !made.is_empty() => {
-            let (key, object) = &made[random.random_range(0..made.len())];
-            let api: Api<DynamicObject> = lab.api(key.split_once('/').expect("kind and name").0);
-            // It may be gone by now.
-            let _ = lab.server.block_on(api.delete(&object.name_any(), &DeleteParams::background()));
-        }
-        8 => {
-            let value = if random.random_bool(0.5) { "fast" } else { "slow" };
-            lab.merge("Node", "n2", &label(value));
-        }
-        _ => {
-            let depth = if random.random_bool(0.5) { 64 } else { 128 };
-            lab.pool("p", "/var/lib/pool", json!({ "queueDepth": depth }));
-        }
-    }
-}
-
 /// All that may happen, for a while.
-fn rage(lab: &mut Lab, replicas: &mut [Replica; 2], random: &mut StdRng) {
+fn rage(lab: &mut Lab, people: &mut People, replicas: &mut [Replica; 2], random: &mut StdRng) {
     let (begun, mut restarts) = (Instant::now(), 0);
-    let mut kills = 0;
-    for _ in 0..EVENTS {
-        if begun.elapsed() > EVENTS_WITHIN {
-            break;
-        }
+    let (mut kills, mut events) = (0, 0);
+    while events < EVENTS && begun.elapsed() < EVENTS_WITHIN {
+        events += 1;
         match random.random_range(0..20) {
-            0..4 => {
+            0..3 => {
                 replicas[random.random_range(0..2)].start_anew();
                 kills += 1;
             }
-            4 if restarts < RESTARTS_MAX => {
+            3 if restarts < RESTARTS_MAX => {
+                people.were_not_heard();
                 lab.server.kill();
                 lab.server.restart();
                 restarts += 1;
             }
-            5 => replicas[random.random_range(0..2)].gate.disturb(None),
-            6..9 => replicas[random.random_range(0..2)].disturb(random),
-            _ => edit(lab, random),
+            4 => replicas[random.random_range(0..2)].gate.disturb(None),
+            5..7 => replicas[random.random_range(0..2)].disturb(random),
+            _ => people.act(lab, random),
         }
+        people.look(lab);
         replicas.iter_mut().for_each(Replica::tend);
-        std::thread::sleep(Duration::from_millis(random.random_range(0..150)));
+        std::thread::sleep(Duration::from_millis(random.random_range(0..100)));
     }
     let faults: u64 = replicas.iter().map(|replica| replica.gate.faults()).sum();
-    seed::say(&format!("{NAME}: {kills} kills, {restarts} restarts of the API server, {faults} faults"));
+    seed::say(&format!(
+        "{NAME}: {events} events, of them {kills} kills, {restarts} restarts of the API server, {} deletions; {faults} faults; looked {} times at what \
+         must wait",
+        people.deleted, people.waited,
+    ));
+}
+
+/// Waits until nothing changes any more; what there is then, and what is said of it.
+fn stable(lab: &Lab, people: &mut People) -> Outcome {
+    let (mut last, mut since) = (outcome(lab), Instant::now());
+    let give_up = Instant::now() + HEALS_WITHIN;
+    while since.elapsed() < STABLE {
+        assert!(Instant::now() < give_up, "it changes all the time: {last:#?}");
+        std::thread::sleep(Duration::from_millis(100));
+        people.agents.obey(lab);
+        lab.collect_garbage();
+        let now = outcome(lab);
+        if now != last || !now.is_current() {
+            (last, since) = (now, Instant::now());
+        }
+    }
+    last
+}
+
+/// The same, after everything was looked at again: what waits after a failure, and what is looked at in its own time, since nothing tells of it.
+fn come_to_rest(lab: &Lab, people: &mut People) -> Outcome {
+    stable(lab, people);
+    // The same again would be no change.
+    let now = Timestamp::now().to_string();
+    for key in lab.theirs().keys().map(String::as_str).chain(["Node/n1", "Node/n2"]) {
+        mark(lab, key, &now);
+    }
+    stable(lab, people)
 }
 
 #[test]
@@ -139,60 +146,54 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
         "a reconcile failed and is tried again",
         "a watch was lost and begins again",
         "what belongs to no cluster could not be removed",
+        "not all of a cluster that goes is as it is wanted",
         "the lease cannot be",
         "the lease could not be renewed",
         "another replica holds the lease",
         "the lease is lost",
+        TOO_SHORT,
     ] {
         lab.world.allow(words);
     }
-    let selected = json!({ "matchLabels": { "disk": "fast" } });
-    lab.pool("p", "/var/lib/pool", json!({}));
-    lab.pool("q", "/var/lib/other", json!({ "nodeSelector": selected }));
-    lab.cluster(json!({}));
+    lab.serve_pod_monitors();
+    // Claims of devices that others have may be made.
+    let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
+    lab.apply(
+        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": SPACE, "labels": labels } }),
+    );
+    let mut people = People::default();
+    people.make_all(&lab, &mut random);
+    people.connect("n1", 2);
     // With a lease of its own, so that both work at once.
-    let mut replicas = [Replica::new(&lab, "first", SYSTEM), Replica::new(&lab, "second", "cache")];
+    let mut replicas = [Replica::new(&lab, "first", SYSTEM), Replica::new(&lab, "second", SPACE)];
     for replica in &replicas {
         replica.disturb(&mut random);
     }
-    rage(&mut lab, &mut replicas, &mut random);
+    rage(&mut lab, &mut people, &mut replicas, &mut random);
 
     for replica in &mut replicas {
         replica.gate.disturb(None);
         replica.tend();
     }
-    // What it had never before: everything is looked at again, whatever waits.
-    // The depth of both: an agent has one for all its pools.
-    lab.pool("p", "/var/lib/pool", json!({ "queueDepth": 96 }));
-    lab.pool("q", "/var/lib/other", json!({ "queueDepth": 96, "nodeSelector": selected }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }], "cache": { "dram": "96Mi", "regionSize": "2Mi" } }));
-    let bound = ["PoolsBound", "True", "AsDesired"];
-    lab.wait_condition_within(HEALS_WITHIN, ("KVCacheCluster", "c"), bound);
-    for replica in &mut replicas {
-        replica.tend();
+    people.let_go(&lab);
+    people.make_all(&lab, &mut random);
+    let mut after_faults = come_to_rest(&lab, &mut people);
+    while people.renew_allocations(&lab, &mut random) {
+        after_faults = come_to_rest(&lab, &mut people);
     }
-    settle(&lab);
-    let after_faults = essence(&lab.made());
     for replica in &mut replicas {
         replica.kill();
     }
 
-    for (key, object) in lab.made() {
-        lab.delete(key.split_once('/').expect("kind and name").0, &object.name_any());
-    }
-    wait_until("all of it is gone", PATIENCE, || lab.made().is_empty().then_some(()));
+    clear(&lab);
     // The lease of the killed one has to run out first.
     let leases: Api<Lease> = Api::namespaced(lab.client(), SYSTEM);
     lab.server.block_on(leases.delete("reprise-operator", &DeleteParams::default())).expect("it was held");
-    let fresh = lab.operator();
+    let files = lab.operator_files("operator").unused_for(UNUSED);
+    let fresh = files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"));
     lab.wait_for("CacheNode", "n1");
-    settle(&lab);
-    let anew = essence(&lab.made());
-    let (left, right): (Vec<_>, Vec<_>) = (after_faults.keys().collect(), anew.keys().collect());
-    assert_eq!(left, right);
-    for (key, object) in &anew {
-        assert_eq!(after_faults[key], *object, "{key}");
-    }
+    let anew = come_to_rest(&lab, &mut people);
+    assert_same(&after_faults, &anew);
     assert_writes_nothing(&lab, &fresh);
     fresh.kill();
 }

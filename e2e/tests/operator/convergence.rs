@@ -1,11 +1,16 @@
 //! What has converged is not written to, and what changes while the API server is away is done when it is back.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use kube::ResourceExt;
+use kube::api::{Patch, PatchParams};
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::json;
 
-use crate::lab::{Lab, SETTLED, versions};
+use crate::agents::{Agents, PRODUCT};
+use crate::lab::{Lab, SETTLED, THEIRS, versions};
+use crate::queues::{WAITS, ask};
 
 /// Reconciles without a change that are looked at.
 const RESYNCS: usize = 10;
@@ -22,35 +27,97 @@ pub(crate) fn settle(lab: &Lab) {
     });
 }
 
-/// Looks at everything again and again, and at the end nothing has been written.
+/// Looks at everything again and again, and at the end nothing has been written, and nothing asked for but by the clock.
 pub(crate) fn assert_writes_nothing(lab: &Lab, operator: &Operator) {
     // Sums of a status may wait for 10 s after the last write.
     std::thread::sleep(Duration::from_secs(11));
-    let whole = || {
-        let mut all = versions(&lab.made());
-        for (kind, name) in [("KVCacheCluster", "c"), ("SSDPool", "p")] {
-            let object = lab.get(kind, name).expect("it is there");
-            all.insert(format!("{kind}/{name}/status"), object.data["status"].to_string());
-        }
-        all
+    let (mut wanted, begun) = (everything(lab), Asked::of(operator));
+    let looked_at: Vec<String> = wanted.keys().filter(|key| reconciles(key)).cloned().collect();
+    let kinds: BTreeSet<&str> = looked_at.iter().map(|key| split(key).0).collect();
+    let reconciled = |kind: &str| {
+        operator.metric("reprise_operator_reconciles_total{", &format!("kind=\"{kind}\",result=\"done\""))
     };
-    let (before, written) = (whole(), operator.metric("reprise_operator_writes_total", ""));
-    let reconciled =
-        |kind: &str| operator.metric("reprise_operator_reconciles_total", &format!("kind=\"{kind}\""));
-    let first = reconciled("KVCacheCluster");
+    let first: BTreeMap<&str, f64> = kinds.iter().map(|kind| (*kind, reconciled(kind))).collect();
     for resync in 0..RESYNCS {
-        let already = reconciled("KVCacheCluster");
+        let already: Vec<f64> = kinds.iter().map(|kind| reconciled(kind)).collect();
         // An annotation changes nothing that is wanted, and makes everything be looked at.
-        let mark = json!({ "metadata": { "annotations": { "test/resync": resync.to_string() } } });
-        for (kind, name) in [("KVCacheCluster", "c"), ("SSDPool", "p"), ("Node", "n1")] {
-            lab.merge(kind, name, &mark);
+        for key in &looked_at {
+            wanted.insert(key.clone(), mark(lab, key, &resync.to_string()));
         }
-        wait_until("it is reconciled", PATIENCE, || (reconciled("KVCacheCluster") > already).then_some(()));
+        wait_until("each kind is reconciled", PATIENCE, || {
+            kinds.iter().zip(&already).all(|(kind, already)| reconciled(kind) > *already).then_some(())
+        });
     }
     std::thread::sleep(SETTLED);
-    assert!(reconciled("KVCacheCluster") - first >= 10.0);
-    assert_eq!(whole(), before);
-    assert_eq!(operator.metric("reprise_operator_writes_total", ""), written);
+    for (kind, first) in first {
+        assert!(reconciled(kind) - first >= RESYNCS as f64, "{kind}");
+    }
+    assert_eq!(everything(lab), wanted, "nothing is written but by the test");
+    begun.assert_is_all(operator);
+}
+
+/// Kind and name.
+fn split(key: &str) -> (&str, &str) {
+    key.split_once('/').expect("kind and name")
+}
+
+/// Whether the operator reconciles objects of this kind.
+fn reconciles(key: &str) -> bool {
+    split(key).0 == "Node" || THEIRS.iter().any(|(kind, ..)| *kind == split(key).0)
+}
+
+/// Versions of all that an operator makes, looks at or says something of.
+fn everything(lab: &Lab) -> BTreeMap<String, String> {
+    let nodes =
+        lab.list("Node").into_iter().map(|node| (format!("Node/{}", node.name_any()), node)).collect();
+    [lab.made(), lab.theirs(), nodes].iter().flat_map(versions).collect()
+}
+
+/// Changes what nobody goes by; the version that comes of it.
+pub(crate) fn mark(lab: &Lab, key: &str, value: &str) -> String {
+    let (kind, name) = split(key);
+    let mark = json!({ "metadata": { "annotations": { "test/resync": value } } });
+    let (api, params) = (lab.api(kind), PatchParams::default());
+    let marked = lab.server.block_on(api.patch(name, &params, &Patch::Merge(&mark)));
+    marked.expect("it is there").resource_version().expect("stored objects have one")
+}
+
+/// What an operator has asked of the API server, written and failed at.
+struct Asked {
+    requests: BTreeMap<String, f64>,
+    written: f64,
+    failed: f64,
+}
+
+impl Asked {
+    fn of(operator: &Operator) -> Asked {
+        Asked {
+            requests: operator.samples("reprise_operator_api_requests_total"),
+            written: operator.metric("reprise_operator_writes_total{", ""),
+            failed: operator.metric("reprise_operator_reconciles_total{", "result=\"failed\""),
+        }
+    }
+
+    /// Since then only what time alone asks for has been: renewals of the lease, watches that begin again, and whether a kind is served by now that was
+    /// not. Each of these has been answered; a refused write would be here as well.
+    fn assert_is_all(&self, operator: &Operator) {
+        let (now, lease) = (Asked::of(operator), ["get", "update"].map(|verb| labels(verb, "leases", 200)));
+        let by_time = |asked: &String| {
+            let watches = asked.starts_with("verb=\"watch\"") && asked.ends_with("code=\"200\"");
+            watches || lease.contains(asked) || *asked == labels("list", "podmonitors", 404)
+        };
+        let before = |asked: &String| self.requests.get(asked).copied().unwrap_or_default();
+        let new = now.requests.iter().filter(|(asked, count)| **count > before(asked) && !by_time(asked));
+        assert_eq!(new.collect::<Vec<_>>(), [], "what is so is not asked for");
+        let renewed = lease.iter().all(|asked| now.requests.get(asked) > self.requests.get(asked));
+        assert!(renewed, "requests are counted: {:?}", now.requests);
+        assert_eq!((now.written, now.failed), (self.written, self.failed));
+    }
+}
+
+/// Labels of a sample, as they are served.
+fn labels(verb: &str, resource: &str, code: u16) -> String {
+    format!("verb=\"{verb}\",resource=\"{resource}\",code=\"{code}\"")
 }
 
 #[test]
@@ -58,22 +125,33 @@ fn a_converged_cluster_is_not_written_to() {
     let lab = Lab::new();
     let operator = lab.operator();
     lab.pool("p", "/var/lib/pool", json!({}));
+    lab.raw_pool("r", json!({}));
+    lab.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
+    lab.profile("s", PRODUCT, 60);
     // With an etcd of its own as well: certificates are drawn once.
-    let spec = json!({ "pools": [{ "name": "p" }], "etcd": { "mode": "Managed" } });
-    lab.cluster(spec);
+    let pools = json!([{ "name": "p" }, { "name": "r" }]);
+    lab.cluster(json!({ "pools": pools, "etcd": { "mode": "Managed" }, "slackProfiles": {} }));
     lab.wait_for("Secret", "c-etcd-tls");
-    lab.wait_for("StatefulSet", "c-etcd");
+    lab.all_are_ready("c-etcd");
     lab.members_are_ready();
-    for node in ["n1", "n2"] {
-        wait_until("the node has its claim", PATIENCE, || {
-            let found = lab.get("CacheNode", node)?;
-            found.data["spec"]["claims"].is_array().then_some(())
-        });
-        lab.agent_reports(node, "Open");
+    // One is granted and the other waits: that is said once.
+    for (name, pairs) in [("a", 12), ("b", 8)] {
+        ask(&lab, name, json!({ "poolRef": { "name": "r" }, "queuePairs": pairs }));
     }
-    lab.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
-    lab.wait_condition("KVCacheCluster", "c", ["AgentsReady", "True", "AsDesired"]);
+    let mut agents = Agents::default();
+    for (kind, name, wanted) in [
+        ("SSDPool", "p", ["Ready", "True", "AsDesired"]),
+        ("SSDPool", "r", ["Ready", "True", "AsDesired"]),
+        ("KVCacheCluster", "c", ["AgentsReady", "True", "AsDesired"]),
+        ("CacheTenant", "t", ["PodsBound", "True", "AsDesired"]),
+        ("SlackProfile", "s", ["Distributed", "True", "AsDesired"]),
+        ("GPUQueueAllocation", "a", ["Programmed", "True", "AsDesired"]),
+        ("GPUQueueAllocation", "b", WAITS),
+    ] {
+        agents.obey_until(&lab, (kind, name), wanted);
+    }
     settle(&lab);
+    assert!(!agents.obey(&lab), "nothing new is wanted of them");
     assert_writes_nothing(&lab, &operator);
     assert!(operator.terminate().success());
 }

@@ -162,18 +162,7 @@ fn a_cluster_waits_for_a_kind_that_the_api_server_does_not_have_yet() {
     lab.cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
     let said = lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
     assert!(said.contains("PodMonitor") && said.contains("install Prometheus"), "{said}");
-    lab.apply(&json!({
-        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-        "metadata": { "name": "podmonitors.monitoring.coreos.com" },
-        "spec": {
-            "group": "monitoring.coreos.com", "scope": "Namespaced",
-            "names": { "kind": "PodMonitor", "plural": "podmonitors" },
-            "versions": [{
-                "name": "v1", "served": true, "storage": true,
-                "schema": { "openAPIV3Schema": { "type": "object", "x-kubernetes-preserve-unknown-fields": true } },
-            }],
-        },
-    }));
+    lab.serve_pod_monitors();
     lab.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
     for (monitor, component) in [("c-agent", "agent"), ("c-controlplane", "control-plane")] {
         let spec = lab.wait_for("PodMonitor", monitor).data["spec"].clone();

@@ -1,78 +1,82 @@
-//! The operator is killed right before or after each of its writes; whoever follows ends in the same objects.
+//! The operator is killed right before and right after each of its writes; whoever follows ends in the same objects.
+//!
+//! Two stories are told again and again, each time with a kill at another moment: a cluster is made of nothing, and what must not go before nodes have
+//! done something is deleted. Moments come in an order that is drawn; when time is over before the last of them, those that are left are named.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use kube::ResourceExt;
-use kube::api::{Patch, PatchParams};
 use rand::seq::SliceRandom;
-use reprise_e2e::{Interposer, Moment, OperatorFiles, PATIENCE, seed, wait_until};
-use serde_json::{Value, json};
+use reprise_e2e::{Interposer, Moment, Operator, OperatorFiles, PATIENCE, seed, wait_until};
+use serde_json::json;
 
-use crate::convergence::settle;
-use crate::lab::{Lab, essence};
+use crate::agents::Agents;
+use crate::in_use::TOO_SHORT;
+use crate::lab::Lab;
+use crate::outcome::{Outcome, assert_same, clear, outcome};
+use crate::queues::{KIND as ALLOCATION, ask};
 
-const NAME: &str = "killed_at_any_write_it_ends_in_what_a_fresh_one_makes";
-/// Seconds that kills go on for, at the most; more of them cover all writes on a slow machine as well.
+/// Seconds that kills of one story go on for, at the most; more of them cover all writes on a slow machine as well.
 const SECONDS_VARIABLE: &str = "REPRISE_E2E_KILL_SECONDS";
-const SECONDS: u64 = 45;
-/// However slow the machine is, so many writes are covered.
-const COVERED_MIN: usize = 3;
+const SECONDS: u64 = 90;
+/// However slow the machine is, so many hundredths of all moments are covered.
+const COVERED_PERCENT_MIN: usize = 50;
+/// No story has fewer writes.
+const WRITES_MIN: u64 = 8;
 /// Nothing is written for so long once all is as it should be: pauses within a reconcile are milliseconds.
-const QUIET: Duration = Duration::from_millis(400);
-/// Whose conditions are compared: what is said of the rest depends on what was asked first.
-const SAID: [(&str, &str, &str); 4] = [
-    ("KVCacheCluster", "c", "Accepted"),
-    ("KVCacheCluster", "c", "PoolsBound"),
-    ("SSDPool", "p", "Accepted"),
-    ("SSDPool", "q", "Accepted"),
-];
+const QUIET: Duration = Duration::from_millis(250);
+/// Seconds for which nothing must be heard of sessions: there are none here, and what guards a wipe is looked at twice.
+const UNUSED: u64 = 1;
 
-/// An operator that is started again and again, and what it should come to.
-struct Lives<'a> {
-    lab: &'a Lab,
+/// What is told again and again.
+trait Story {
+    /// Brings everything to the beginning. An operator may be at work, and is killed.
+    fn begin(&mut self, lives: &mut Lives, operator: Option<Operator>);
+    /// What must be so at any moment.
+    fn check(&self, lives: &Lives);
+}
+
+/// An operator that is started again and again, and the agents beside it.
+struct Lives {
+    lab: Lab,
     gate: Interposer,
     files: OperatorFiles,
+    agents: Agents,
 }
 
-/// What there is and what is said of it.
-fn outcome(lab: &Lab) -> BTreeMap<String, Value> {
-    let mut outcome = essence(&lab.made());
-    for (kind, name, condition) in SAID {
-        let object = lab.get(kind, name).expect("it is there");
-        let conditions = object.data["status"]["conditions"].as_array().cloned().unwrap_or_default();
-        let found = conditions.into_iter().find(|one| one["type"] == condition).unwrap_or_default();
-        let said = json!([found["status"], found["reason"], found["observedGeneration"]]);
-        outcome.insert(format!("{kind}/{name}/{condition}"), said);
+impl Lives {
+    fn new() -> Lives {
+        let lab = Lab::new();
+        // A watch of a killed operator ends in the middle of a line.
+        for words in [
+            "a reconcile failed and is tried again",
+            "a watch was lost and begins again",
+            "the lease cannot be",
+            TOO_SHORT,
+        ] {
+            lab.world.allow(words);
+        }
+        let gate = lab.world.interposer(&lab.server);
+        // All lives have one name, so that nobody waits for the lease of a dead one.
+        let files = lab.operator_files("operator").through(&gate).unused_for(UNUSED);
+        Lives { lab, gate, files, agents: Agents::default() }
     }
-    outcome
-}
 
-/// Nothing that an operator has made is there any more, nor what it has said.
-fn clear(lab: &Lab) {
-    for (key, object) in lab.made() {
-        lab.delete(key.split_once('/').expect("kind and name").0, &object.name_any());
+    fn start(&self) -> Operator {
+        self.files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"))
     }
-    for (kind, name) in [("KVCacheCluster", "c"), ("SSDPool", "p"), ("SSDPool", "q")] {
-        let (api, params) = (lab.api(kind), PatchParams::default());
-        let patch = Patch::Merge(json!({ "status": null }));
-        lab.server.block_on(api.patch_status(name, &params, &patch)).expect("a status may be taken away");
-    }
-    wait_until("all of it is gone", PATIENCE, || lab.made().is_empty().then_some(()));
-}
 
-impl Lives<'_> {
     /// One that is killed at a moment, if it comes to that: not when all was done before.
-    fn killed_at(&self, moment: Moment, wanted: &BTreeMap<String, Value>) -> bool {
+    fn killed_at(&mut self, moment: Moment, wanted: &Outcome) -> bool {
         self.gate.open(Some(moment));
-        let operator = self.files.start().expect("the operator starts");
+        let operator = self.start();
         let (begun, mut is_killed) = (Instant::now(), false);
         while begun.elapsed() < PATIENCE {
-            if self.gate.wait_closed(QUIET) {
+            self.agents.obey(&self.lab);
+            if self.gate.wait_closed(Duration::from_millis(20)) {
                 is_killed = true;
                 break;
             }
-            if self.is_quiet(&operator) && outcome(self.lab) == *wanted {
+            if self.is_quiet(&operator) && outcome(&self.lab) == *wanted {
                 break;
             }
         }
@@ -80,92 +84,173 @@ impl Lives<'_> {
         is_killed
     }
 
-    /// One that is left alone: it ends in what is wanted, and then writes nothing.
-    fn finish(&self, wanted: &BTreeMap<String, Value>, after: &str) {
+    /// One that is left alone: it ends in what is wanted, and then writes nothing. It goes on.
+    fn finish(&mut self, wanted: &Outcome, after: &str) -> Operator {
         self.gate.open(None);
-        let operator = self.files.start().expect("the operator starts");
+        let operator = self.start();
         let give_up = Instant::now() + PATIENCE;
         loop {
-            let now = outcome(self.lab);
-            if now == *wanted && self.is_quiet(&operator) && outcome(self.lab) == *wanted {
-                break;
+            self.agents.obey(&self.lab);
+            let now = outcome(&self.lab);
+            if now == *wanted && self.is_quiet(&operator) && outcome(&self.lab) == *wanted {
+                return operator;
             }
             if Instant::now() > give_up {
-                let differs = wanted.keys().chain(now.keys()).filter(|key| wanted.get(*key) != now.get(*key));
-                let differs: Vec<_> = differs.map(|key| (key, wanted.get(key), now.get(key))).collect();
-                panic!("{after}, the next one does not come to the same: {differs:#?}");
+                seed::say(&format!("{after}, the next one does not come to the same"));
+                assert_same(wanted, &now);
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        operator.kill();
     }
 
     /// Whether it works and has written nothing for a while.
-    fn is_quiet(&self, operator: &reprise_e2e::Operator) -> bool {
-        let reconciled = operator.metric("reprise_operator_reconciles_total", "kind=\"KVCacheCluster\"");
+    fn is_quiet(&self, operator: &Operator) -> bool {
+        let reconciled = operator.metric("reprise_operator_reconciles_total{", "kind=\"KVCacheCluster\"");
         reconciled > 0.0 && self.gate.quiet_for().is_none_or(|quiet| quiet >= QUIET)
+    }
+
+    /// Waits until nothing is written any more; what there is then.
+    fn rest(&mut self, operator: &Operator) -> Outcome {
+        wait_until("nothing is written any more", PATIENCE, || {
+            std::thread::sleep(Duration::from_millis(20));
+            (!self.agents.obey(&self.lab) && self.is_quiet(operator)).then_some(())
+        });
+        outcome(&self.lab)
+    }
+
+    /// Tells a story again for each of its writes, with a kill at this moment of it.
+    fn tell(&mut self, name: &str, story: &mut impl Story, moment: fn(u64) -> Moment) {
+        let mut random = seed::seeded(name);
+        story.begin(self, None);
+        self.gate.open(None);
+        let operator = self.start();
+        let mut wanted = self.rest(&operator);
+        // Some of what is said is found out in its own time.
+        for _ in 0..3 {
+            std::thread::sleep(10 * QUIET);
+            wanted = self.rest(&operator);
+        }
+        let writes = self.gate.writes();
+        assert!(writes >= WRITES_MIN, "{writes} writes are not all that there is to write");
+        let mut moments: Vec<Moment> = (1..=writes).map(moment).collect();
+        moments.shuffle(&mut random);
+        let least = moments.len() * COVERED_PERCENT_MIN / 100;
+        let give_up = Instant::now() + seed::seconds(SECONDS_VARIABLE, SECONDS);
+        let (mut last, mut covered, mut not_reached, mut left) = (Some(operator), 0, Vec::new(), Vec::new());
+        for (index, moment) in moments.into_iter().enumerate() {
+            if index >= least + not_reached.len() && Instant::now() >= give_up {
+                left.push(moment);
+                continue;
+            }
+            story.begin(self, last.take());
+            if self.killed_at(moment, &wanted) {
+                covered += 1;
+            } else {
+                not_reached.push(moment);
+            }
+            story.check(self);
+            last = Some(self.finish(&wanted, &format!("{name}: killed at {moment:?}")));
+            story.check(self);
+        }
+        if let Some(operator) = last {
+            operator.kill();
+        }
+        seed::say(&format!(
+            "{name}: killed at {covered} of {writes} writes; all was done before these came: {not_reached:?}; left, since time was over: {left:?}"
+        ));
+        assert!(covered >= least, "killed at {covered} of {writes} writes");
     }
 }
 
-#[test]
-fn killed_at_any_write_it_ends_in_what_a_fresh_one_makes() {
-    let lab = Lab::new();
-    let mut random = seed::seeded(NAME);
-    // A watch of a killed operator ends in the middle of a line.
-    for words in
-        ["a reconcile failed and is tried again", "a watch was lost and begins again", "the lease cannot be"]
-    {
-        lab.world.allow(words);
+/// A cluster with two pools is made.
+struct FromNothing;
+
+impl Story for FromNothing {
+    fn begin(&mut self, lives: &mut Lives, operator: Option<Operator>) {
+        if let Some(operator) = operator {
+            operator.kill();
+        }
+        clear(&lives.lab);
     }
+
+    fn check(&self, _: &Lives) {}
+}
+
+fn tell_from_nothing(name: &str, moment: fn(u64) -> Moment) {
+    let mut lives = Lives::new();
+    let lab = &lives.lab;
     lab.pool("p", "/var/lib/pool", json!({}));
     lab.pool("q", "/var/lib/other", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
     lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }] }));
-    let gate = lab.world.interposer(&lab.server);
-    // All lives have one name, so that nobody waits for the lease of a dead one.
-    let files = lab.operator_files("operator").through(&gate);
-    let lives = Lives { lab: &lab, gate, files };
-    let fresh = lives.files.start().expect("the operator starts");
-    lab.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
-    for node in ["n1", "n2"] {
-        lab.wait_for("CacheNode", node);
-    }
-    settle(&lab);
-    fresh.kill();
-    let (wanted, writes) = (outcome(&lab), lives.gate.writes());
-    assert!(writes > 10, "{writes} writes are not all that there is to write");
+    lives.tell(name, &mut FromNothing, moment);
+}
 
-    let give_up = Instant::now() + seed::seconds(SECONDS_VARIABLE, SECONDS);
-    // Each life is a write longer than the one before: the shortest that get anywhere, as whoever is started applies again what is there.
-    clear(&lab);
-    let mut steps = 0;
-    while Instant::now() < give_up && lives.killed_at(Moment::After(steps + 1), &wanted) {
-        steps += 1;
-        assert!(steps <= 4 * writes, "each life comes further, and they get nowhere");
-    }
-    lives.finish(&wanted, &format!("after {steps} short lives"));
+#[test]
+fn killed_before_any_write_it_ends_in_what_a_fresh_one_makes() {
+    tell_from_nothing("killed_before_any_write_it_ends_in_what_a_fresh_one_makes", Moment::Before);
+}
 
-    // From nothing to each write, in any order: time may be over before all of them.
-    let mut moments: Vec<Moment> = (1..=writes)
-        .map(|write| if write % 2 == 0 { Moment::Before(write) } else { Moment::After(write) })
-        .collect();
-    moments.shuffle(&mut random);
-    let (mut covered, mut not_reached) = (0, 0);
-    for (index, moment) in moments.iter().enumerate() {
-        if index >= COVERED_MIN && Instant::now() >= give_up {
-            break;
-        }
-        clear(&lab);
-        if lives.killed_at(*moment, &wanted) {
-            covered += 1;
-        } else {
-            not_reached += 1;
-        }
-        lives.finish(&wanted, &format!("killed at {moment:?}"));
+#[test]
+fn killed_after_any_write_it_ends_in_what_a_fresh_one_makes() {
+    tell_from_nothing("killed_after_any_write_it_ends_in_what_a_fresh_one_makes", Moment::After);
+}
+
+/// Of a cluster of one node that goes on, a pool is deleted that is to be wiped, and an allocation whose queues the agent has made.
+struct Deletions {
+    /// Unique id of the pool of this time.
+    pool: Option<String>,
+}
+
+impl Story for Deletions {
+    fn begin(&mut self, lives: &mut Lives, operator: Option<Operator>) {
+        lives.gate.open(None);
+        let operator = operator.unwrap_or_else(|| lives.start());
+        let wiped = json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" });
+        lives.lab.pool("p", "/var/lib/pool", wiped);
+        ask(&lives.lab, "a", json!({ "poolRef": { "name": "r" } }));
+        lives.agents.obey_until(&lives.lab, (ALLOCATION, "a"), ["Programmed", "True", "AsDesired"]);
+        lives.agents.obey_until(&lives.lab, ("SSDPool", "p"), ["Ready", "True", "AsDesired"]);
+        lives.rest(&operator);
+        operator.kill();
+        let lab = &lives.lab;
+        self.pool = lab.get("SSDPool", "p").expect("it is there").metadata.uid;
+        lab.delete("SSDPool", "p");
+        lab.delete(ALLOCATION, "a");
     }
-    seed::say(&format!(
-        "{NAME}: {steps} short lives; from nothing killed at {covered} of {writes} writes, {not_reached} more were not reached; \
-         requests by method: {:?}",
-        lives.gate.asked()
-    ));
-    assert!(covered > 0, "nobody was killed");
+
+    /// The pool does not go before the node has wiped it, nor the allocation before its queues have.
+    fn check(&self, lives: &Lives) {
+        let lab = &lives.lab;
+        if lab.get("SSDPool", "p").is_none() {
+            let done = (self.pool.clone().expect("it was there"), "n1".to_owned());
+            assert!(lives.agents.wiped.contains(&done), "the pool has gone, and n1 has not wiped it");
+        }
+        let node = lab.get("CacheNode", "n1").expect("the cluster goes on");
+        let made = node.data["status"]["applied"]["queues"].as_array().is_some_and(|made| !made.is_empty());
+        assert!(
+            lab.get(ALLOCATION, "a").is_some() || !made,
+            "the allocation has gone, and the agent has its queues"
+        );
+    }
+}
+
+fn tell_of_deletions(name: &str, moment: fn(u64) -> Moment) {
+    let mut lives = Lives::new();
+    let lab = &lives.lab;
+    lab.raw_pool("r", json!({}));
+    let pools = json!([{ "name": "p" }, { "name": "r" }]);
+    lab.cluster(json!({ "pools": pools, "agents": { "nodeSelector": { "name": "n1" } } }));
+    lives.tell(name, &mut Deletions { pool: None }, moment);
+}
+
+#[test]
+fn killed_before_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner() {
+    let name = "killed_before_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner";
+    tell_of_deletions(name, Moment::Before);
+}
+
+#[test]
+fn killed_after_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner() {
+    let name = "killed_after_any_write_of_a_deletion_it_lets_go_what_a_fresh_one_does_and_nothing_sooner";
+    tell_of_deletions(name, Moment::After);
 }

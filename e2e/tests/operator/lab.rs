@@ -25,8 +25,20 @@ pub(crate) const SETTLED: Duration = Duration::from_millis(1500);
 /// Group of admission policies.
 const ADMISSION: &str = "admissionregistration.k8s.io";
 
-/// Kinds that the operator makes.
-pub(crate) const MADE: [(&str, &str, &str, bool); 9] = [
+/// HTTP's code for what is not there, kinds as well as objects.
+const NOT_FOUND: u16 = 404;
+
+/// Kinds that people make: ours, each with whether it has a namespace.
+pub(crate) const THEIRS: [(&str, &str, bool); 5] = [
+    ("KVCacheCluster", "kvcacheclusters", true),
+    ("SSDPool", "ssdpools", false),
+    ("CacheTenant", "cachetenants", false),
+    ("SlackProfile", "slackprofiles", true),
+    ("GPUQueueAllocation", "gpuqueueallocations", true),
+];
+
+/// Kinds that the operator makes, all of them: there are API servers without the last.
+pub(crate) const MADE: [(&str, &str, &str, bool); 13] = [
     ("", "ServiceAccount", "serviceaccounts", true),
     ("rbac.authorization.k8s.io", "ClusterRoleBinding", "clusterrolebindings", false),
     ("", "ConfigMap", "configmaps", true),
@@ -35,7 +47,11 @@ pub(crate) const MADE: [(&str, &str, &str, bool); 9] = [
     ("policy", "PodDisruptionBudget", "poddisruptionbudgets", true),
     ("apps", "StatefulSet", "statefulsets", true),
     ("apps", "DaemonSet", "daemonsets", true),
+    ("resource.k8s.io", "ResourceClaimTemplate", "resourceclaimtemplates", true),
+    (ADMISSION, "MutatingAdmissionPolicy", "mutatingadmissionpolicies", false),
+    (ADMISSION, "MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings", false),
     ("reprise.dev", "CacheNode", "cachenodes", false),
+    ("monitoring.coreos.com", "PodMonitor", "podmonitors", true),
 ];
 
 /// Objects by `kind/name`.
@@ -93,26 +109,9 @@ impl Lab {
 
     /// Where objects of a kind are, in the clusters' namespace.
     pub(crate) fn api(&self, kind: &str) -> Api<DynamicObject> {
-        let ours =
-            |kind: &str, plural: &str, spaced| ("reprise.dev", kind.to_owned(), plural.to_owned(), spaced);
         let (group, kind, plural, spaced) = match kind {
-            "KVCacheCluster" => ours(kind, "kvcacheclusters", true),
-            "SSDPool" => ours(kind, "ssdpools", false),
-            "CacheTenant" => ours(kind, "cachetenants", false),
-            "SlackProfile" => ours(kind, "slackprofiles", true),
-            "GPUQueueAllocation" => ours(kind, "gpuqueueallocations", true),
             "Node" => ("", kind.to_owned(), "nodes".to_owned(), false),
             "Namespace" => ("", kind.to_owned(), "namespaces".to_owned(), false),
-            "MutatingAdmissionPolicy" => {
-                (ADMISSION, kind.to_owned(), "mutatingadmissionpolicies".to_owned(), false)
-            }
-            "MutatingAdmissionPolicyBinding" => {
-                (ADMISSION, kind.to_owned(), "mutatingadmissionpolicybindings".to_owned(), false)
-            }
-            "ResourceClaimTemplate" => {
-                ("resource.k8s.io", kind.to_owned(), "resourceclaimtemplates".to_owned(), true)
-            }
-            "PodMonitor" => ("monitoring.coreos.com", kind.to_owned(), "podmonitors".to_owned(), true),
             "CustomResourceDefinition" => {
                 ("apiextensions.k8s.io", kind.to_owned(), "customresourcedefinitions".to_owned(), false)
             }
@@ -120,8 +119,11 @@ impl Lab {
             "PersistentVolumeClaim" => ("", kind.to_owned(), "persistentvolumeclaims".to_owned(), true),
             "Event" => ("", kind.to_owned(), "events".to_owned(), true),
             _ => {
-                let made = MADE.iter().find(|made| made.1 == kind).expect("a kind of the lab");
-                (made.0, made.1.to_owned(), made.2.to_owned(), made.3)
+                let theirs =
+                    THEIRS.iter().map(|(kind, plural, spaced)| ("reprise.dev", *kind, *plural, *spaced));
+                let all = theirs.chain(MADE);
+                let found = all.into_iter().find(|(_, one, ..)| *one == kind).expect("a kind of the lab");
+                (found.0, found.1.to_owned(), found.2.to_owned(), found.3)
             }
         };
         let version = if group == "reprise.dev" { "v1alpha1" } else { "v1" };
@@ -150,18 +152,51 @@ impl Lab {
             "cache": { "dram": "64Mi", "regionSize": "2Mi" },
         });
         spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
-        self.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "metadata": { "name": "c" }, "spec": spec,
-        }));
+        self.ours("KVCacheCluster", "c", spec);
     }
 
     /// A pool in a directory, with more in its spec.
     pub(crate) fn pool(&self, name: &str, directory: &str, more: Value) {
         let mut spec = json!({ "directory": { "path": directory, "size": "64Mi" } });
         spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+        self.ours("SSDPool", name, spec);
+    }
+
+    /// A pool of raw devices, with more in its spec.
+    pub(crate) fn raw_pool(&self, name: &str, more: Value) {
+        let mut spec = json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
+        spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+        self.ours("SSDPool", name, spec);
+    }
+
+    /// A tenant.
+    pub(crate) fn tenant(&self, name: &str, spec: Value) {
+        self.ours("CacheTenant", name, spec);
+    }
+
+    /// A profile of a GPU, with one window of so many microseconds.
+    pub(crate) fn profile(&self, name: &str, product: &str, micros: u32) {
+        let window = json!({ "phase": "Decode", "minTokens": 0, "maxTokens": 512, "slackMicros": micros, "maxIoSms": 4 });
+        let subject = json!({ "model": "llama", "gpuProduct": product, "engineVersion": "vllm 0.33" });
+        self.ours("SlackProfile", name, json!({ "subject": subject, "windows": [window] }));
+    }
+
+    fn ours(&self, kind: &str, name: &str, spec: Value) {
         self.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": name }, "spec": spec,
+            "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": { "name": name }, "spec": spec,
         }));
+    }
+
+    /// Whether a condition has this status and reason by now, of the present generation.
+    pub(crate) fn says(&self, (kind, name): (&str, &str), [condition, status, reason]: [&str; 3]) -> bool {
+        let Some(object) = self.get(kind, name) else { return false };
+        let conditions = object.data["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        conditions.iter().any(|one| {
+            one["type"] == condition
+                && one["status"] == status
+                && one["reason"] == reason
+                && one["observedGeneration"].as_i64() == object.metadata.generation
+        })
     }
 
     /// An object, if it is there.
@@ -224,10 +259,29 @@ impl Lab {
         self.server.block_on(api.delete(name, &DeleteParams::background())).expect("it is there");
     }
 
-    /// Everything of a kind.
+    /// The same, of what may be gone by now.
+    pub(crate) fn delete_if_there(&self, kind: &str, name: &str) {
+        let api = self.api(kind);
+        // Nothing else than that it is gone keeps an object from being deleted here.
+        let _ = self.server.block_on(api.delete(name, &DeleteParams::background()));
+    }
+
+    /// Everything of a kind: nothing where the kind is not served.
     pub(crate) fn list(&self, kind: &str) -> Vec<DynamicObject> {
         let api = self.api(kind);
-        self.server.block_on(api.list(&ListParams::default())).expect("the API server answers").items
+        match self.server.block_on(api.list(&ListParams::default())) {
+            Ok(list) => list.items,
+            Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Vec::new(),
+            Err(error) => panic!("{kind} cannot be listed: {error}"),
+        }
+    }
+
+    /// Everything of our kinds that people make.
+    pub(crate) fn theirs(&self) -> Objects {
+        let of = |kind: &'static str| {
+            self.list(kind).into_iter().map(move |object| (format!("{kind}/{}", object.name_any()), object))
+        };
+        THEIRS.iter().flat_map(|(kind, ..)| of(kind)).collect()
     }
 
     /// Everything that the operator has made.
@@ -242,9 +296,47 @@ impl Lab {
         MADE.iter().flat_map(|(_, kind, ..)| of(kind)).collect()
     }
 
+    /// Monitors of Prometheus may be made from now on.
+    pub(crate) fn serve_pod_monitors(&self) {
+        let anything = json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true });
+        let name = "podmonitors.monitoring.coreos.com";
+        self.apply(&json!({
+            "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": { "name": name },
+            "spec": {
+                "group": "monitoring.coreos.com", "scope": "Namespaced",
+                "names": { "kind": "PodMonitor", "plural": "podmonitors" },
+                "versions": [{
+                    "name": "v1", "served": true, "storage": true, "schema": { "openAPIV3Schema": anything },
+                }],
+            },
+        }));
+        wait_until("the kind is served", PATIENCE, || {
+            let found = self.get("CustomResourceDefinition", name)?;
+            let conditions = found.data["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            conditions.iter().any(|one| one["type"] == "Established" && one["status"] == "True").then_some(())
+        });
+    }
+
+    /// Plays the garbage collector of Kubernetes: what is left of clusters that are gone goes.
+    pub(crate) fn collect_garbage(&self) {
+        let live: Vec<String> =
+            self.list("KVCacheCluster").iter().filter_map(|cluster| cluster.uid()).collect();
+        let is_left = |object: &DynamicObject| {
+            let mut owners = object.owner_references().iter().filter(|owner| owner.kind == "KVCacheCluster");
+            owners.any(|owner| !live.contains(&owner.uid))
+        };
+        for (key, object) in self.made().iter().filter(|(_, object)| is_left(object)) {
+            self.delete_if_there(key.split_once('/').expect("kind and name").0, &object.name_any());
+        }
+    }
+
     /// Plays the kubelet: the members' StatefulSet has all its pods.
     pub(crate) fn members_are_ready(&self) {
-        let name = "c-controlplane";
+        self.all_are_ready("c-controlplane");
+    }
+
+    /// The same, of any StatefulSet.
+    pub(crate) fn all_are_ready(&self, name: &str) {
         let found = self.wait_for("StatefulSet", name);
         let replicas = found.data["spec"]["replicas"].clone();
         let status = json!({ "status": {

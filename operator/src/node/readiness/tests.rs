@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::*;
 use crate::names::{MANAGED_BY, OPERATOR};
+use crate::requests::ApiRequests;
 use crate::scripted::{Answer, Script, refusal, serve};
 use crate::settings::{DefaultImages, Settings};
 use crate::watch::Triggers;
@@ -163,7 +164,8 @@ async fn context(answers: Vec<Answer>) -> (Context, Script) {
     };
     let (world, _writers) = World::new();
     let (triggers, _requests) = Triggers::new();
-    (Context::new(client, Arc::new(world), Arc::new(triggers), settings), script)
+    let counted = (client, ApiRequests::default());
+    (Context::new(counted, Arc::new(world), Arc::new(triggers), settings), script)
 }
 
 fn taken() -> Answer {
