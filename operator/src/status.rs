@@ -1,7 +1,8 @@
 //! Writes statuses and events, where something has changed.
 //!
 //! A status whose conditions, generation or anything else but sums changed is written at once, other changes every 10 s at the most
-//! ([`crate::context::STATUS_EVERY`]). Each change of a condition's status is an event.
+//! ([`crate::context::STATUS_EVERY`]). Each change of a condition's status or reason is an event, that of its message alone is none: messages count
+//! nodes and pods, so there would be one at every step.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -72,7 +73,7 @@ pub fn conclude(conditions: &mut Vec<Condition>, findings: &[Finding], generatio
         let first = !conditions.iter().any(|condition| condition.kind == found.kind.as_str());
         let change = set(conditions, found, generation, &now);
         // That something new is under way is no news.
-        change == Change::Status && !(first && found.reason == Reason::Progressing)
+        [Change::Reason, Change::Status].contains(&change) && !(first && found.reason == Reason::Progressing)
     });
     news.cloned().collect()
 }
@@ -185,3 +186,6 @@ fn is_good(finding: &Finding) -> bool {
     let good = if troubles.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
     plain.contains(&finding.kind) || progressing || finding.status == good
 }
+
+#[cfg(test)]
+mod tests;
