@@ -27,6 +27,8 @@ mod lab;
 mod pools;
 #[path = "operator/profiles.rs"]
 mod profiles;
+#[path = "operator/put_back.rs"]
+mod put_back;
 #[path = "operator/queue_faults.rs"]
 mod queue_faults;
 #[path = "operator/queues.rs"]
