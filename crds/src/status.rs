@@ -78,9 +78,11 @@ pub struct Finding {
 pub enum Change {
     /// It says what it said.
     None,
-    /// Other words or another generation, the same status.
+    /// Another message or generation, the same status for the same reason. Messages have numbers in them, so this is no news.
     Words,
-    /// Another status; worth an event.
+    /// The same status for another reason: somebody may have to do something else about it.
+    Reason,
+    /// Another status.
     Status,
 }
 
@@ -120,10 +122,11 @@ pub fn set(conditions: &mut Vec<Condition>, finding: &Finding, generation: i64, 
     if same_status {
         next.last_transition_time = current.last_transition_time.clone();
     }
-    let change = match (same_status, *current == next) {
-        (true, true) => Change::None,
-        (true, false) => Change::Words,
-        (false, _) => Change::Status,
+    let change = match (same_status, current.reason == next.reason, *current == next) {
+        (true, _, true) => Change::None,
+        (true, true, false) => Change::Words,
+        (true, false, _) => Change::Reason,
+        (false, ..) => Change::Status,
     };
     *current = next;
     change
@@ -160,6 +163,9 @@ mod tests {
         assert_eq!(set(&mut conditions, &other, 2, &late), Change::Words);
         assert_eq!(conditions[0].last_transition_time, early);
         assert!(!holds(&conditions, ConditionType::Ready, 2));
+        let refused = Finding { reason: Reason::FieldConflict, ..other };
+        assert_eq!(set(&mut conditions, &refused, 2, &late), Change::Reason);
+        assert_eq!(conditions[0].last_transition_time, early);
         let ready = Finding::yes(ConditionType::Ready, Reason::AsDesired, "");
         assert_eq!(set(&mut conditions, &ready, 2, &late), Change::Status);
         assert_eq!((conditions.len(), &conditions[0].last_transition_time), (1, &late));

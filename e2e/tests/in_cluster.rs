@@ -76,6 +76,7 @@ fn main() -> ExitCode {
         shared,
         absence::an_agent_with_the_token_of_another_node_is_refused_in_words_and_serves,
         absence::an_agent_that_is_told_to_stop_says_that_it_leaves,
+        absence::what_somebody_forces_into_a_status_is_put_back_and_he_is_named,
         devices::a_device_with_somebody_elses_data_is_left_alone_and_one_that_is_blank_is_used,
         devices::a_device_that_goes_away_is_faulted_and_comes_back_with_its_blocks,
         devices::a_device_that_fails_is_faulted_and_engines_go_on,

@@ -33,6 +33,8 @@ mod people;
 mod pools;
 #[path = "operator/profiles.rs"]
 mod profiles;
+#[path = "operator/put_back.rs"]
+mod put_back;
 #[path = "operator/queue_faults.rs"]
 mod queue_faults;
 #[path = "operator/queues.rs"]

@@ -63,9 +63,7 @@ fn main() -> ExitCode {
         schemas::every_definition_is_served,
         schemas::every_kind_shows_its_columns,
         schemas::queue_allocations_are_found_by_their_node,
-        writers::two_managers_of_one_field_conflict_and_the_other_is_named,
         writers::spec_and_status_are_written_apart,
-        writers::two_writers_of_conditions_keep_each_others,
     ];
     tests.push(Trial::test(stringify!(restarts::a_killed_server_comes_back_with_what_it_stored), || {
         restarts::a_killed_server_comes_back_with_what_it_stored();

@@ -188,6 +188,27 @@ pub fn held_by(live: &Value, wanted: &Value) -> bool {
     }
 }
 
+/// The paths of what is wanted and not there, or is there otherwise. Of lists it says that, and not what.
+pub(crate) fn missing(live: &DynamicObject, wanted: &Value) -> Vec<String> {
+    let mut paths = Vec::new();
+    if let Ok(live) = serde_json::to_value(live) {
+        differences(&live, wanted, "", &mut paths);
+    }
+    paths
+}
+
+fn differences(live: &Value, wanted: &Value, at: &str, paths: &mut Vec<String>) {
+    match (live, wanted) {
+        (Value::Object(live), Value::Object(wanted)) => {
+            for (key, wanted) in wanted {
+                differences(live.get(key).unwrap_or(&Value::Null), wanted, &format!("{at}.{key}"), paths);
+            }
+        }
+        _ if held_by(live, wanted) => {}
+        _ => paths.push(at.to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,6 +235,17 @@ mod tests {
         assert!(!wanted.is_held_by(&live(&wanted, |live| live["metadata"]["labels"] = json!({}))));
         let less = child(&json!({ "data": {} }));
         assert!(!less.is_held_by(&live(&wanted, |_| {})), "a key that is wanted no more is there still");
+    }
+
+    #[test]
+    fn what_somebody_has_removed_is_named_by_its_path() {
+        let wanted = child(&json!({ "data": { "k": "v", "l": "w" }, "list": [{ "name": "a" }] }));
+        let without = live(&wanted, |live| {
+            live["data"] = json!({ "l": "w", "more": "x" });
+            live["list"] = json!([{ "name": "b" }]);
+        });
+        assert_eq!(missing(&without, &wanted.body), [".data.k", ".list"]);
+        assert_eq!(missing(&live(&wanted, |_| {}), &wanted.body), Vec::<String>::new());
     }
 
     #[test]

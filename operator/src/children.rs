@@ -1,25 +1,29 @@
 //! Writes children, and removes what was a child and is wanted no more.
 //!
+//! What is ours alone is put back when somebody else has written it, and said ([`crate::put_back`]).
+//!
 //! Invariants: a child that is there as it is wanted is not written; what does not carry the cluster's unique id is never touched;
 //! a conflict or a refusal of one child keeps none of the others from being written, but for pods whose claims have no template: they would
 //! wait for it, so those that run go on as they are.
 
 use std::collections::BTreeSet;
-use std::sync::PoisonError;
+use std::time::Instant;
 
 use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
 use kube::core::Status;
-use kube::{Client, ResourceExt};
+use kube::{Client, Resource, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
 
-use crate::child::{Child, ChildKind, Ownership};
-use crate::conflict::{self, Removed};
+use crate::child::{Child, ChildKind, Ownership, missing};
+use crate::conflict::{self, Part, Removed};
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::metrics::Write;
-use crate::names::CLUSTER_UID;
+use crate::names::{APPLIED, CLUSTER_UID};
 use crate::plan::Refusal;
+use crate::put_back::{self, Ours, Outcome, Taken};
+use crate::status::PutBack;
 
 /// HTTP's code for an object that is not valid.
 const UNPROCESSABLE: u16 = 422;
@@ -29,10 +33,27 @@ const FORBIDDEN: u16 = 403;
 const NAMESPACE_GOES: &str = "NamespaceTerminating";
 
 /// What came of writing children.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Applied {
-    /// What could not be written, and who could do something about it.
+    /// What could not be written or does not stay so, and who could do something about it.
     pub refused: Vec<Refusal>,
+    /// What somebody else had written, and is again as it was.
+    pub(crate) put_back: Vec<PutBack>,
+}
+
+/// What came of one child.
+enum One {
+    /// It is as it is wanted, or will be at its turn.
+    Done,
+    /// It is so again.
+    PutBack(PutBack),
+    /// It is not.
+    Refused(Refusal),
+}
+
+/// By which a child is known here and in words.
+pub(crate) fn key(kind: ChildKind, namespace: Option<&str>, name: &str) -> String {
+    format!("{}/{}/{name}", kind.as_str(), namespace.unwrap_or_default())
 }
 
 /// Objects of a child's kind and namespace.
@@ -60,12 +81,23 @@ pub async fn apply(
             refused.insert(child.kind);
             continue;
         }
-        if let Some(refusal) = apply_one(context, cluster_uid, child).await? {
-            context.metrics.conflicted(child.kind.as_str());
-            applied.refused.push(refusal);
-            refused.insert(child.kind);
+        match apply_one(context, cluster_uid, child).await? {
+            One::Done => {}
+            One::PutBack(put_back) => applied.put_back.push(put_back),
+            One::Refused(refusal) => {
+                context.metrics.conflicted(child.kind.as_str());
+                applied.refused.push(refusal);
+                refused.insert(child.kind);
+            }
         }
     }
+    let names = wanted.iter().map(|child| (child.kind, child.name.as_str()));
+    let names = names.chain(kept.iter().map(|(kind, name)| (*kind, name.as_str())));
+    // Of one cluster, so in one namespace.
+    let namespace = wanted.iter().find_map(|child| child.namespace.as_deref());
+    let keys = names.map(|(kind, name)| key(kind, namespace.filter(|_| kind.is_namespaced()), name));
+    let now = Instant::now();
+    applied.refused.extend(keys.filter_map(|key| context.disputes.contested(&key, now)));
     remove_unwanted(context, cluster_uid, wanted, kept, &refused).await?;
     Ok(applied)
 }
@@ -81,21 +113,18 @@ fn stay(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
 }
 
 /// Writes a child unless it is there as it is wanted.
-async fn apply_one(
-    context: &Context,
-    cluster_uid: &str,
-    child: &Child,
-) -> Result<Option<Refusal>, OperatorError> {
+async fn apply_one(context: &Context, cluster_uid: &str, child: &Child) -> Result<One, OperatorError> {
     let namespace = child.namespace.as_deref();
     let api = api(&context.client, child.kind, namespace);
-    let key = format!("{}/{}/{}", child.kind.as_str(), namespace.unwrap_or_default(), child.name);
-    match context.world.child(child.kind, namespace, &child.name) {
+    let key = key(child.kind, namespace, &child.name);
+    let live = context.world.child(child.kind, namespace, &child.name);
+    match &live {
         Some(live) => {
-            if let Some(refusal) = of_somebody_else(&live, cluster_uid, child) {
-                return Ok(Some(refusal));
+            if let Some(refusal) = of_somebody_else(live, cluster_uid, child) {
+                return Ok(One::Refused(refusal));
             }
-            if live.metadata.deletion_timestamp.is_some() || is_as_wanted(context, &key, child, &live) {
-                return Ok(None);
+            if live.metadata.deletion_timestamp.is_some() || is_as_wanted(context, &key, child, live) {
+                return Ok(One::Done);
             }
         }
         // Either it is not there, or it is without our labels: then it is not ours to write.
@@ -103,38 +132,85 @@ async fn apply_one(
             let found =
                 api.get_opt(&child.name).await.map_err(OperatorError::api(format!("look at {key}")))?;
             if let Some(refusal) = found.and_then(|found| of_somebody_else(&found, cluster_uid, child)) {
-                return Ok(Some(refusal));
+                return Ok(One::Refused(refusal));
             }
         }
     }
-    let mut params = PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict);
-    params.force = child.ownership == Ownership::OursAlone;
-    match conflict::apply(&api, &child.name, &params, &child.body).await {
-        Ok(written) => {
-            context.metrics.wrote(child.kind.as_str(), Write::Apply);
-            tracing::info!(object = %key, "written");
-            if child.kind == ChildKind::ResourceClaimTemplate && !child.is_held_by(&written) {
-                // Its spec cannot be changed: left there, it would be in the way once the server keeps all of it.
-                remove(context, child.kind, &written).await?;
-                return Ok(Some(not_kept(&key)));
-            }
-            let version = written.resource_version().unwrap_or_default();
-            let mut normalised = context.normalised.lock().unwrap_or_else(PoisonError::into_inner);
-            normalised.insert(key, (child.digest.clone(), version));
-            Ok(None)
+    let (written, taken) = match write(context, &api, &key, child).await {
+        Ok(Outcome::Written(written)) => (written, None),
+        Ok(Outcome::PutBack(written, taken)) => (written, Some(taken)),
+        Ok(Outcome::Waits(_)) => return Ok(One::Done),
+        Err(error) => return refused(&key, error).map(One::Refused),
+    };
+    context.metrics.wrote(child.kind.as_str(), Write::Apply);
+    tracing::info!(object = %key, "written");
+    if child.kind == ChildKind::ResourceClaimTemplate && !child.is_held_by(&written) {
+        // Its spec cannot be changed: left there, it would be in the way once the server keeps all of it.
+        remove(context, child.kind, &written).await?;
+        return Ok(One::Refused(not_kept(&key)));
+    }
+    let taken = taken.or_else(|| {
+        let live = live.as_deref().filter(|live| had_less(context, &key, child, (*live, &written)))?;
+        let taken = Taken::removed(&missing(live, &child.body).join(", "));
+        context.disputes.put_back(&key, &taken, Instant::now());
+        Some(taken)
+    });
+    let version = written.resource_version().unwrap_or_default();
+    context.remember(key, child.digest.clone(), version);
+    let what = written.object_ref(&child.kind.resource());
+    Ok(taken.map_or(One::Done, |taken| One::PutBack(PutBack { kind: child.kind.as_str(), what, taken })))
+}
+
+/// Applies a child: what is ours alone also over what somebody else has written.
+async fn write(
+    context: &Context,
+    api: &Api<DynamicObject>,
+    key: &str,
+    child: &Child,
+) -> Result<Outcome<DynamicObject>, kube::Error> {
+    let (name, part) = (child.name.as_str(), Part::Object);
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict);
+    match child.ownership {
+        Ownership::OursAlone => {
+            let ours = Ours { api, key, name, part, params, body: &child.body };
+            put_back::apply(&context.disputes, &ours).await
         }
-        Err(kube::Error::Api(status)) if conflict::is_of_fields(&status) => {
-            Ok(Some(field_conflict(&key, &status.message)))
+        Ownership::Shared => {
+            conflict::apply(api, name, part, &params, &child.body).await.map(Outcome::Written)
         }
-        Err(kube::Error::Api(status)) if status.code == UNPROCESSABLE => {
+    }
+}
+
+/// Whether fields of a child were gone that had been applied, and came back now. What the API server only writes in another way changes nothing of
+/// what is stored, so it gets no version.
+fn had_less(
+    context: &Context,
+    key: &str,
+    child: &Child,
+    (live, written): (&DynamicObject, &DynamicObject),
+) -> bool {
+    let version = written.metadata.resource_version.as_ref();
+    let was_applied = live.annotations().get(APPLIED).is_none_or(|applied| *applied == child.digest);
+    let is_old = context.remembered(key).is_some_and(|(_, known)| Some(&known) == version);
+    let is_changed = version != live.metadata.resource_version.as_ref();
+    child.ownership == Ownership::OursAlone && was_applied && is_changed && !is_old
+}
+
+/// What stands in the way of a child for good; what may pass is an error.
+fn refused(key: &str, error: kube::Error) -> Result<Refusal, OperatorError> {
+    match error {
+        kube::Error::Api(status) if conflict::is_of_fields(&status) => {
+            Ok(field_conflict(key, &status.message))
+        }
+        kube::Error::Api(status) if status.code == UNPROCESSABLE => {
             let message = format!("the API server refuses {key}: {}", status.message);
-            Ok(Some(Refusal::new(Reason::InvalidSpec, message)))
+            Ok(Refusal::new(Reason::InvalidSpec, message))
         }
-        Err(kube::Error::Api(status)) if is_of_a_namespace_that_goes(&status) => {
+        kube::Error::Api(status) if is_of_a_namespace_that_goes(&status) => {
             let message = format!("{key} cannot be made: {}", status.message);
-            Ok(Some(Refusal::new(Reason::Forbidden, message)))
+            Ok(Refusal::new(Reason::Forbidden, message))
         }
-        Err(error) => Err(OperatorError::api(format!("apply {key}"))(error)),
+        error => Err(OperatorError::api(format!("apply {key}"))(error)),
     }
 }
 
@@ -156,10 +232,9 @@ fn is_as_wanted(context: &Context, key: &str, child: &Child, live: &DynamicObjec
     if child.is_held_by(live) {
         return true;
     }
-    let normalised = context.normalised.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = normalised.get(key);
+    let known = context.remembered(key);
     known.is_some_and(|(digest, version)| {
-        *digest == child.digest && live.metadata.resource_version.as_ref() == Some(version)
+        digest == child.digest && live.metadata.resource_version.as_ref() == Some(&version)
     })
 }
 

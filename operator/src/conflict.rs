@@ -2,7 +2,7 @@
 //!
 //! | of | cause | done |
 //! |---|---|---|
-//! | an apply | another manager owns a field, and said so | reported to who may give it up; never tried again at once |
+//! | an apply | another manager owns a field, and said so | reported to who may give it up, and left; or put back, if it is ours alone ([`crate::put_back`]) |
 //! | an apply | somebody else has written or made the object at the same moment | tried again: an apply names no version |
 //! | a deletion | under the name is another object than the one meant | read anew: what is there now may have to go as well |
 //!
@@ -26,6 +26,15 @@ const FIELD_MANAGER: &str = "FieldManagerConflict";
 /// Tries that follow each other at once.
 const TRIES_MAX: usize = 3;
 
+/// What of an object is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// All but its status.
+    Object,
+    /// Its status.
+    Status,
+}
+
 /// Whether an object is there no more because of us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Removed {
@@ -48,6 +57,7 @@ pub(crate) fn is_of_fields(status: &Status) -> bool {
 pub(crate) async fn apply<K, P>(
     api: &Api<K>,
     name: &str,
+    part: Part,
     params: &PatchParams,
     body: &P,
 ) -> Result<K, kube::Error>
@@ -56,13 +66,17 @@ where
     P: Serialize + Debug,
 {
     let patch = Patch::Apply(body);
+    let write = async || match part {
+        Part::Object => api.patch(name, params, &patch).await,
+        Part::Status => api.patch_status(name, params, &patch).await,
+    };
     for _ in 1..TRIES_MAX {
-        match api.patch(name, params, &patch).await {
+        match write().await {
             Err(kube::Error::Api(status)) if status.code == CONFLICT && !is_of_fields(&status) => {}
             answer => return answer,
         }
     }
-    api.patch(name, params, &patch).await
+    write().await
 }
 
 /// Deletes exactly this object, unless it goes already; another one of its name only if that is `unwanted` as well.

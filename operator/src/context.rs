@@ -19,6 +19,7 @@ use crate::metrics::Metrics;
 use crate::names::OPERATOR;
 use crate::profile::decisions::Decisions;
 use crate::profile::source::Looks;
+use crate::put_back::Disputes;
 use crate::requests::ApiRequests;
 use crate::settings::Settings;
 use crate::watch::Triggers;
@@ -63,8 +64,10 @@ pub struct Context {
     /// Which node should have which revision of a profile.
     pub decisions: Decisions,
     /// What the API server made of a child: its digest and the version that came of it, by `kind/namespace/name`. The server writes some values
-    /// in another way than they were sent, and such a child would look different for ever.
-    pub(crate) normalised: Mutex<HashMap<String, (String, String)>>,
+    /// in another way than they were sent, and such a child would look different for ever. Of a `CacheNode` the digest of its spec and its generation.
+    normalised: Mutex<HashMap<String, (String, String)>>,
+    /// Who else writes what is ours.
+    pub(crate) disputes: Disputes,
     status_written: Mutex<HashMap<String, Instant>>,
 }
 
@@ -97,8 +100,19 @@ impl Context {
             profile_looks: Looks::default(),
             decisions: Decisions::default(),
             normalised: Mutex::default(),
+            disputes: Disputes::default(),
             status_written: Mutex::default(),
         }
+    }
+
+    /// What the API server made of an object that was applied last: the digest of what was applied, and the version or generation that came of it.
+    pub(crate) fn remembered(&self, key: &str) -> Option<(String, String)> {
+        self.normalised.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
+    }
+
+    /// It made this of it.
+    pub(crate) fn remember(&self, key: String, digest: String, version: String) {
+        self.normalised.lock().unwrap_or_else(PoisonError::into_inner).insert(key, (digest, version));
     }
 
     /// How long a status that is not urgent has to wait; nothing when it may be written now.

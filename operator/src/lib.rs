@@ -13,7 +13,7 @@
 //! Invariants:
 //! * a reconcile is a function of what is stored: killed between any two writes, run twice or by two operators, it ends in the same objects;
 //! * nothing is written that is there already: a converged cluster is not written to;
-//! * a field that somebody else owns is reported, not fought over, unless it is ours alone ([`child::Ownership`]);
+//! * a field that somebody else owns is reported, not fought over, unless it is ours alone ([`child::Ownership`]): then it is put back, and said;
 //! * one reconciler writes the spec of `CacheNode`s ([`node`]), for all clusters and pools;
 //! * modes and budgets are the resources': what a control plane has is made to be so ([`control_plane`]), and said where somebody else had changed it;
 //! * what this release does not have is refused with words, never ignored.
@@ -44,6 +44,7 @@ pub mod optional;
 pub mod plan;
 pub mod pool;
 pub mod profile;
+mod put_back;
 pub mod queue;
 pub mod requests;
 pub mod run;

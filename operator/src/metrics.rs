@@ -117,6 +117,7 @@ pub struct Metrics {
     reconcile_time: Family<KindLabels, Histogram, fn() -> Histogram>,
     writes: Family<WriteLabels, Counter>,
     conflicts: Family<KindLabels, Counter>,
+    put_backs: Family<KindLabels, Counter>,
     calls: Family<CallLabels, Counter>,
     /// 1 while this process holds the lease.
     pub leader: Gauge,
@@ -134,6 +135,7 @@ impl Metrics {
             reconcile_time: Family::new_with_constructor(histogram),
             writes: Family::default(),
             conflicts: Family::default(),
+            put_backs: Family::default(),
             calls: Family::default(),
             leader: Gauge::default(),
         };
@@ -155,6 +157,8 @@ impl Metrics {
         registry.register("writes", help, self.writes.clone());
         let help = "Fields or objects of ours that somebody else owns, each time that they were met";
         registry.register("conflicts", help, self.conflicts.clone());
+        let help = "Objects of which somebody else had written fields that are the operator's or an agent's alone, each time that they were put back";
+        registry.register("put_backs", help, self.put_backs.clone());
         let help = "Calls to the control planes of clusters, by what became of them";
         registry.register("control_plane_calls", help, self.calls.clone());
         registry.register(
@@ -179,6 +183,11 @@ impl Metrics {
     /// Somebody else owns what we want to write.
     pub fn conflicted(&self, kind: &'static str) {
         self.conflicts.get_or_create(&KindLabels { kind }).inc();
+    }
+
+    /// What somebody else had written was put back.
+    pub fn put_back(&self, kind: &'static str) {
+        self.put_backs.get_or_create(&KindLabels { kind }).inc();
     }
 
     /// A control plane was called.

@@ -15,6 +15,7 @@ use crate::error::OperatorError;
 
 pub mod apply;
 pub mod build;
+mod contested;
 pub mod dereference;
 pub mod mode;
 pub mod readiness;
@@ -36,8 +37,10 @@ pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action,
         readiness::write(&node, &readiness, &context).await?;
     }
     apply::apply(&node, &found, wanted, &context).await?;
+    contested::hear(&node, found.live.as_deref(), &context).await;
     // A spec that was just written comes back as a change, and with its generation.
-    let live = found.live.as_deref().filter(|live| Some(live.spec.mode) == wanted_mode);
+    let live =
+        found.live.as_deref().filter(|live| apply::is_ours(live) && Some(live.spec.mode) == wanted_mode);
     let told = match (&found.cluster, live) {
         (Some(own), Some(live)) => mode::tell(&node, own, live, &context).await,
         _ => Ok(None),

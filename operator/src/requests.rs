@@ -30,7 +30,7 @@ use tower::limit::RateLimitLayer;
 use tower::retry::RetryLayer;
 use tower::{BoxError, Service};
 
-/// ApiRequests that wait until one may be sent: as many as kube's own client takes.
+/// Requests that wait until one may be sent: as many as kube's own client takes.
 const WAITING_MAX: usize = 1024;
 
 /// Requests of [`TURN`], at the most: 200 a second. Kubernetes' own controllers have 20 to 100 a second each, by flags; this is one program for all that
@@ -55,7 +55,7 @@ pub struct RequestLabels {
     pub code: String,
 }
 
-/// ApiRequests so far.
+/// Requests so far.
 #[derive(Clone, Debug, Default)]
 pub struct ApiRequests(pub(crate) Family<RequestLabels, Counter>);
 

@@ -21,7 +21,8 @@ use crate::watch::{Requests, Triggers};
 use crate::world::World;
 use crate::{admin, allocation, cluster, node, pool, profile, queue, sweep, tenant, watch};
 
-/// What runs may take so long to its end; the kubelet kills a pod after 30 s.
+/// What runs may take so long to its end; the kubelet kills a pod after 30 s, which a test of the chart compares with this line, and the lease is
+/// given up in between.
 const STOPS_WITHIN: Duration = Duration::from_secs(15);
 
 /// What a replica says once it serves its admin port.

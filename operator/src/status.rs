@@ -1,24 +1,28 @@
 //! Writes statuses and events, where something has changed.
 //!
 //! A status whose conditions, generation or anything else but sums changed is written at once, other changes every 10 s at the most
-//! ([`crate::context::STATUS_EVERY`]). Each change of a condition's status is an event.
+//! ([`crate::context::STATUS_EVERY`]). Each change of a condition's status or reason is an event, that of its message alone is none: messages count
+//! nodes and pods, so there would be one at every step.
 
 use std::fmt::Debug;
 use std::time::Duration;
 
-use kube::api::{Api, Patch, PatchParams};
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::api::{Api, PatchParams};
 use kube::runtime::events::{Event, EventType};
 use kube::{Resource, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, set};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::clock;
+use crate::conflict::Part;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::metrics::Write;
+use crate::put_back::{self, Ours, Outcome, Taken};
 
 /// HTTP's code for what is not there.
 const NOT_FOUND: u16 = 404;
@@ -72,7 +76,7 @@ pub fn conclude(conditions: &mut Vec<Condition>, findings: &[Finding], generatio
         let first = !conditions.iter().any(|condition| condition.kind == found.kind.as_str());
         let change = set(conditions, found, generation, &now);
         // That something new is under way is no news.
-        change == Change::Status && !(first && found.reason == Reason::Progressing)
+        [Change::Reason, Change::Status].contains(&change) && !(first && found.reason == Reason::Progressing)
     });
     news.cloned().collect()
 }
@@ -113,10 +117,9 @@ where
         "metadata": { "name": name },
         "status": status,
     });
-    // Nobody else writes these statuses: what somebody put there is put right.
-    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-    match api.patch_status(&name, &params, &Patch::Apply(&body)).await {
-        Ok(_) => {}
+    match apply(context, object, api, &body).await {
+        Ok(None) => {}
+        Ok(Some(wait)) => return Ok(Some(wait)),
         // Deleted meanwhile.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(None),
         Err(error) => return Err(OperatorError::api(format!("write the status of {key}"))(error)),
@@ -125,6 +128,35 @@ where
     context.status_was_written(&key);
     for finding in &news {
         tell(context, object, finding).await;
+    }
+    Ok(None)
+}
+
+/// Applies fields of a status that are the operator's alone: what somebody else put there is put right, and said. How long to wait with it, if it is
+/// contested.
+///
+/// # Errors
+/// The API server did not take it.
+pub(crate) async fn apply<K>(
+    context: &Context,
+    object: &K,
+    api: &Api<K>,
+    body: &Value,
+) -> Result<Option<Duration>, kube::Error>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+{
+    let name = object.name_any();
+    let key = format!("status of {}/{}/{name}", kind_of::<K>(), object.namespace().unwrap_or_default());
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
+    let ours = Ours { api, key: &key, name: &name, part: Part::Status, params, body };
+    match put_back::apply(&context.disputes, &ours).await? {
+        Outcome::Written(_) => {}
+        Outcome::PutBack(_, taken) => {
+            let put_back = PutBack { kind: kind_of::<K>(), what: object.object_ref(&()), taken };
+            tell_put_back(context, object, &put_back).await;
+        }
+        Outcome::Waits(wait) => return Ok(Some(wait)),
     }
     Ok(None)
 }
@@ -163,6 +195,46 @@ pub(crate) async fn tell<K: Resource<DynamicType = ()>>(context: &Context, objec
     }
 }
 
+/// Something of which fields were put back.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PutBack {
+    /// Its kind.
+    pub(crate) kind: &'static str,
+    /// It.
+    pub(crate) what: ObjectReference,
+    /// Whose they had become.
+    pub(crate) taken: Taken,
+}
+
+/// That fields were put back, counted, and as an event on an object whose reader can do something about it.
+pub(crate) async fn tell_put_back<K>(context: &Context, object: &K, put_back: &PutBack)
+where
+    K: Resource<DynamicType = ()>,
+{
+    let PutBack { kind, what, taken: Taken { by, fields } } = put_back;
+    let name = what.name.clone().unwrap_or_default();
+    context.metrics.put_back(kind);
+    tracing::info!(kind, name, by, fields, "what somebody else had written is put back");
+    let note = format!(
+        "{fields} of {kind} {name} are the operator's alone and were written by {by}: they are put back. Change what they are made of, which          is a field of a resource of Reprise or of the chart"
+    );
+    let event = Event {
+        type_: EventType::Warning,
+        reason: Reason::SetBack.as_str().to_owned(),
+        note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
+        action: PUT_BACK.to_owned(),
+        // Events of one object and reason become one, with the first one's note: other fields are another event.
+        secondary: Some(ObjectReference { field_path: Some(fields.clone()), ..what.clone() }),
+    };
+    match context.recorder.publish(&event, &object.object_ref(&())).await {
+        Ok(()) => context.metrics.wrote(kind_of::<K>(), Write::Event),
+        Err(error) => tracing::info!(%error, "an event could not be written"),
+    }
+}
+
+/// What is done when fields are put back, in the word of events.
+const PUT_BACK: &str = "PutBack";
+
 /// Kubernetes' own bound of an event's note.
 const NOTE_CHARS_MAX: usize = 1024;
 
@@ -175,6 +247,7 @@ fn is_good(finding: &Finding) -> bool {
         ConditionType::DeletionBlocked,
         ConditionType::Drifted,
         ConditionType::OverQuota,
+        ConditionType::StatusContested,
     ];
     let plain = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
     let progressing = [Reason::Progressing, Reason::AsDesired, Reason::Paused].contains(&finding.reason);
@@ -185,3 +258,6 @@ fn is_good(finding: &Finding) -> bool {
     let good = if troubles.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
     plain.contains(&finding.kind) || progressing || finding.status == good
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,7 @@
 //! The types of conditions and their reasons, each with its meaning.
 //!
 //! Polarity: `Ready` and its kin are good when true; `Degraded`, `Cordoned`, `Drifted`, `OverQuota`, `EngineFallback`,
-//! `TransportFallback` and `DeletionBlocked` tell of something that somebody may want to act on.
+//! `TransportFallback`, `DeletionBlocked` and `StatusContested` tell of something that somebody may want to act on.
 
 macro_rules! words {
     ($(#[doc = $doc:literal])+ $name:ident { $($(#[doc = $word_doc:literal])+ $word:ident,)+ }) => {
@@ -94,6 +94,8 @@ words! {
         DevicesReady,
         /// The node runs by the configuration that the operator gave it last.
         ConfigurationApplied,
+        /// Somebody else writes fields of the status that are the agent's alone; they are put back, and the message names whom.
+        StatusContested,
         /// The control plane has the mode that the object says. Written by the operator.
         ModeApplied,
         /// The control planes of the tenant's clusters keep to its budget.
@@ -128,7 +130,7 @@ words! {
         EtcdUnreachable,
         /// The control plane does not answer, or cannot do it at the moment.
         ControlPlaneUnreachable,
-        /// Somebody had changed it at the control plane; it is again what the object says.
+        /// Somebody else had changed it; it is again what the object says.
         SetBack,
         /// Components differ by more than one minor version.
         VersionSkew,

@@ -1,5 +1,8 @@
 //! What the chart's pods may: the level `restricted` of Kubernetes' pod security, apart from those that say why not.
 
+use std::fs;
+
+use reprise_e2e::tree;
 use serde_json::{Value, json};
 
 use crate::helm::{Document, render_set, sets};
@@ -64,6 +67,26 @@ fn pods_are_as_restricted_as_they_can_be() {
             assert_eq!(container["securityContext"], expected, "{name}");
             assert!(container["resources"]["limits"]["memory"].is_string(), "{name}: memory is bounded");
         }
+    }
+}
+
+/// Seconds that the operator may take to give its lease up, after what ran has ended.
+const RELEASES_WITHIN: u64 = 10;
+
+#[test]
+fn the_operator_ends_what_runs_and_gives_its_lease_up_before_the_kubelet_kills_it() {
+    let source = fs::read_to_string(tree().join("operator/src/run.rs")).expect("the operator's source");
+    let (_, after) =
+        source.split_once("STOPS_WITHIN: Duration = Duration::from_secs(").expect("its own bound");
+    let bound = after.split_once(')').and_then(|(seconds, _)| seconds.parse::<u64>().ok()).expect("seconds");
+    let operators = workloads().into_iter().filter(|(_, one)| one.object["kind"] == "Deployment");
+    let graces: Vec<u64> = operators
+        .map(|(_, one)| one.object["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64())
+        .map(|grace| grace.expect("the chart says how long"))
+        .collect();
+    assert_eq!(graces.len(), sets().len(), "an operator in each set");
+    for grace in graces {
+        assert!(grace >= bound + RELEASES_WITHIN, "{grace} s of the chart, {bound} s of the operator");
     }
 }
 

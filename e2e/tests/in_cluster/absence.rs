@@ -1,11 +1,13 @@
-//! An API server that is away or refuses, and an agent that leaves.
+//! An API server that is away or refuses, somebody else who writes the status, and an agent that leaves.
 
+use kube::api::{Patch, PatchParams};
 use reprise_client::Source;
 use reprise_e2e::content::small;
 use reprise_e2e::{ApiServer, Loading, World, wait_until};
 use serde_json::json;
 
-use crate::node::{self, Node, Setup, TOLD_WITHIN, condition, file_claim, state};
+use crate::node::{self, Node, Setup, TOLD_WITHIN, condition, file_claim, state, words};
+use crate::objects::{api, object};
 
 fn blocks() -> Vec<u64> {
     (0..40).collect()
@@ -71,4 +73,27 @@ pub(crate) fn an_agent_that_is_told_to_stop_says_that_it_leaves(server: &ApiServ
     node.agent.start();
     node.wait_ready();
     node.wait_status("it serves again", |status| condition(status, "AgentReady").0 == "True");
+}
+
+pub(crate) fn what_somebody_forces_into_a_status_is_put_back_and_he_is_named(server: &ApiServer) {
+    let node = Node::start(server, "contested");
+    node.world.require("it is put back");
+    let status = node.wait_status("it serves", |status| condition(status, "AgentReady").0 == "True");
+    let total = status["capacity"]["dramTotal"].clone();
+    let mut mine = object("CacheNode", "contested", &json!({}));
+    mine.as_object_mut().expect("an object").remove("spec");
+    mine["status"] =
+        json!({ "capacity": { "dramTotal": "1Pi", "dramUsed": "0", "ssdTotal": "0", "ssdUsed": "0" } });
+    let objects = api(&server.admin(), "CacheNode", "");
+    let params = PatchParams::apply("kubectl-edit").force();
+    let forced = server.block_on(objects.patch_status("contested", &params, &Patch::Apply(&mine)));
+    forced.expect("by force everything is taken");
+    // Something to say, so that the agent writes.
+    node.want(json!({ "mode": "Cordoned" }));
+    node.wait_status("it is put back and said", |status| {
+        let said = words(status, "StatusContested");
+        status["capacity"]["dramTotal"] == total
+            && said.contains("kubectl-edit")
+            && said.contains("status.capacity.dramTotal")
+    });
 }

@@ -36,10 +36,41 @@ fn pods_that_ask_get_the_socket_and_how_to_connect_and_others_are_left_alone() {
     assert_eq!(*mounts, [json!({ "name": volume["name"], "mountPath": "/run/reprise", "readOnly": true })]);
     assert_eq!(variable(engine, "OWN"), "kept");
     assert_eq!(variable(engine, "REPRISE_SOCKET"), "/run/reprise/agent.sock");
-    let config: Value = serde_json::from_str(&variable(engine, "REPRISE_KV_TRANSFER_CONFIG")).expect("JSON");
     let published = lab.get("ConfigMap", "c-connection").expect("it is there").data["data"].clone();
-    let published = published["vllm-kv-transfer-config.json"].as_str().expect("a text").to_owned();
-    assert_eq!(config, serde_json::from_str::<Value>(&published).expect("JSON"), "as the ConfigMap has it");
+    for (name, file, connector) in [
+        ("REPRISE_KV_TRANSFER_CONFIG", "vllm-kv-transfer-config.json", "RepriseConnector"),
+        ("REPRISE_GPU_KV_TRANSFER_CONFIG", "vllm-gpu-kv-transfer-config.json", "RepriseOffloadingConnector"),
+    ] {
+        let config: Value = serde_json::from_str(&variable(engine, name)).expect("JSON");
+        assert_eq!(config["kv_connector"], connector, "{name}");
+        let published = published[file].as_str().expect("a text");
+        assert_eq!(
+            config,
+            serde_json::from_str::<Value>(published).expect("JSON"),
+            "as the ConfigMap has it"
+        );
+    }
+
+    // Init containers that go on beside the engine get it as well, and those that end before it do not.
+    let init = json!([
+        { "name": "first", "image": "first:1" },
+        { "name": "proxy", "image": "proxy:1", "restartPolicy": "Always", "env": [{ "name": "OWN", "value": "kept" }] },
+    ]);
+    let mut spec = container(json!({}));
+    spec["initContainers"] = init.clone();
+    let pod = create(&lab, ENGINES, asks(spec));
+    let [first, proxy] = pod.data["spec"]["initContainers"].as_array().expect("as sent").as_slice() else {
+        panic!("{}", pod.data["spec"])
+    };
+    assert_eq!(
+        (&first["name"], &first["env"], &first["volumeMounts"]),
+        (&init[0]["name"], &Value::Null, &Value::Null)
+    );
+    assert_eq!((&proxy["name"], &proxy["restartPolicy"]), (&init[1]["name"], &json!("Always")));
+    assert_eq!(proxy["volumeMounts"], engine["volumeMounts"]);
+    assert_eq!(variable(proxy, "OWN"), "kept");
+    assert_eq!(variable(proxy, "REPRISE_SOCKET"), "/run/reprise/agent.sock");
+    assert!(has_variable(&pod.data["spec"]["containers"][0], "REPRISE_SOCKET"));
 
     // What a container says itself stays.
     let own = json!({ "env": [{ "name": "REPRISE_SOCKET", "value": "/mine.sock" }] });
@@ -118,10 +149,16 @@ fn a_pod_that_gets_nothing_is_told_why() {
     lab.cluster(injecting());
     wait_for_the_policy(&lab);
     let mounting = json!({ "volumeMounts": [{ "name": "tmp", "mountPath": "/run/reprise" }] });
+    let mut with_sidecar =
+        json!({ "containers": [plain(json!({}))], "volumes": [{ "name": "tmp", "emptyDir": {} }] });
+    with_sidecar["initContainers"] = json!([{
+        "name": "proxy", "image": "proxy:1", "restartPolicy": "Always", "volumeMounts": mounting["volumeMounts"],
+    }]);
     let with_volume = |name: &str, container: Value| json!({ "containers": [container], "volumes": [{ "name": name, "emptyDir": {} }] });
     for (space, spec, words) in [
         (STRICT, strict(), "security level restricted"),
         (ENGINES, with_volume("reprise-socket", plain(json!({}))), "has a volume reprise-socket"),
+        (ENGINES, with_sidecar, "container proxy mounts something at /run/reprise"),
         (ENGINES, with_volume("tmp", plain(mounting)), "container engine mounts something at /run/reprise"),
     ] {
         let pod = create(&lab, space, asks(spec));

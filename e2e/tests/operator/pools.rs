@@ -123,6 +123,40 @@ fn the_younger_of_two_pools_that_contradict_each_other_is_refused_and_changes_no
 }
 
 #[test]
+fn of_two_pools_that_match_the_same_devices_the_younger_is_refused_and_what_nobody_finds_is_said() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    let raw = |name: &str, glob: &str| {
+        lab.apply(&json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": name },
+            "spec": { "devices": { "globs": [glob] }, "nodeSelector": { "matchLabels": { "name": "n1" } } },
+        }));
+    };
+    raw("old", "/dev/disk/by-id/nvme-*");
+    lab.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
+    wait_claims(&lab, "n1", &["old"]);
+    // Times of making are whole seconds.
+    std::thread::sleep(SETTLED);
+    raw("young", "/dev/disk/by-id/*-data");
+    let said = lab.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
+    for words in ["SSDPool old", "/dev/disk/by-id/*-data on node n1"] {
+        assert!(said.contains(words), "{said}");
+    }
+    lab.wait_condition("SSDPool", "old", ["Accepted", "True", "AsDesired"]);
+    let claims = wait_claims(&lab, "n1", &["old"]);
+    assert_eq!(claims[0]["globs"], json!(["/dev/disk/by-id/nvme-*"]));
+    lab.wait_condition("KVCacheCluster", "c", ["PoolsBound", "False", "Conflict"]);
+    // Names that no other pool matches.
+    raw("young", "/dev/disk/by-id/ata-*");
+    lab.wait_condition("SSDPool", "young", ["Accepted", "True", "AsDesired"]);
+    wait_claims(&lab, "n1", &["old", "young"]);
+    lab.agent_says("n1", "Found", |status| status["devices"] = json!([]));
+    let said = lab.wait_condition("SSDPool", "young", ["DevicesDiscovered", "False", "NoDevices"]);
+    assert!(said.contains("correct devices.globs"), "{said}");
+    operator.kill();
+}
+
+#[test]
 fn a_pool_with_wipe_goes_after_it_was_confirmed_and_every_node_has_wiped() {
     let lab = Lab::new();
     lab.world.allow(TOO_SHORT);

@@ -13,13 +13,14 @@
 //! Invariants:
 //! * the first [`Desired`] is the one kept on disk, if there is one, so an agent starts without an API server;
 //! * a status is written when it has changed, [`NodeSettings::status_every`] apart at the least, and every [`UNCHANGED_EVERY`] in any case;
-//! * every write is of the agent's own fields, which nobody else has: it insists on them.
+//! * every write is of the agent's own fields, which nobody else has: it insists on them, and says so where somebody else has written them.
 //!
 //! Beside it the API server is asked whose the tokens are that sessions show ([`Reviewer`]).
 //!
 //! Deliberately absent: what follows from a spec (the agent's), other nodes' objects, events, leases.
 
 mod connect;
+mod contested;
 mod desired;
 mod facts;
 mod kept;

@@ -49,14 +49,17 @@ pub(crate) struct Identity {
     pub(crate) started_at: Time,
 }
 
-/// What is to be written, without the time of the writing. `conditions` are those that are there; others' are theirs to write.
+/// What is to be written, without the time of the writing. `contested` is what is to be said of others who write it. `conditions` are those that are
+/// there; others' are theirs to write.
 pub(crate) fn status(
     identity: &Identity,
     facts: &Facts,
+    contested: Option<Finding>,
     conditions: &[Condition],
     now: &Time,
 ) -> CacheNodeStatus {
-    let findings = findings(facts);
+    let mut findings = findings(facts);
+    findings.extend(contested);
     let is_ours =
         |condition: &&Condition| findings.iter().any(|finding| finding.kind.as_str() == condition.kind);
     let mut conditions: Vec<Condition> = conditions.iter().filter(is_ours).cloned().collect();

@@ -4,18 +4,19 @@ use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, DynamicObject, Patch, PatchParams};
+use kube::api::{Api, DynamicObject};
 use kube::core::ApiResource;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, Resource, ResourceExt};
 use reprise_crds::status::Condition;
-use reprise_crds::{AGENT_FIELD_MANAGER, CacheNode, CacheNodeStatus};
+use reprise_crds::{CacheNode, CacheNodeStatus};
 use serde_json::{Value, json};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_stream::StreamExt;
 
 use crate::connect::{Access, ConnectError};
+use crate::contested::{self, Contested};
 use crate::desired::Desired;
 use crate::facts::{Facts, Phase};
 use crate::kept::StateDirectory;
@@ -66,6 +67,8 @@ pub struct NodeWatch {
     server: Server,
     /// Why a write was refused, as it was logged.
     refused: Option<String>,
+    /// Who else writes the status.
+    contested: Contested,
 }
 
 /// What is thought of the API server.
@@ -100,6 +103,7 @@ impl NodeWatch {
             found: Vec::new(),
             server: Server::Unknown,
             refused: None,
+            contested: Contested::default(),
         };
         this.tell_kept();
         Ok(this)
@@ -161,7 +165,8 @@ impl NodeWatch {
         self.told.as_ref()?;
         let news = match &self.written {
             Some(written) => {
-                let next = status(&self.identity, facts, &written.conditions, &now());
+                let contested = self.contested.finding(Instant::now());
+                let next = status(&self.identity, facts, contested, &written.conditions, &now());
                 let same = CacheNodeStatus { last_updated: written.last_updated.clone(), ..next } == *written;
                 if same { News::None } else { News::Some }
             }
@@ -237,7 +242,8 @@ impl NodeWatch {
         self.pace.tried(Instant::now());
         let now = now();
         let known = self.written.as_ref().map_or(&self.found, |written| &written.conditions);
-        let mut next = status(&self.identity, facts, known, &now);
+        let contested = self.contested.finding(Instant::now());
+        let mut next = status(&self.identity, facts, contested, known, &now);
         next.last_updated = Some(now);
         let resource = ApiResource::erase::<CacheNode>(&());
         let object = json!({
@@ -246,13 +252,12 @@ impl NodeWatch {
             "metadata": { "name": self.settings.node },
             "status": next,
         });
-        // The fields of the status are nobody else's.
-        let parameters = PatchParams::apply(AGENT_FIELD_MANAGER).force();
-        let patch = Patch::Apply(object);
-        let write = self.api.patch_status(&self.settings.node, &parameters, &patch);
-        match timeout(patience, write).await {
-            Ok(Ok(stored)) => {
+        match timeout(patience, contested::apply(&self.api, &self.settings.node, &object)).await {
+            Ok(Ok((stored, taken))) => {
                 tracing::debug!(version = stored.resource_version(), "status written");
+                if let Some(words) = taken {
+                    self.contested.by(words, Instant::now());
+                }
                 if self.refused.take().is_some() {
                     tracing::info!("the status of this node is taken again");
                 }

@@ -1,13 +1,20 @@
-//! Writes the children of a cluster: certificates first, which are made once and not built.
+//! Writes the children of a cluster: certificates first, which are made once and not built. Says what was put back of them, and which of its nodes are
+//! not as it wants them.
+
+use std::time::Instant;
 
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
+use reprise_crds::status::Reason;
 
 use super::dereference::Found;
 use super::{build, certificates};
 use crate::children::{self, Applied};
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::node;
+use crate::plan::Refusal;
+use crate::status::tell_put_back;
 
 /// Makes what is there what was built.
 ///
@@ -26,5 +33,22 @@ pub async fn apply(
         EtcdMode::External => (None, Vec::new()),
     };
     let wanted = build::build(cluster, found, digest.as_deref());
-    children::apply(context, &found.referred.names.uid, &wanted, &kept).await
+    let mut applied = children::apply(context, &found.referred.names.uid, &wanted, &kept).await?;
+    for put_back in &applied.put_back {
+        tell_put_back(context, cluster, put_back).await;
+    }
+    applied.refused.extend(nodes(found, context));
+    Ok(applied)
+}
+
+/// Nodes whose `CacheNode` somebody else has made, or writes again and again.
+fn nodes(found: &Found, context: &Context) -> Vec<Refusal> {
+    let (disputes, now) = (&context.disputes, Instant::now());
+    let wrong = |name: &String| {
+        let key = node::apply::key(name);
+        let left =
+            disputes.is_left(&key).then(|| Refusal::new(Reason::Conflict, node::apply::not_ours(name)));
+        left.or_else(|| disputes.contested(&key, now))
+    };
+    found.plan.nodes.iter().filter_map(wrong).collect()
 }

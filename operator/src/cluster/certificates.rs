@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 use k8s_openapi::ByteString;
 use k8s_openapi::jiff::civil::Date;
 use k8s_openapi::jiff::{Span, Timestamp, tz::TimeZone};
-use kube::ResourceExt;
-use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
+use kube::api::{DynamicObject, PatchParams, PostParams};
+use kube::{Resource, ResourceExt};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, date_time_ymd,
@@ -26,12 +26,15 @@ use serde_json::json;
 
 use super::build::metadata;
 use crate::child::ChildKind;
-use crate::children::api;
+use crate::children::{self, api};
+use crate::conflict::Part;
 use crate::context::Context;
 use crate::digest;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::{APPLIED, CLUSTER_UID, ClusterNames, Component};
+use crate::put_back::{self, Ours, Outcome};
+use crate::status::{PutBack, tell_put_back};
 
 /// Annotation: the day on which certificates end.
 const ENDS: &str = "reprise.dev/ends";
@@ -39,6 +42,14 @@ const AUTHORITY_YEARS: i64 = 20;
 const CERTIFICATE_DAYS: i64 = 365;
 /// Certificates are made anew so many days before they end.
 const RENEW_DAYS: i64 = 60;
+
+/// Whether a Secret was stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stored {
+    Now,
+    /// It is contested, and its turn comes.
+    Later,
+}
 
 /// Entries of a Secret.
 type Entries = BTreeMap<String, ByteString>;
@@ -65,8 +76,14 @@ pub async fn ensure(cluster: &KVCacheCluster, context: &Context) -> Result<Strin
         }
     }
     let made = new_certificates(&names, &authority)?;
-    store(cluster, context, &names.etcd_tls(), &made, live.as_ref()).await?;
-    Ok(digest_of(&made))
+    match store(cluster, context, &names.etcd_tls(), &made, live.as_ref()).await? {
+        Stored::Now => Ok(digest_of(&made)),
+        // Members are not restarted for what somebody else has put there.
+        Stored::Later => {
+            let before = live.as_ref().and_then(|live| live.annotations().get(APPLIED).cloned());
+            Ok(before.unwrap_or_else(|| digest_of(&made)))
+        }
+    }
 }
 
 /// A Secret of this cluster; from the store, else, since a store may be late, from the API server.
@@ -107,7 +124,7 @@ async fn store(
     name: &str,
     entries: &Entries,
     over: Option<&DynamicObject>,
-) -> Result<(), OperatorError> {
+) -> Result<Stored, OperatorError> {
     let names = ClusterNames::of(cluster);
     let mut metadata = metadata(cluster, &names, Component::Etcd, name);
     let ends = add(today(), Span::new().days(CERTIFICATE_DAYS));
@@ -120,8 +137,19 @@ async fn store(
     match over {
         Some(live) => {
             whole["metadata"]["resourceVersion"] = json!(live.metadata.resource_version);
-            let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-            api.patch(name, &params, &Patch::Apply(&whole)).await.map_err(OperatorError::api(what))?;
+            let key = children::key(ChildKind::Secret, Some(&names.namespace), name);
+            let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
+            let ours = Ours { api: &api, key: &key, name, part: Part::Object, params, body: &whole };
+            let stored = put_back::apply(&context.disputes, &ours).await.map_err(OperatorError::api(what))?;
+            match stored {
+                Outcome::Written(_) => {}
+                Outcome::PutBack(_, taken) => {
+                    let what = live.object_ref(&ChildKind::Secret.resource());
+                    let put_back = PutBack { kind: ChildKind::Secret.as_str(), what, taken };
+                    tell_put_back(context, cluster, &put_back).await;
+                }
+                Outcome::Waits(_) => return Ok(Stored::Later),
+            }
         }
         None => {
             let whole: DynamicObject = serde_json::from_value(whole).expect("made above");
@@ -134,7 +162,7 @@ async fn store(
     }
     context.metrics.wrote("Secret", Write::Apply);
     tracing::info!(secret = name, "certificates made");
-    Ok(())
+    Ok(Stored::Now)
 }
 
 /// The day, everywhere.

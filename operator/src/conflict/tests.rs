@@ -28,7 +28,7 @@ fn found(uid: &str) -> ConfigMap {
 async fn applied(answers: Vec<Answer>) -> (Result<ConfigMap, kube::Error>, usize) {
     let (client, script) = serve(answers).await;
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
-    let answer = apply(&api, "c", &PatchParams::apply("test"), &json!({ "data": {} })).await;
+    let answer = apply(&api, "c", Part::Object, &PatchParams::apply("test"), &json!({ "data": {} })).await;
     (answer, script.asked().len())
 }
 

@@ -1,18 +1,41 @@
 //! Writes a `CacheNode`, if it is not as it is wanted.
+//!
+//! One that somebody else has made is left: the node's agent works by it already, with devices that its author named, and to put another spec in its
+//! place would let go of these. So that is said, on it and on the cluster, until it is removed. The agent goes on meanwhile, and after that with the
+//! operator's. Whose it is says the label, and where somebody has taken that away, the manager of its fields.
+
+use std::time::Instant;
 
 use k8s_openapi::api::core::v1::Node;
-use kube::ResourceExt;
 use kube::api::{Api, PatchParams};
+use kube::{Resource, ResourceExt};
+use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde_json::{Value, json};
 
 use super::build::Wanted;
 use super::dereference::Found;
-use crate::conflict::{self, Removed};
+use crate::conflict::{self, Part, Removed};
 use crate::context::Context;
+use crate::digest;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::{MANAGED_BY, OPERATOR};
+use crate::put_back::{self, Ours, Outcome, Taken};
+use crate::status::{PutBack, tell, tell_put_back};
+
+/// By which a node is known in [`crate::put_back`].
+pub(crate) fn key(node: &str) -> String {
+    format!("CacheNode//{node}")
+}
+
+/// What to say of one that somebody else has made.
+pub(crate) fn not_ours(node: &str) -> String {
+    format!(
+        "CacheNode {node} was not made by the operator, which leaves it, and the node's agent works by it: remove it (kubectl delete cachenode \
+         {node}), and the operator makes its own"
+    )
+}
 
 /// Makes it what is wanted. The spec is ours alone: what somebody else writes there is put back.
 ///
@@ -24,17 +47,43 @@ pub async fn apply(
     wanted: Wanted,
     context: &Context,
 ) -> Result<(), OperatorError> {
-    match (wanted, found.live.as_deref()) {
+    let live = found.live.as_deref();
+    if live.is_none_or(is_ours) && context.disputes.take(&key(&node.name_any())) {
+        context.triggers.all_clusters(&context.world).await;
+    }
+    match (wanted, live) {
         (Wanted::Unchanged, _) | (Wanted::Nothing, None) => Ok(()),
         (Wanted::Nothing, Some(live)) => remove(live, context).await,
-        (Wanted::Spec(spec), live) => {
-            if live.is_some_and(|live| {
-                live.metadata.deletion_timestamp.is_some() || is_as_wanted(live, node, &spec)
-            }) {
-                return Ok(());
-            }
-            write(node, &spec, context).await
+        (Wanted::Spec(spec), None) => write(node, &spec, None, context).await,
+        (Wanted::Spec(_), Some(live)) if live.metadata.deletion_timestamp.is_some() => Ok(()),
+        (Wanted::Spec(spec), Some(live)) if is_as_wanted(live, node, &spec) => Ok(()),
+        (Wanted::Spec(_), Some(live)) if !is_ours(live) && !was_ours(live, context).await? => {
+            leave(live, context).await;
+            Ok(())
         }
+        (Wanted::Spec(spec), Some(live)) => write(node, &spec, Some(live), context).await,
+    }
+}
+
+/// Whether one without our label has our fields. Stores keep no managers, so it is asked for.
+async fn was_ours(live: &CacheNode, context: &Context) -> Result<bool, OperatorError> {
+    let (api, name) = (Api::<CacheNode>::all(context.client.clone()), live.name_any());
+    let found =
+        api.get_metadata_opt(&name).await.map_err(OperatorError::api(format!("look at CacheNode {name}")))?;
+    let managers = found.as_ref().map(ResourceExt::managed_fields).unwrap_or_default();
+    Ok(managers
+        .iter()
+        .any(|entry| entry.manager.as_deref() == Some(OPERATOR_FIELD_MANAGER) && entry.subresource.is_none()))
+}
+
+/// Leaves it to whoever made it, and says so once.
+async fn leave(live: &CacheNode, context: &Context) {
+    let name = live.name_any();
+    if context.disputes.leave(&key(&name), &live.uid().unwrap_or_default()) {
+        context.metrics.conflicted("CacheNode");
+        let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, not_ours(&name));
+        tell(context, live, &finding).await;
+        context.triggers.all_clusters(&context.world).await;
     }
 }
 
@@ -53,7 +102,12 @@ fn in_order(mut spec: CacheNodeSpec) -> CacheNodeSpec {
     spec
 }
 
-async fn write(node: &Node, spec: &CacheNodeSpec, context: &Context) -> Result<(), OperatorError> {
+async fn write(
+    node: &Node,
+    spec: &CacheNodeSpec,
+    live: Option<&CacheNode>,
+    context: &Context,
+) -> Result<(), OperatorError> {
     let name = node.name_any();
     let body: Value = json!({
         "apiVersion": format!("{GROUP}/{VERSION}"),
@@ -66,15 +120,45 @@ async fn write(node: &Node, spec: &CacheNodeSpec, context: &Context) -> Result<(
         },
         "spec": spec,
     });
-    let api: Api<CacheNode> = Api::all(context.client.clone());
-    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-    conflict::apply(&api, &name, &params, &body)
-        .await
-        .map_err(OperatorError::api(format!("apply CacheNode {name}")))?;
+    let (api, key) = (Api::<CacheNode>::all(context.client.clone()), key(&name));
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
+    let ours = Ours { api: &api, key: &key, name: &name, part: Part::Object, params, body: &body };
+    let outcome = put_back::apply(&context.disputes, &ours).await;
+    let (written, taken) = match outcome.map_err(OperatorError::api(format!("apply CacheNode {name}")))? {
+        Outcome::Written(written) => (written, None),
+        Outcome::PutBack(written, taken) => (written, Some(taken)),
+        Outcome::Waits(_) => return Ok(()),
+    };
     context.metrics.wrote("CacheNode", Write::Apply);
     let (claims, profiles) = (spec.claims.len(), spec.profiles.len());
     tracing::info!(node = name, claims, profiles, "what is wanted of the node is written");
+    let digest = digest::of(&json!(in_order(spec.clone())).to_string());
+    let generation = written.metadata.generation.unwrap_or_default().to_string();
+    let taken = taken.or_else(|| {
+        let fields = removed(live?, (&digest, &generation), context.remembered(&key))?;
+        let taken = Taken::removed(fields);
+        context.disputes.put_back(&key, &taken, Instant::now());
+        Some(taken)
+    });
+    context.remember(key, digest, generation);
+    if let Some(taken) = taken {
+        let put_back = PutBack { kind: "CacheNode", what: written.object_ref(&()), taken };
+        tell_put_back(context, &written, &put_back).await;
+    }
     Ok(())
+}
+
+/// What somebody has removed, if what was written now had been written before: label or fields of the spec. Generations tell the latter, and also that
+/// the store is only late.
+fn removed(
+    live: &CacheNode,
+    (digest, generation): (&str, &str),
+    known: Option<(String, String)>,
+) -> Option<&'static str> {
+    if !is_ours(live) {
+        return Some("metadata.labels");
+    }
+    known.filter(|known| known.0 == digest && known.1 != generation).map(|_| "fields of spec")
 }
 
 /// Only what we made: a CacheNode that somebody wrote by hand stays.

@@ -10,11 +10,11 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Node;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::Api;
 use kube::{Resource, ResourceExt};
+use reprise_crds::CacheNode;
 use reprise_crds::fields::NodeMode;
 use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, find, set};
-use reprise_crds::{CacheNode, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
 use super::dereference::{ClusterState, NodeCluster};
@@ -24,7 +24,7 @@ use crate::control_plane::{LOOK_AGAIN, LOOK_SOON, Look, Unmet};
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::ClusterNames;
-use crate::status::tell as tell_event;
+use crate::status::{apply, tell as tell_event};
 
 /// HTTP's code for what is not there.
 const NOT_FOUND: u16 = 404;
@@ -205,9 +205,10 @@ async fn say(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(
         "status": { "conditions": conditions },
     });
     let api: Api<CacheNode> = Api::all(context.client.clone());
-    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-    match api.patch_status(&name, &params, &Patch::Apply(&body)).await {
-        Ok(_) => {}
+    match apply(context, live, &api, &body).await {
+        // Contested, it is said when its turn comes: the control plane is asked again before.
+        Ok(Some(_)) => return Ok(()),
+        Ok(None) => {}
         // Deleted meanwhile.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
         Err(error) => {

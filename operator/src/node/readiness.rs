@@ -20,8 +20,8 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Node, NodeCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kube::ResourceExt;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, PatchParams};
+use kube::{Resource, ResourceExt};
 use reprise_crds::CacheNode;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use serde_json::{Value, json};
@@ -31,10 +31,13 @@ use super::build::Wanted;
 use crate::clock;
 use crate::cluster::REPORTED_WITHIN;
 use crate::cluster::status::{has_reported, is_ready};
+use crate::conflict::Part;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::AGENT_READY;
+use crate::put_back::{self, Ours, Outcome};
+use crate::status::{PutBack, tell_put_back};
 
 /// Who writes the condition, and nothing else of a node: so to apply nothing is to remove it.
 const FIELD_MANAGER: &str = "reprise-operator-readiness";
@@ -108,9 +111,17 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         return Ok(());
     }
     let api: Api<Node> = Api::all(context.client.clone());
-    let params = PatchParams::apply(FIELD_MANAGER).force();
-    match api.patch_status(&name, &params, &Patch::Apply(&body)).await {
-        Ok(_) => {}
+    let key = format!("{AGENT_READY} of Node//{name}");
+    let params = PatchParams::apply(FIELD_MANAGER);
+    let ours = Ours { api: &api, key: &key, name: &name, part: Part::Status, params, body: &body };
+    match put_back::apply(&context.disputes, &ours).await {
+        Ok(Outcome::Written(_)) => {}
+        Ok(Outcome::PutBack(written, taken)) => {
+            let put_back = PutBack { kind: "Node", what: written.object_ref(&()), taken };
+            tell_put_back(context, node, &put_back).await;
+        }
+        // It is said at its turn: the agent's next report asks for it.
+        Ok(Outcome::Waits(_)) => return Ok(()),
         // Gone meanwhile, and the condition with it.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
         Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {

@@ -25,7 +25,7 @@ const NOT_PERMITTED: &str = "(os error 1)";
 /// What to say of a pool.
 pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolStatus, Vec<Finding>) {
     let counts = Counts::of(pool, found, refused);
-    let mut findings = vec![accepted(refused), discovered(&counts), cordoned(pool)];
+    let mut findings = vec![accepted(refused), discovered(pool, &counts), cordoned(pool)];
     findings.extend(drained(pool, found, refused));
     findings.push(fallback(pool, found));
     let degraded = degraded(pool, &counts, found);
@@ -165,7 +165,20 @@ fn accepted(refused: Option<&Refusal>) -> Finding {
     }
 }
 
-fn discovered(counts: &Counts) -> Finding {
+/// What to do where nodes have found nothing. A directory needs no name that matches, so its agents say why they have no file there.
+fn nothing_found(pool: &SSDPool) -> String {
+    match &pool.spec.directory {
+        Some(directory) => format!(
+            "no node has a file in {}: look at the agents' pods and at the conditions of their CacheNodes",
+            directory.path
+        ),
+        None => {
+            "no device matches: correct devices.globs, or look in /dev/disk/by-id of the nodes".to_owned()
+        }
+    }
+}
+
+fn discovered(pool: &SSDPool, counts: &Counts) -> Finding {
     let kind = Type::DevicesDiscovered;
     let message = format!("{} of {} nodes have said what they found", counts.reported.len(), counts.selected);
     if counts.selected == 0 {
@@ -175,7 +188,7 @@ fn discovered(counts: &Counts) -> Finding {
         return Finding::no(kind, Reason::Progressing, message);
     }
     if counts.matched == 0 {
-        return Finding::no(kind, Reason::NoDevices, "no device matches: correct devices.globs");
+        return Finding::no(kind, Reason::NoDevices, nothing_found(pool));
     }
     Finding::yes(kind, Reason::AsDesired, message)
 }

@@ -84,7 +84,7 @@ fn facts() -> Facts {
 }
 
 fn said(facts: &Facts) -> CacheNodeStatus {
-    status(&identity(), facts, &[], &early())
+    status(&identity(), facts, None, &[], &early())
 }
 
 /// Status and reason of a condition.
@@ -326,9 +326,9 @@ fn a_few_blocks_more_are_no_news() {
 fn the_same_facts_later_keep_the_times_of_their_conditions() {
     let first = said(&facts());
     let later = at("2026-02-01T00:00:00Z");
-    assert_eq!(status(&identity(), &facts(), &first.conditions, &later), first);
+    assert_eq!(status(&identity(), &facts(), None, &first.conditions, &later), first);
     let cordoned = Facts { mode: NodeMode::Cordoned, ..facts() };
-    let second = status(&identity(), &cordoned, &first.conditions, &later);
+    let second = status(&identity(), &cordoned, None, &first.conditions, &later);
     let time = |kind| find(&second.conditions, kind).expect("there").last_transition_time.clone();
     assert_eq!((time(ConditionType::Cordoned), time(ConditionType::AgentReady)), (later, early()));
 }
@@ -338,7 +338,7 @@ fn conditions_of_others_are_left_to_them() {
     let told = Finding::yes(ConditionType::ModeApplied, Reason::AsDesired, "the control plane has it");
     let mut there = said(&facts()).conditions;
     set(&mut there, &told, 1, &early());
-    assert_eq!(status(&identity(), &facts(), &there, &early()), said(&facts()));
+    assert_eq!(status(&identity(), &facts(), None, &there, &early()), said(&facts()));
 }
 
 #[test]
@@ -365,4 +365,16 @@ fn a_socket_directory_that_the_schema_does_not_take_is_left_out() {
         assert_eq!(host_path(path).is_some(), fits, "{path}");
     }
     assert!(host_path(&format!("/{}", "x".repeat(90))).is_none());
+}
+
+#[test]
+fn that_others_write_the_status_is_a_condition_for_as_long_as_it_is_said() {
+    let contested = Finding::yes(ConditionType::StatusContested, Reason::FieldConflict, "somebody");
+    let first = status(&identity(), &facts(), Some(contested.clone()), &[], &early());
+    let kinds =
+        |status: &CacheNodeStatus| status.conditions.iter().map(|one| one.kind.clone()).collect::<Vec<_>>();
+    assert!(kinds(&first).contains(&"StatusContested".to_owned()));
+    assert_eq!(status(&identity(), &facts(), Some(contested), &first.conditions, &early()), first);
+    let after = status(&identity(), &facts(), None, &first.conditions, &early());
+    assert!(!kinds(&after).contains(&"StatusContested".to_owned()));
 }

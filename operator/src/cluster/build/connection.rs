@@ -38,7 +38,7 @@ pub(super) fn in_host_memory(socket: &str) -> Value {
 }
 
 /// For engines on GPUs (python/README.md, "vLLM on GPUs").
-fn offloading(socket: &str) -> Value {
+pub(super) fn offloading(socket: &str) -> Value {
     json!({
         "kv_connector": "RepriseOffloadingConnector",
         "kv_connector_module_path": "reprise.vllm.offloading",

@@ -4,6 +4,9 @@
 //! Pods of a tenant are told which it is, and get a token by which the agent knows them: the policy looks their namespace and service account up
 //! among the bindings that the operator keeps in a ConfigMap ([`super::identities`]).
 //!
+//! Containers get it, and init containers that go on beside them (`restartPolicy: Always`, sidecars): an engine's proxy or router may be one. Those that
+//! end before the engine starts have no use for the socket.
+//!
 //! A pod asks by a label that names the cluster, in a namespace that the cluster selects. An annotation says what became of it: the
 //! cluster that it was given, or why it was given nothing. A pod with that annotation is left alone.
 //!
@@ -15,7 +18,7 @@ use reprise_crds::fields::LabelSelector;
 use reprise_policy::identity::TOKEN_AUDIENCE;
 use serde_json::{Value, json};
 
-use super::connection::in_host_memory;
+use super::connection::{in_host_memory, offloading};
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
 
@@ -23,8 +26,10 @@ use crate::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
 const VOLUME: &str = "reprise-socket";
 /// Path of the socket, for programs that ask for it.
 const SOCKET_VARIABLE: &str = "REPRISE_SOCKET";
-/// vLLM's `--kv-transfer-config`: an argument may be `$(REPRISE_KV_TRANSFER_CONFIG)`.
+/// vLLM's `--kv-transfer-config` where it keeps its KV in host memory: an argument may be `$(REPRISE_KV_TRANSFER_CONFIG)`.
 const CONFIG_VARIABLE: &str = "REPRISE_KV_TRANSFER_CONFIG";
+/// The same for engines on GPUs, as the ConfigMap has it for them. Which of the two an engine is, its pod does not say: the engine's argument does.
+const GPU_CONFIG_VARIABLE: &str = "REPRISE_GPU_KV_TRANSFER_CONFIG";
 
 /// Name of the volume with the token.
 const TOKEN_VOLUME: &str = "reprise-token";
@@ -79,6 +84,7 @@ fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
         "variables": [
             variable("directory", literal(cluster.spec.agents.socket.directory.as_str())),
             variable("level", LEVEL.to_owned()),
+            variable("sidecars", SIDECARS.to_owned()),
             variable("mounting", MOUNTING.to_owned()),
             variable("tenant", TENANT.to_owned()),
             variable("refusal", refusal()),
@@ -91,9 +97,14 @@ fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
 const LEVEL: &str =
     "namespaceObject.metadata.?labels[?'pod-security.kubernetes.io/enforce'].orValue('privileged')";
 
-/// Containers that have something there already.
-const MOUNTING: &str = "object.spec.containers.filter(c, c.?volumeMounts.orValue([]).exists(m, m.mountPath == \
-                        variables.directory)).map(c, c.name)";
+/// Init containers that go on beside the others.
+const SIDECARS: &str =
+    "object.spec.?initContainers.orValue([]).filter(c, c.?restartPolicy.orValue('') == 'Always')";
+
+/// Names of containers that have something there already.
+const MOUNTING: &str = "(object.spec.containers.filter(c, c.?volumeMounts.orValue([]).exists(m, m.mountPath == \
+                        variables.directory)).map(c, c.name) + variables.sidecars.filter(c, \
+                        c.?volumeMounts.orValue([]).exists(m, m.mountPath == variables.directory)).map(c, c.name))";
 
 /// Whose the pod is: by its service account, else by its namespace; empty: nobody's.
 const TENANT: &str = "params.?data[?(namespaceObject.metadata.name + '.' + \
@@ -122,24 +133,8 @@ fn decision(names: &ClusterNames) -> String {
     )
 }
 
-/// Adds what it gets. What a container has set itself stays.
+/// Adds what it gets.
 fn change(cluster: &KVCacheCluster) -> String {
-    let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
-    let set = |name: &str, value: &str| {
-        format!("Object.spec.containers.env{{name: {}, value: {value}}}", literal(name))
-    };
-    let connection = [
-        set(SOCKET_VARIABLE, &literal(&socket)),
-        set(CONFIG_VARIABLE, &literal(&in_host_memory(&socket).to_string())),
-    ];
-    let identity = [
-        set(TENANT_VARIABLE, "variables.tenant"),
-        set(TOKEN_VARIABLE, &literal(&format!("{TOKEN_FOLDER}/token"))),
-    ];
-    let mount = |volume: &str, at: &str| {
-        let volume = literal(volume);
-        format!("Object.spec.containers.volumeMounts{{name: {volume}, mountPath: {at}, readOnly: true}}")
-    };
     let directory = format!(
         "Object.spec.volumes{{name: {}, hostPath: Object.spec.volumes.hostPath{{path: variables.directory, type: 'DirectoryOrCreate'}}}}",
         literal(VOLUME)
@@ -147,9 +142,33 @@ fn change(cluster: &KVCacheCluster) -> String {
     format!(
         "variables.refusal != '' ? Object{{}} : Object{{spec: Object.spec{{\
          volumes: [{directory}], \
-         containers: object.spec.containers.map(c, Object.spec.containers{{name: c.name, \
-         volumeMounts: [{mount}] + {token_mounts}, \
-         env: ([{connection}] + {identities}).filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}})}}}}",
+         containers: object.spec.containers.map(c, {container}), \
+         initContainers: variables.sidecars.map(c, {sidecar})}}}}",
+        container = container(cluster, "Object.spec.containers"),
+        sidecar = container(cluster, "Object.spec.initContainers"),
+    )
+}
+
+/// What a container `c` of a list gets. What it has set itself stays.
+fn container(cluster: &KVCacheCluster, list: &str) -> String {
+    let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
+    let set = |name: &str, value: &str| format!("{list}.env{{name: {}, value: {value}}}", literal(name));
+    let connection = [
+        set(SOCKET_VARIABLE, &literal(&socket)),
+        set(CONFIG_VARIABLE, &literal(&in_host_memory(&socket).to_string())),
+        set(GPU_CONFIG_VARIABLE, &literal(&offloading(&socket).to_string())),
+    ];
+    let identity = [
+        set(TENANT_VARIABLE, "variables.tenant"),
+        set(TOKEN_VARIABLE, &literal(&format!("{TOKEN_FOLDER}/token"))),
+    ];
+    let mount = |volume: &str, at: &str| {
+        let volume = literal(volume);
+        format!("{list}.volumeMounts{{name: {volume}, mountPath: {at}, readOnly: true}}")
+    };
+    format!(
+        "{list}{{name: c.name, volumeMounts: [{mount}] + {token_mounts}, \
+         env: ([{connection}] + {identities}).filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}}",
         mount = mount(VOLUME, "variables.directory"),
         token_mounts = of_a_tenant(&mount(TOKEN_VOLUME, &literal(TOKEN_FOLDER))),
         connection = connection.join(", "),

@@ -363,6 +363,34 @@ fn an_etcd_of_somebody_else_gets_no_pods_and_its_secrets_are_mounted() {
 }
 
 #[test]
+fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_kind() {
+    for (spec, over) in [
+        (json!({}), "kubernetes.io/hostname"),
+        (
+            json!({ "controlPlane": { "spreadOver": "topology.kubernetes.io/zone" } }),
+            "topology.kubernetes.io/zone",
+        ),
+    ] {
+        let cluster = cluster(spec);
+        let children = build(&cluster, &found(&cluster), Some("d"));
+        for name in ["c-controlplane", "c-etcd"] {
+            let set = child(&children, ChildKind::StatefulSet, name);
+            let spread = &pod(set)["topologySpreadConstraints"];
+            assert_eq!(spread.as_array().map(Vec::len), Some(1), "{name}");
+            assert_eq!(
+                (&spread[0]["topologyKey"], &spread[0]["maxSkew"]),
+                (&json!(over), &json!(1)),
+                "{name}"
+            );
+            // Two members on one node are better than one that waits.
+            assert_eq!(spread[0]["whenUnsatisfiable"], "ScheduleAnyway", "{name}");
+            let counted = &spread[0]["labelSelector"]["matchLabels"];
+            assert_eq!(counted, &set["spec"]["selector"]["matchLabels"], "{name} counts its own pods");
+        }
+    }
+}
+
+#[test]
 fn engines_find_their_configuration_ready_to_be_copied() {
     let cluster = cluster(json!({ "agents": { "socket": { "directory": "/run/other" } } }));
     let children = build(&cluster, &found(&cluster), Some("d"));

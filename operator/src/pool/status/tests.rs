@@ -100,6 +100,30 @@ fn a_pool_is_drained_when_every_node_of_the_plan_has_said_so() {
 }
 
 #[test]
+fn nodes_that_found_nothing_are_said_with_what_to_do_about_it() {
+    let mut node = empty("n1");
+    node["status"]["applied"] = json!({ "pools": [{ "pool": "p", "uid": "u", "generation": GENERATION }] });
+    let nothing = found(&["n1"], vec![node.clone()]);
+    let discovered = |pool: &SSDPool, found: &Found| {
+        let (_, findings) = of(pool, found, None);
+        findings.into_iter().find(|finding| finding.kind == Type::DevicesDiscovered).expect("always said")
+    };
+    let mut devices = pool();
+    (devices.spec.directory, devices.spec.devices) =
+        (None, Some(object(json!({ "globs": ["/dev/disk/by-id/nvme-*"] }))));
+    for (pool, words, others) in [(devices, "devices.globs", "/p"), (pool(), "/p", "globs")] {
+        let said = discovered(&pool, &nothing);
+        assert_eq!((said.status, said.reason), (ConditionStatus::False, Reason::NoDevices));
+        assert!(said.message.contains(words) && !said.message.contains(others), "{}", said.message);
+    }
+    // One that has not looked yet has not found nothing.
+    let early = discovered(&pool(), &found(&["n1", "n2"], vec![node.clone()]));
+    assert_eq!((early.status, early.reason), (ConditionStatus::False, Reason::Progressing));
+    node["status"]["devices"] = json!([{ "path": "/p/pool", "pool": "p", "state": "Opening" }]);
+    assert_eq!(discovered(&pool(), &found(&["n1"], vec![node])).status, ConditionStatus::True);
+}
+
+#[test]
 fn what_a_node_said_too_long_ago_or_of_another_spec_does_not_count() {
     let ago = Time(Timestamp::now() - SignedDuration::from_mins(5));
     for (place, other) in [
