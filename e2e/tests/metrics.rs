@@ -6,12 +6,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::api::{Api, ObjectMeta, PostParams};
+use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use reprise_client::{Scope, Source};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::{Admin, AgentConfig, Loading, PATIENCE, World, wait_until};
+use serde_json::json;
 
 /// Numbers and bounds of a histogram are named after it.
 const HISTOGRAM_SUFFIXES: [&str; 3] = ["_bucket", "_count", "_sum"];
@@ -105,9 +106,17 @@ fn operator(world: &World) -> BTreeMap<String, Metric> {
     let tenant = CacheTenant::new("team-a", reprise_crds::CacheTenantSpec::default());
     server.block_on(tenants.create(&PostParams::default(), &tenant)).expect("a tenant");
     let operator = files.control_plane("default/c", "127.0.0.1:9").start().expect("the operator starts");
+    // What is the operator's alone, and somebody writes.
+    let name = "c-connection";
+    wait_until("the ConfigMap for engines", PATIENCE, || {
+        server.block_on(maps.get_opt(name)).expect("the API server answers")
+    });
+    let (params, mine) = (PatchParams::default(), Patch::Merge(json!({ "data": { "socket": "/mine" } })));
+    server.block_on(maps.patch(name, &params, &mine)).expect("an edit is taken");
     wait_until("the operator has met everything", PATIENCE, || {
         let met = |name: &str| operator.metric(&format!("reprise_operator_{name}_total"), "") > 0.0;
-        (met("conflicts") && met("writes") && met("reconciles") && met("control_plane_calls")).then_some(())
+        let of_kinds = ["conflicts", "put_backs", "writes", "reconciles", "control_plane_calls"];
+        of_kinds.into_iter().all(met).then_some(())
     });
     scrape(operator.admin())
 }

@@ -1,9 +1,10 @@
 //! The admin port: `/metrics`, `/healthz`, `/readyz`. Not authenticated; nothing here changes anything.
 //!
 //! A replica that waits for the lease is healthy and ready: it is ready to take over. Before the API server has answered once, none is
-//! ready.
+//! ready. One whose queues do not go on is not healthy ([`crate::progress`]).
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::Router;
 use axum::extract::State;
@@ -36,7 +37,7 @@ pub async fn serve(
 ) -> std::io::Result<()> {
     let pages = Router::new()
         .route("/metrics", get(metrics))
-        .route("/healthz", get(async || "ok\n"))
+        .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(Pages { context, ready });
     axum::serve(listener, pages).await
@@ -46,6 +47,16 @@ async fn metrics(State(pages): State<Pages>) -> Response {
     ([(header::CONTENT_TYPE, METRICS_TYPE)], pages.context.metrics.text()).into_response()
 }
 
+async fn healthz(State(pages): State<Pages>) -> Response {
+    match pages.context.progress.stuck(Instant::now()) {
+        None => (StatusCode::OK, "ok\n").into_response(),
+        Some(what) => {
+            tracing::error!(what, "the operator does not go on, and says so to the kubelet, which ends it");
+            (StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")).into_response()
+        }
+    }
+}
+
 async fn readyz(State(pages): State<Pages>) -> Response {
     if *pages.ready.borrow() {
         (StatusCode::OK, "ok\n").into_response()
@@ -53,3 +64,6 @@ async fn readyz(State(pages): State<Pages>) -> Response {
         (StatusCode::SERVICE_UNAVAILABLE, "the API server has not answered yet\n").into_response()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,6 +19,7 @@ use crate::metrics::Metrics;
 use crate::names::OPERATOR;
 use crate::profile::decisions::Decisions;
 use crate::profile::source::Looks;
+use crate::progress::Progress;
 use crate::put_back::Disputes;
 use crate::requests::ApiRequests;
 use crate::settings::Settings;
@@ -43,6 +44,8 @@ pub struct Context {
     pub metrics: Metrics,
     /// Events on objects.
     pub recorder: Recorder,
+    /// Whether the queues go on.
+    pub progress: Progress,
     /// Failures in a row.
     pub backoff: Backoff,
     /// What stores of others said when they were last asked.
@@ -91,6 +94,7 @@ impl Context {
             triggers,
             settings,
             metrics: Metrics::new(requests),
+            progress: Progress::default(),
             backoff: Backoff::default(),
             store_looks: StoreLooks::default(),
             class_looks: ClassLooks::default(),

@@ -44,6 +44,7 @@ pub mod optional;
 pub mod plan;
 pub mod pool;
 pub mod profile;
+pub mod progress;
 mod put_back;
 pub mod queue;
 pub mod requests;

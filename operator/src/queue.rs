@@ -16,6 +16,7 @@ use tokio::sync::watch;
 
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::progress::SAID_EVERY;
 use crate::status::kind_of;
 
 /// Reconciles of one kind at once: enough to keep the API server busy, and few enough to leave it to others.
@@ -40,10 +41,12 @@ pub async fn run<K, F, R>(
         let reconcile = reconcile.clone();
         async move {
             let (begun, key) = (Instant::now(), key(&*object));
+            context.progress.begun(kind_of::<K>(), &key, begun);
             let ended = tokio::time::timeout(ENDS_WITHIN, reconcile(object, Arc::clone(&context))).await;
             let ended = ended.unwrap_or(Err(OperatorError::Late(ENDS_WITHIN)));
             let result = if ended.is_ok() { "done" } else { "failed" };
             context.metrics.reconciled(kind_of::<K>(), result, begun.elapsed());
+            context.progress.ended(kind_of::<K>(), &key, Instant::now());
             if ended.is_ok() {
                 context.backoff.succeeded(&key);
             }
@@ -65,7 +68,21 @@ pub async fn run<K, F, R>(
     let queue = stream(requests).map(Ok::<_, std::convert::Infallible>).take_until(stopped(stop));
     let config = Config::default().concurrency(AT_ONCE);
     // What it yields was handled above, and objects that are gone need nothing.
-    applier(timed, failed, context, store, queue, config).for_each(async |_| ()).await;
+    let working = applier(timed, failed, Arc::clone(&context), store, queue, config).for_each(async |_| ());
+    // In one task: a reconcile that holds the thread keeps the queue from saying that it lives.
+    tokio::select! {
+        () = working => {}
+        () = live(kind_of::<K>(), &context) => {}
+    }
+    context.progress.stopped(kind_of::<K>());
+}
+
+/// Says for ever that a queue lives.
+async fn live(kind: &'static str, context: &Context) {
+    loop {
+        context.progress.lives(kind, Instant::now());
+        tokio::time::sleep(SAID_EVERY).await;
+    }
 }
 
 /// Ends when the process is to stop.
@@ -84,3 +101,6 @@ fn stream<T: Send>(requests: Receiver<T>) -> impl Stream<Item = T> {
 fn key<K: Resource<DynamicType = ()>>(object: &K) -> String {
     format!("{}/{}/{}", kind_of::<K>(), object.namespace().unwrap_or_default(), object.name_any())
 }
+
+#[cfg(test)]
+mod tests;

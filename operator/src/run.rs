@@ -35,7 +35,7 @@ pub struct Listening {
 /// Runs until `stop` is done, with a client and the count of what it asks.
 ///
 /// # Errors
-/// The admin port is taken, the lease was lost, or a watch has ended, which none does.
+/// The admin port is taken, the lease was lost, or a watch or a queue has ended, which none does.
 pub async fn run(
     (client, counts): (Client, ApiRequests),
     settings: Settings,
@@ -80,7 +80,7 @@ pub async fn run(
     tracing::info!("this replica holds the lease and works");
     context.metrics.leader.set(1);
     triggers_open(&triggers, &world);
-    let queues = start_queues(&context, requests, &is_stopping);
+    let mut queues = start_queues(&context, requests, &is_stopping);
     let sweeping = tokio::spawn({
         let context = Arc::clone(&context);
         async move { sweep::run(&context).await }
@@ -90,6 +90,8 @@ pub async fn run(
         () = &mut stop => Ok(()),
         () = election.lost() => Err(anyhow::anyhow!("the lease is lost")),
         _ = watches.join_next() => Err(anyhow::anyhow!("a watch has ended")),
+        // As one does whose reconcile has panicked.
+        _ = futures_util::future::select_all(&mut queues) => Err(anyhow::anyhow!("a queue has ended")),
     };
     sweeping.abort();
     serving.abort();

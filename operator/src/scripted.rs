@@ -1,11 +1,18 @@
 //! An API server of tests: answers each request with the next of its lines, and remembers what it was asked.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use kube::{Client, Config};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
+
+use crate::context::Context;
+use crate::settings::{DefaultImages, Settings};
+use crate::watch::Triggers;
+use crate::world::World;
 
 /// One answer.
 #[derive(Clone, Debug)]
@@ -72,6 +79,22 @@ pub(crate) async fn script(answers: Vec<Answer>) -> (Config, Script) {
     // Nothing here is encrypted; without any the machine's own would be looked for.
     config.root_cert = Some(Vec::new());
     (config, script)
+}
+
+/// What reconciles are given, with a server that knows of nothing.
+pub(crate) async fn context() -> Arc<Context> {
+    let (client, _) = serve(vec![refusal(404, &json!([]))]).await;
+    let settings = Settings {
+        images: DefaultImages { agent: "a".to_owned(), control_plane: "c".to_owned(), etcd: "e".to_owned() },
+        identity: "operator-0".to_owned(),
+        namespace: "reprise-system".to_owned(),
+        service_account: None,
+        admin: ([127, 0, 0, 1], 0).into(),
+        control_planes: BTreeMap::new(),
+        unused_for: Duration::from_secs(60),
+    };
+    let (triggers, _) = Triggers::new();
+    Arc::new(Context::new(client, Arc::new(World::new().0), Arc::new(triggers), settings))
 }
 
 /// Serves a connection until its end.

@@ -68,10 +68,10 @@ impl Kind<'_> {
         let object = self.table.object(&case.patch);
         let outcome = match &case.old {
             None => self.written(&object),
-            Some(old) => self.changed(&self.table.object(old), object),
+            Some(old) => self.changed(&self.table.object(old), object.clone()),
         };
         match (outcome, case.refused) {
-            (Ok(stored), None) => self.reads(&stored),
+            (Ok(stored), None) => self.reads(&stored).and_then(|()| self.defaults(&object, &stored)),
             (Ok(_), Some(_)) => Err("it is taken".to_owned()),
             (Err(refused), Some(words)) => expect(refused, 422, words),
             (Err((code, said)), None) => Err(format!("it is refused: {code} {said}")),
@@ -94,6 +94,20 @@ impl Kind<'_> {
         for part in ["spec", "status"] {
             if back[part] != stored[part] {
                 return Err(format!("{part} is stored as {} and read as {}", stored[part], back[part]));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the server has put where nothing was said is what a program of ours takes for it in the object as it was sent.
+    fn defaults(&self, sent: &Value, stored: &Value) -> Result<(), String> {
+        let read = (self.table.round_trip)(sent.clone()).map_err(|error| error.to_string())?;
+        for part in ["spec", "status"] {
+            if read[part] != stored[part] {
+                return Err(format!(
+                    "{part} is stored as {} and read of what was sent as {}",
+                    stored[part], read[part]
+                ));
             }
         }
         Ok(())

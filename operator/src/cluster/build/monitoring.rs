@@ -1,7 +1,7 @@
-//! What Prometheus' operator is told: one monitor for the agents and one for the members.
+//! What Prometheus' operator is told: one monitor for the agents, one for the members, and one for an etcd of the operator's own.
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::MonitoringMode;
+use reprise_crds::cluster::{EtcdMode, MonitoringMode};
 use serde_json::json;
 
 use super::metadata;
@@ -12,17 +12,25 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     if cluster.spec.monitoring.mode == MonitoringMode::None {
         return Vec::new();
     }
-    let monitor = |component: Component, name: String| {
+    let monitor = |component: Component, name: String, port: &str| {
         let rest = json!({
             "spec": {
                 "selector": { "matchLabels": names.selector(component) },
                 // The cluster that a pod belongs to becomes a label of its metrics.
                 "podTargetLabels": ["app.kubernetes.io/instance"],
-                "podMetricsEndpoints": [{ "port": "admin", "path": "/metrics" }],
+                "podMetricsEndpoints": [{ "port": port, "path": "/metrics" }],
             },
         });
         let metadata = metadata(cluster, names, component, &name);
         Child::new(ChildKind::PodMonitor, Ownership::Shared, metadata, &rest)
     };
-    vec![monitor(Component::Agent, names.agent()), monitor(Component::ControlPlane, names.control_plane())]
+    let mut monitors = vec![
+        monitor(Component::Agent, names.agent(), "admin"),
+        monitor(Component::ControlPlane, names.control_plane(), "admin"),
+    ];
+    if cluster.spec.etcd.mode == EtcdMode::Managed {
+        // Its own metrics, on a port without TLS.
+        monitors.push(monitor(Component::Etcd, names.etcd(), "metrics"));
+    }
+    monitors
 }

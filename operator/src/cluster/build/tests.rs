@@ -17,6 +17,7 @@ use crate::plan::{ClusterPlan, PoolPlan};
 use crate::settings::DefaultImages;
 
 mod access;
+mod policies;
 
 fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
     let metadata = json!({ "name": name, "namespace": "n", "uid": format!("uid-{name}") });

@@ -189,7 +189,8 @@ async fn the_condition_alone_is_applied_and_to_remove_it_nothing_is() {
     for one in &asked {
         let (path, query) = one.path.split_once('?').expect("an apply says who writes");
         assert_eq!(path, "/api/v1/nodes/n1/status");
-        assert!(query.contains("fieldManager=reprise-operator-readiness") && query.contains("force=true"));
+        assert!(query.contains("fieldManager=reprise-operator-readiness"), "{query}");
+        assert!(!query.contains("force=true"), "somebody else's is taken only after it was named: {query}");
         assert_eq!(one.body["metadata"], json!({ "name": "n1" }), "whichever version it has");
     }
     let time = "2026-01-01T00:00:00Z";

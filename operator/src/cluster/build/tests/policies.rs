@@ -1,0 +1,159 @@
+//! The chart's network policies and monitors beside the pods that the operator really builds: labels that a policy selects by and ports that it names
+//! are those of pods, and no pod is without a policy.
+//!
+//! The chart is read as it renders with everything on (`e2e/tests/chart/golden/everything.yaml`, which a test of the chart keeps true).
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::*;
+
+/// Who else may come in, by the chart's values: pods of people.
+const OF_PEOPLE: &str = "gateway";
+
+/// A kind of pods: their labels, and the names of their ports.
+#[derive(Debug)]
+struct Pods {
+    labels: Value,
+    ports: Vec<String>,
+}
+
+fn rendered() -> Vec<Value> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../e2e/tests/chart/golden/everything.yaml");
+    let text = std::fs::read_to_string(file).expect("a golden file");
+    let documents = serde_yaml_ng::Deserializer::from_str(&text);
+    documents.map(|document| Value::deserialize(document).expect("YAML")).collect()
+}
+
+fn pods_of(workload: &Value) -> Pods {
+    let template = &workload["spec"]["template"];
+    let containers = template["spec"]["containers"].as_array().expect("containers");
+    let ports = containers.iter().flat_map(|container| container["ports"].as_array().into_iter().flatten());
+    let ports = ports.map(|port| port["name"].as_str().expect("ports have names").to_owned()).collect();
+    Pods { labels: template["metadata"]["labels"].clone(), ports }
+}
+
+/// All pods, by the names of their workloads: the operator's own, and what it makes of a cluster with everything.
+fn pods(rendered: &[Value]) -> BTreeMap<String, Pods> {
+    let publishing = json!({ "controlPlane": { "events": { "publish": {} } } });
+    let cluster = cluster(publishing);
+    let children = build(&cluster, &found(&cluster), Some("d"));
+    let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
+    let built = children.iter().filter(|child| workloads.contains(&child.kind));
+    let built = built.map(|child| (child.name.clone(), pods_of(&child.body)));
+    let operator = rendered.iter().find(|one| one["kind"] == "Deployment").expect("the operator");
+    built.chain([("reprise-operator".to_owned(), pods_of(operator))]).collect()
+}
+
+fn is_selected(pods: &Pods, selector: &Value) -> bool {
+    let labels = selector["matchLabels"].as_object().expect("these select by labels");
+    labels.iter().all(|(name, value)| pods.labels.get(name) == Some(value))
+}
+
+/// The pods that something selects; nothing selects nobody.
+fn selected<'a>(pods: &'a BTreeMap<String, Pods>, selector: &Value, by: &Value) -> Vec<(&'a str, &'a Pods)> {
+    let found = pods.iter().filter(|(_, pods)| is_selected(pods, selector));
+    let found: Vec<(&str, &Pods)> = found.map(|(name, pods)| (name.as_str(), pods)).collect();
+    assert!(!found.is_empty(), "{selector} of {by} selects no pods");
+    found
+}
+
+/// Ports that a rule or an endpoint names are those of every pod that it is of.
+fn has_ports(pods: &[(&str, &Pods)], ports: &Value, by: &Value) {
+    for port in ports.as_array().into_iter().flatten() {
+        let port = port["port"].as_str().expect("ports by name, whatever their numbers are");
+        for (name, pods) in pods {
+            assert!(pods.ports.iter().any(|one| one == port), "{by} names port {port} of {name}: {pods:?}");
+        }
+    }
+}
+
+#[test]
+fn policies_select_pods_that_there_are_by_labels_and_ports_that_they_have() {
+    let rendered = rendered();
+    let pods = pods(&rendered);
+    let policies: Vec<&Value> = rendered.iter().filter(|one| one["kind"] == "NetworkPolicy").collect();
+    let mut covered = Vec::new();
+    for policy in &policies {
+        let name = &policy["metadata"]["name"];
+        let own = selected(&pods, &policy["spec"]["podSelector"], name);
+        for rule in policy["spec"]["ingress"].as_array().expect("rules") {
+            has_ports(&own, &rule["ports"], name);
+            let peers = rule["from"].as_array().expect("a rule without peers would let everybody in");
+            let selectors = peers.iter().filter_map(|peer| peer.get("podSelector"));
+            for selector in selectors.filter(|selector| selector["matchLabels"]["app"] != OF_PEOPLE) {
+                selected(&pods, selector, name);
+            }
+        }
+        covered.extend(own.iter().map(|(name, _)| *name));
+    }
+    covered.sort_unstable();
+    let all: Vec<&str> = pods.keys().map(String::as_str).collect();
+    assert_eq!(covered, all, "each kind of pods has one policy");
+}
+
+#[test]
+fn whoever_may_read_metrics_may_read_those_of_all_pods_and_monitors_find_them() {
+    let rendered = rendered();
+    let pods = pods(&rendered);
+    // Where each has its metrics: etcd's are on a port without TLS of their own.
+    let port_of = |name: &str| if name == "c-etcd" { "metrics" } else { "admin" };
+    let has = |ports: &Value, port: &str| {
+        ports.as_array().is_some_and(|ports| ports.iter().any(|one| one["port"] == port))
+    };
+    for (name, own) in &pods {
+        let port = port_of(name);
+        let lets_in = rendered.iter().filter(|one| one["kind"] == "NetworkPolicy").any(|policy| {
+            let rules = policy["spec"]["ingress"].as_array().expect("rules");
+            let from_outside = |rule: &&Value| rule["from"][0].get("namespaceSelector").is_some();
+            is_selected(own, &policy["spec"]["podSelector"])
+                && rules.iter().filter(from_outside).any(|rule| has(&rule["ports"], port))
+        });
+        assert!(lets_in, "metrics of {name} can be read");
+    }
+    let monitors = rendered.iter().filter(|one| one["kind"] == "PodMonitor");
+    let mut found: Vec<&str> = Vec::new();
+    for monitor in monitors {
+        let name = &monitor["metadata"]["name"];
+        let own = selected(&pods, &monitor["spec"]["selector"], name);
+        has_ports(&own, &monitor["spec"]["podMetricsEndpoints"], name);
+        for (pods, _) in &own {
+            assert!(has(&monitor["spec"]["podMetricsEndpoints"], port_of(pods)), "{name} reads {pods}");
+        }
+        found.extend(own.iter().map(|(name, _)| *name));
+    }
+    found.sort_unstable();
+    assert_eq!(found, ["c-agent", "c-controlplane", "c-etcd"], "the operator has a service");
+}
+
+#[test]
+fn monitors_that_the_operator_makes_find_the_pods_that_it_makes() {
+    for (mode, names) in [
+        ("Managed", &["c-agent", "c-controlplane", "c-etcd"][..]),
+        ("External", &["c-agent", "c-controlplane"]),
+    ] {
+        let external = json!({ "endpoints": ["http://etcd:2379"] });
+        let external = if mode == "External" { external } else { Value::Null };
+        let cluster = cluster(json!({
+            "monitoring": { "mode": "PodMonitor" }, "etcd": { "mode": mode, "external": external },
+        }));
+        let children = build(&cluster, &found(&cluster), Some("d"));
+        let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
+        let pods: BTreeMap<String, Pods> = children
+            .iter()
+            .filter(|child| workloads.contains(&child.kind))
+            .map(|child| (child.name.clone(), pods_of(&child.body)))
+            .collect();
+        let mut monitored: Vec<&str> = Vec::new();
+        for monitor in children.iter().filter(|child| child.kind == ChildKind::PodMonitor) {
+            let (spec, by) = (&monitor.body["spec"], json!(monitor.name));
+            let own = selected(&pods, &spec["selector"], &by);
+            has_ports(&own, &spec["podMetricsEndpoints"], &by);
+            monitored.extend(own.iter().map(|(name, _)| *name));
+        }
+        monitored.sort_unstable();
+        assert_eq!(monitored, names, "{mode}");
+    }
+}
