@@ -10,6 +10,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::context::Context;
+use crate::requests::ApiRequests;
 use crate::settings::{DefaultImages, Settings};
 use crate::watch::Triggers;
 use crate::world::World;
@@ -94,7 +95,8 @@ pub(crate) async fn context() -> Arc<Context> {
         unused_for: Duration::from_secs(60),
     };
     let (triggers, _) = Triggers::new();
-    Arc::new(Context::new(client, Arc::new(World::new().0), Arc::new(triggers), settings))
+    let counted = (client, ApiRequests::default());
+    Arc::new(Context::new(counted, Arc::new(World::new().0), Arc::new(triggers), settings))
 }
 
 /// Serves a connection until its end.

@@ -178,7 +178,7 @@ fn a_worn_device_is_said_before_a_slow_one_and_keeps_no_pool_from_being_ready() 
 fn a_spare_capacity_that_no_drive_tells_is_said_where_the_pool_asks_for_some() {
     let said = |wanted: Option<u8>, told: Option<u8>| {
         let mut pool = pool();
-        pool.spec.health.min_spare_percent = wanted.map(|percent| Percent(percent));
+        pool.spec.health.min_spare_percent = wanted.map(Percent);
         let mut node = empty("n1");
         node["status"]["devices"] =
             json!([{ "path": "/dev/a", "pool": "p", "state": "Open", "sparePercent": told }]);
