@@ -37,9 +37,9 @@ const REQUESTS_A_SECOND_MAX: f64 = 600.0;
 const WINDOW: Duration = Duration::from_secs(1);
 
 /// Requests for each node until it has come. Its CacheNode is made, and written once more when pools are accepted after the cluster; its condition says
-/// that the agent is silent, and then that it serves: 4. What it reports changes numbers of its pool and of the cluster, and the count of pods that
+/// that the agent serves: 3. What it reports changes numbers of its pool and of the cluster, and the count of pods that
 /// run is told anew, each at once if a condition names it: 3. One for all that is not of nodes.
-const REQUESTS_A_NODE_MAX: f64 = 8.0;
+const REQUESTS_A_NODE_MAX: f64 = 7.0;
 
 /// And until it is cordoned: its CacheNode is written, and says that the control plane does not know the node, which is an event as well: 3. Its pool and
 /// the cluster name how many are: 2.
@@ -51,6 +51,9 @@ const RESTING_MAX: f64 = 2.0;
 
 /// Kinds that are reconciled here for sure.
 const KINDS: [&str; 3] = ["KVCacheCluster", "Node", "SSDPool"];
+
+/// What a node says of its agent.
+const AGENT_READY: &str = "reprise.dev/AgentReady";
 
 /// Memory of an operator.
 const MEMORY_MIB_MAX: u64 = 200;
@@ -173,12 +176,16 @@ fn become_ready<'a>(cluster: &'a Cluster, fleet: &Fleet) -> Storm<'a> {
     });
     let run = began.elapsed();
     fleet.report_all(cluster);
-    wait_until("the cluster and all pools to be ready", SETTLES_WITHIN, || {
-        // Agents do not fall silent meanwhile.
-        fleet.report_for(cluster, Duration::from_secs(5));
-        storm.look();
-        are_ready(cluster).then_some(())
-    });
+    wait_until(
+        "the cluster and all pools to be ready, and every node to say that its agent is",
+        SETTLES_WITHIN,
+        || {
+            // Agents do not fall silent meanwhile.
+            fleet.report_for(cluster, Duration::from_secs(5));
+            storm.look();
+            (are_ready(cluster) && fleet.all_nodes_say(cluster, AGENT_READY)).then_some(())
+        },
+    );
     say(&format!(
         "all nodes had their claims after {wanted:.1?}, pods of agents ran after {run:.1?}, all was ready after {:.1?}",
         began.elapsed()

@@ -79,7 +79,7 @@ impl Fleet {
         cluster.apply(&fleet.node_objects());
         wait_until("all played nodes to be ready", READY_WITHIN, || {
             std::thread::sleep(PAUSE);
-            (fleet.ready_nodes(cluster) == scale.nodes).then_some(())
+            fleet.all_nodes_say(cluster, "Ready").then_some(())
         });
         fleet
     }
@@ -190,18 +190,19 @@ spec:
         ours.len() == self.scale.nodes && ours.into_iter().all(holds)
     }
 
-    fn ready_nodes(&self, cluster: &Cluster) -> usize {
+    /// Whether this condition of every node is true.
+    ///
+    /// # Panics
+    /// When the API server does not answer.
+    pub fn all_nodes_say(&self, cluster: &Cluster, condition: &str) -> bool {
         let nodes: Api<NodeObject> = Api::all(cluster.client());
         let params = ListParams::default().labels(&format!("{PLAYED}=true"));
         let listed = cluster.block_on(nodes.list(&params)).expect("the API server answers");
-        let is_ready = |node: &&NodeObject| {
+        let says = |node: &NodeObject| {
             let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
-            conditions
-                .into_iter()
-                .flatten()
-                .any(|condition| condition.type_ == "Ready" && condition.status == "True")
+            conditions.into_iter().flatten().any(|one| one.type_ == condition && one.status == "True")
         };
-        listed.items.iter().filter(is_ready).count()
+        listed.items.len() == self.scale.nodes && listed.items.iter().all(says)
     }
 
     fn node_objects(&self) -> String {

@@ -26,14 +26,16 @@ fn a_node_says_whether_its_cache_serves_until_no_cluster_has_it() {
     let lab = Lab::new();
     let operator = lab.operator();
     lab.cluster(json!({}));
-    wait_said(&lab, "n1", "False", "NotReported");
+    for node in ["n1", "n2"] {
+        wait_until("the CacheNode comes", PATIENCE, || lab.get("CacheNode", node));
+    }
     lab.agent_reports("n1", "Open");
     let ready = wait_said(&lab, "n1", "True", "AsDesired");
     // Reports that say the same are not told.
     lab.agent_reports("n1", "Open");
     std::thread::sleep(SETTLED);
     assert_eq!(said(&lab, "n1"), Some(ready));
-    wait_said(&lab, "n2", "False", "NotReported");
+    assert_eq!(said(&lab, "n2"), None, "its agent has a minute for its first report");
 
     // It goes silent a little later, and no event tells of that.
     lab.agent_says("n1", "Open", |status| {

@@ -6,11 +6,14 @@
 //! ```text
 //!  no cluster has the node ───────────────────────────────▶ no condition
 //!  a cluster has it ──the agent said within a minute that it serves──▶ True
-//!                   └──it says otherwise, or nothing──────▶ False, with the reason
+//!                   ├──it says otherwise, or nothing──────▶ False, with the reason
+//!                   └──new, and nothing within a minute yet▶ no condition
 //! ```
 //!
 //! * It says what is, not what is wanted: a paused cluster's agents serve or do not, and so do those of one whose spec is not accepted. Of a node that
 //!   such a cluster has not begun with, nothing is said.
+//! * A node that just came has no condition until its agent has said something or had a minute for it: that it starts is no news, and with 1,000
+//!   nodes that come together it is 1,000 writes fewer.
 //! * It is written when it changes and not to tell that somebody lives: `lastHeartbeatTime` is that of the last change. Who has gone silent is
 //!   looked for when the last report is too old ([`look_again`]).
 //! * It goes before the `CacheNode` does, so who waits for that finds no condition afterwards.
@@ -74,7 +77,8 @@ pub fn step(node: &Node, live: Option<&CacheNode>, wanted: &Wanted, now: &Time) 
         (Wanted::Spec(_), live) => Says::of(live),
         (Wanted::Unchanged, live) => Says::of(live),
     };
-    if node.metadata.deletion_timestamp.is_some() || before.is_some_and(|before| says.is_in(before)) {
+    let is_so = before.map_or_else(|| is_awaited(live), |before| says.is_in(before));
+    if is_so || node.metadata.deletion_timestamp.is_some() {
         return Step::Nothing;
     }
     let since = before.filter(|before| before.status == says.status.as_str());
@@ -89,11 +93,20 @@ pub fn step(node: &Node, live: Option<&CacheNode>, wanted: &Wanted, now: &Time) 
     }))
 }
 
-/// When the last report of an agent is too old, if it is not: nothing tells of that.
+/// When the last report of an agent, or the time for its first one, is too long ago, if it is not: nothing tells of that.
 pub fn look_again(live: Option<&CacheNode>) -> Option<Duration> {
-    let live = live.filter(|live| has_reported(live))?;
-    let last = live.status.as_ref()?.last_updated.as_ref()?;
-    Some(REPORTED_WITHIN.saturating_sub(clock::since(last)) + BEHIND)
+    let live = live?;
+    let last = last_report(live).or(live.metadata.creation_timestamp.as_ref())?;
+    REPORTED_WITHIN.checked_sub(clock::since(last)).map(|left| left + BEHIND)
+}
+
+/// Whether an agent that has never said anything still has time to. One whose `CacheNode` is not there yet has.
+fn is_awaited(live: Option<&CacheNode>) -> bool {
+    live.is_none_or(|live| last_report(live).is_none() && look_again(Some(live)).is_some())
+}
+
+fn last_report(live: &CacheNode) -> Option<&Time> {
+    live.status.as_ref()?.last_updated.as_ref()
 }
 
 /// Does it.

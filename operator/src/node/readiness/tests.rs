@@ -51,6 +51,14 @@ fn serving() -> CacheNode {
     said(SignedDuration::from_secs(5), "True", "AsDesired", SERVES)
 }
 
+/// One that is there for so long, and whose agent has never said anything.
+fn never_said(ago: SignedDuration) -> CacheNode {
+    let mut new = serving();
+    new.status = None;
+    new.metadata.creation_timestamp = Some(Time(Timestamp::now() - ago));
+    new
+}
+
 fn had() -> Wanted {
     let spec: CacheNodeSpec = object(json!({ "nodeName": "n1" }));
     Wanted::Spec(Box::new(spec))
@@ -74,12 +82,10 @@ fn a_node_is_ready_while_its_agent_says_so_and_was_heard_within_a_minute() {
     let mut untold = serving();
     untold.status.as_mut().expect("made above").conditions.clear();
     let silent = said(SignedDuration::from_mins(5), "True", "AsDesired", SERVES);
-    let mut new = serving();
-    new.status = None;
+    let new = never_said(SignedDuration::from_mins(2));
     for (live, words) in [
         (Some(&silent), "nothing for a minute"),
         (Some(&new), "not said anything yet"),
-        (None, "not said anything yet"),
         (Some(&untold), "does not say whether"),
     ] {
         let step = of(live);
@@ -87,6 +93,26 @@ fn a_node_is_ready_while_its_agent_says_so_and_was_heard_within_a_minute() {
         assert_eq!((status, reason), ("False", "NotReported"), "{words}");
         assert!(message.contains(words), "{message}");
     }
+}
+
+#[test]
+fn an_agent_has_a_minute_to_say_something_before_its_node_says_that_it_does_not() {
+    let now = clock::now();
+    let new = never_said(SignedDuration::from_secs(20));
+    for live in [Some(&new), None] {
+        assert_eq!(step(&node(None), live, &had(), &now), Step::Nothing, "it may be about to");
+    }
+    let wait = look_again(Some(&new)).expect("nothing tells of its silence").as_secs();
+    assert!((30..=41).contains(&wait), "{wait}");
+    let overdue = never_said(SignedDuration::from_mins(2));
+    assert_eq!(
+        (says(&step(&node(None), Some(&overdue), &had(), &now)).1, look_again(Some(&overdue))),
+        ("NotReported", None)
+    );
+
+    // What is said already is not left standing: the CacheNode was made anew.
+    let Step::Say(before) = step(&node(None), Some(&serving()), &had(), &now) else { panic!("it is new") };
+    assert_eq!(says(&step(&node(Some(&before)), Some(&new), &had(), &now)).1, "NotReported");
 }
 
 #[test]
