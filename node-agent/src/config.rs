@@ -342,7 +342,7 @@ read_bytes = "{read}"      # one device read of loads that name none
 
 [kubernetes]               # for agents with --in-cluster only
 state_directory = "{state}" # the last spec of the node, for a start without the API server
-status_every = "{status}"     # changed statuses are written so far apart
+status_every = "{status}"     # statuses are written so far apart, over time
 
 [log]
 format = "text"            # "text" or "json", to standard error

@@ -31,6 +31,9 @@ const NAMED: &str = r#"--set-json=cluster.pools=[{"name":"lab"},{"name":"raw"}]"
 /// Agents may open what the node has.
 const PRIVILEGED: &str = "--set=cluster.agents.deviceAccess.mode=Privileged";
 
+/// Lets a pool go whatever was heard of sessions.
+const UNUSED: &str = "reprise.dev/delete-in-use=yes";
+
 /// Between two looks that start a process.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -87,8 +90,10 @@ pub(crate) fn are_opened_as_the_cluster_says(cluster: &mut Cluster) {
     say(&format!("a raw device of a node is used by its agent's pod: {used} bytes of blocks"));
     drop(engine);
 
-    // The data stays on it, and nobody else is given it.
+    // The data stays on it, and nobody else is given it. An agent that restarts may have engines that come back, so a pool waits for a minute after the
+    // last session; this one is told that there are none.
     changed(cluster);
+    release.kubectl(&["annotate", "ssdp", POOL, UNUSED]);
     release.kubectl(&["delete", "ssdp", POOL, "--timeout=180s"]);
     wait_until("the device to be let go", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);

@@ -12,7 +12,8 @@
 //!
 //! Invariants:
 //! * the first [`Desired`] is the one kept on disk, if there is one, so an agent starts without an API server;
-//! * a status is written when it has changed, [`NodeSettings::status_every`] apart at the least, and every [`UNCHANGED_EVERY`] in any case;
+//! * a status is written when it has changed, one in [`NodeSettings::status_every`] over time, four in a row when something others act on has; and every
+//!   [`UNCHANGED_EVERY`] in any case;
 //! * every write is of the agent's own fields, which nobody else has: it insists on them, and says so where somebody else has written them.
 //!
 //! Beside it the API server is asked whose the tokens are that sessions show ([`Reviewer`]).

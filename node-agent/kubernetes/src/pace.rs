@@ -8,40 +8,55 @@ use tokio::time::Instant;
 /// counts as away, with one write lost.
 pub const UNCHANGED_EVERY: Duration = Duration::from_secs(25);
 
-/// Whether there is something to say.
+/// What is news is written so soon after the last write, where writes were saved up.
+const SOON: Duration = Duration::from_secs(1);
+
+/// So many writes are saved up while there are none: what a device that goes, or a node that starts, has to say one after the other.
+const SAVED_UP: u32 = 4;
+
+/// What there is to say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum News {
-    /// The status differs from what was written.
-    Some,
-    /// It does not.
+    /// Something is so that was not: what others act on.
+    State,
+    /// Amounts and words have changed, and nothing else.
+    Amounts,
+    /// It is as it was written.
     None,
 }
 
-/// Paces the writes of a status.
+/// Paces the writes of a status: one in `every` over time, and news before that as long as there were fewer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
     every: Duration,
     /// The last attempt, whether it went well or not.
     tried: Option<Instant>,
+    /// Until then all writes so far would have lasted, one in `every`. Never further ahead than those that may be saved up.
+    spent: Option<Instant>,
 }
 
 impl Pace {
-    /// Changed statuses are written so far apart.
+    /// Statuses are written so far apart, over time.
     pub(crate) fn new(every: Duration) -> Pace {
-        Pace { every, tried: None }
+        Pace { every, tried: None, spent: None }
     }
 
     /// When the status is to be written next.
     pub(crate) fn due(&self, news: News, now: Instant) -> Instant {
-        let pause = match news {
-            News::Some => self.every,
-            News::None => UNCHANGED_EVERY.max(self.every),
-        };
-        self.tried.map_or(now, |tried| tried + pause)
+        let (Some(tried), Some(spent)) = (self.tried, self.spent) else { return now };
+        match news {
+            News::State => {
+                let saved = spent.checked_sub(self.every * (SAVED_UP - 1)).unwrap_or(tried);
+                saved.max(tried + SOON.min(self.every))
+            }
+            News::Amounts => tried + self.every,
+            News::None => tried + UNCHANGED_EVERY.max(self.every),
+        }
     }
 
     /// It is being written.
     pub(crate) fn tried(&mut self, now: Instant) {
+        self.spent = Some(self.spent.map_or(now, |spent| spent.max(now)) + self.every);
         self.tried = Some(now);
     }
 }
@@ -59,14 +74,61 @@ mod tests {
     }
 
     #[test]
-    fn news_waits_for_the_pause_and_its_absence_for_longer() {
+    fn amounts_wait_for_the_pause_and_their_absence_for_longer() {
         let start = Instant::now();
         let mut pace = Pace::new(EVERY);
         pace.tried(start);
         let later = start + Duration::from_secs(3);
-        assert_eq!(pace.due(News::Some, later), start + EVERY);
+        assert_eq!(pace.due(News::State, later), start + SOON);
+        assert_eq!(pace.due(News::Amounts, later), start + EVERY);
         assert_eq!(pace.due(News::None, later), start + UNCHANGED_EVERY);
-        assert!(pace.due(News::Some, start + 3 * EVERY) < start + 3 * EVERY, "overdue");
+        assert!(pace.due(News::Amounts, start + 3 * EVERY) < start + 3 * EVERY, "overdue");
+    }
+
+    #[test]
+    fn news_is_written_soon_until_what_was_saved_up_is_spent() {
+        let start = Instant::now();
+        let mut pace = Pace::new(EVERY);
+        // There is news all the time.
+        let mut at = start;
+        let mut times = Vec::new();
+        for _ in 0..8 {
+            at = pace.due(News::State, at).max(at);
+            pace.tried(at);
+            times.push((at - start).as_secs());
+        }
+        assert_eq!(times, [0, 1, 2, 3, 10, 20, 30, 40], "one in ten seconds over time");
+        // Nobody who was silent for long has more saved up than that.
+        let later = at + 100 * EVERY;
+        at = later;
+        let mut times = Vec::new();
+        for _ in 0..6 {
+            at = pace.due(News::State, at).max(at);
+            pace.tried(at);
+            times.push((at - later).as_secs());
+        }
+        assert_eq!(times, [0, 1, 2, 3, 10, 20]);
+    }
+
+    #[test]
+    fn who_tells_amounts_all_the_time_has_news_to_tell_as_soon() {
+        let start = Instant::now();
+        let mut pace = Pace::new(EVERY);
+        let mut at = start;
+        for _ in 0..20 {
+            at = pace.due(News::Amounts, at);
+            pace.tried(at);
+        }
+        assert_eq!(at, start + 19 * EVERY);
+        assert_eq!(pace.due(News::State, at), at + SOON);
+    }
+
+    #[test]
+    fn a_shorter_pause_than_that_is_kept() {
+        let start = Instant::now();
+        let mut pace = Pace::new(SOON / 10);
+        pace.tried(start);
+        assert_eq!(pace.due(News::State, start), start + SOON / 10);
     }
 
     #[test]

@@ -88,6 +88,25 @@ pub(crate) fn status(
     }
 }
 
+/// A status without what only counts or describes: what is left changes when somebody may have to act.
+pub(crate) fn without_amounts(status: &CacheNodeStatus) -> CacheNodeStatus {
+    let mut left = status.clone();
+    left.sessions = left.sessions.map(|sessions| sessions.min(1));
+    if let Some(capacity) = &mut left.capacity {
+        (capacity.dram_used, capacity.ssd_used) = (quantity(0), quantity(0));
+    }
+    for device in &mut left.devices {
+        (device.used, device.media_errors) = (None, None);
+        (device.spare_percent, device.read_latency_p99_micros) = (None, None);
+        device.message.clear();
+    }
+    left.drain = left.drain.map(|drain| Drain { drained: drain.drained, ..Drain::default() });
+    for condition in &mut left.conditions {
+        condition.message.clear();
+    }
+    left
+}
+
 fn endpoints(facts: &Facts) -> Endpoints {
     Endpoints {
         peer: facts.peer.as_ref().map(Text::new),

@@ -21,7 +21,7 @@ use crate::desired::Desired;
 use crate::facts::{Facts, Phase};
 use crate::kept::StateDirectory;
 use crate::pace::{News, Pace};
-use crate::status::{Identity, status};
+use crate::status::{Identity, status, without_amounts};
 
 /// One write; a server that takes longer is away.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -46,7 +46,7 @@ pub struct NodeSettings {
     pub access: Access,
     /// Where the last spec is kept.
     pub state: StateDirectory,
-    /// Changed statuses are written so far apart, at the least.
+    /// Statuses that have changed are written so far apart over time: amounts at the least, and what others act on at once while there was little.
     pub status_every: Duration,
 }
 
@@ -167,10 +167,14 @@ impl NodeWatch {
             Some(written) => {
                 let contested = self.contested.finding(Instant::now());
                 let next = status(&self.identity, facts, contested, &written.conditions, &now());
-                let same = CacheNodeStatus { last_updated: written.last_updated.clone(), ..next } == *written;
-                if same { News::None } else { News::Some }
+                let next = CacheNodeStatus { last_updated: written.last_updated.clone(), ..next };
+                match next == *written {
+                    true => News::None,
+                    false if without_amounts(&next) == without_amounts(written) => News::Amounts,
+                    false => News::State,
+                }
             }
-            None => News::Some,
+            None => News::State,
         };
         Some(self.pace.due(news, Instant::now()))
     }

@@ -20,7 +20,7 @@ use crate::error::AgentError;
 pub(crate) struct KubernetesSection {
     /// Where the last spec of the node is kept.
     pub(crate) state_directory: PathBuf,
-    /// Statuses that changed are written so far apart.
+    /// Statuses are written so far apart, over time.
     pub(crate) status_every: Interval,
 }
 

@@ -378,3 +378,36 @@ fn that_others_write_the_status_is_a_condition_for_as_long_as_it_is_said() {
     let after = status(&identity(), &facts(), None, &first.conditions, &early());
     assert!(!kinds(&after).contains(&"StatusContested".to_owned()));
 }
+
+#[test]
+fn what_only_counts_or_describes_is_no_news_and_what_others_act_on_is() {
+    let of = |facts: &Facts| without_amounts(&status(&identity(), facts, None, &[], &early()));
+    let facts = Facts { sessions: 2, devices: vec![device("/dev/a", DeviceState::Open)], ..facts() };
+    let before = of(&facts);
+    let with = |change: fn(&mut Facts)| {
+        let mut changed = facts.clone();
+        change(&mut changed);
+        assert_ne!(changed, facts);
+        of(&changed)
+    };
+    let amounts: [fn(&mut Facts); 4] = [
+        |facts| facts.memory.used = facts.memory.total,
+        |facts| facts.sessions = 3,
+        |facts| facts.devices[0].used = 0,
+        |facts| facts.devices[0].media_errors = Some(1),
+    ];
+    for (index, change) in amounts.into_iter().enumerate() {
+        assert_eq!(with(change), before, "amount {index}");
+    }
+    let news: [fn(&mut Facts); 6] = [
+        |facts| facts.sessions = 0,
+        |facts| facts.generation += 1,
+        |facts| facts.phase = Phase::Leaving,
+        |facts| facts.devices[0] = troubled("/dev/a", DeviceState::Faulted, Reason::DeviceFailed),
+        |facts| facts.devices[0].worn = Some("worn".to_owned()),
+        |facts| facts.configuration = Some("sha256:1".to_owned()),
+    ];
+    for (index, change) in news.into_iter().enumerate() {
+        assert_ne!(with(change), before, "news {index}");
+    }
+}
