@@ -78,6 +78,8 @@ fn start(cluster: &Cluster, space: &str, name: &str, shows: Shows) {
         Shows::NameOnly => "",
     };
     let tenant = if shows == Shows::Both { "$(REPRISE_TENANT)" } else { "team-b" };
+    // Who is refused tries again until then: the agent may not know yet.
+    let within = if shows == Shows::Both { "30s" } else { "5s" };
     cluster.apply(&format!(
         r#"
 apiVersion: v1
@@ -91,7 +93,7 @@ spec:
   containers:
     - name: engine
       image: localhost/reprise:{version}
-      args: [check, "--run={name}", "--tenant={tenant}", {token}"--socket=$(REPRISE_SOCKET)", "--within=30s"]
+      args: [check, "--run={name}", "--tenant={tenant}", {token}"--socket=$(REPRISE_SOCKET)", "--within={within}"]
       volumeMounts: [{{ name: token, mountPath: /token, readOnly: true }}]
       resources: {{ requests: {{ cpu: 10m, memory: 32Mi }}, limits: {{ memory: 128Mi }} }}
   volumes:
