@@ -17,20 +17,27 @@ TRACE ?=
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
-	@echo "make test        everything: formatting, lints, unit, model, conformance and end-to-end tests, a demo, a whole Kubernetes; needs root"
+	@echo "make test        everything but e2e-scale and e2e-skew: lints, unit, model, conformance and end-to-end tests, a demo, a whole Kubernetes; needs root"
 	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
 	@echo "make e2e-k8s     the tests with a whole Kubernetes alone: two nodes and real pods; needs root, and installs what it lacks"
-	@echo "make e2e-scale   the operator in its pod with 1,000 nodes that kwok plays: time, memory, writes"
-	@echo "make e2e-skew    programs of an older commit, OLD=COMMIT, beside these while a release is upgraded under load, and taken back"
-	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around"
-	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit"
+	@echo "make e2e-scale   the operator in its pod with 1,000 nodes that kwok plays: time, memory, writes; needs root"
+	@echo "make e2e-skew    programs of an older commit, OLD=COMMIT, beside these while a release is upgraded under load, and taken back; needs root"
+	@echo "make k8s-lab     such a cluster for a person: up until it is interrupted, with the commands to look around; needs root"
+	@echo "make k8s-demo    Reprise on such a cluster: chart, operator, agents, two pods that are engines, and what they hit; needs root"
 	@echo "make images      images of all programs for Kubernetes, as OCI archives, without a container engine"
 	@echo "make images-test the same for tests, of the programs that these have built"
 	@echo "make bench       every benchmark, as JSON lines"
 	@echo "make doctor      what this machine can do, and what Reprise will use in consequence"
+	@echo "make build       all programs but those of the end-to-end tests, optimised"
+	@echo "make lint        formatting and lints of Rust and Python; licences and sources of dependencies, where cargo-deny is installed"
+	@echo "make etcd        builds etcd, as the tests need it, once"
+	@echo "make kubernetes  builds Kubernetes' API server, once"
+	@echo "make cluster     builds a whole Kubernetes, CoreDNS and Helm, once, and installs packages that nodes need; needs root for these"
+	@echo "make helm        builds Helm, once, and fetches Kubernetes' schemas for the tests of the chart"
+	@echo "make clean       removes what cargo has built"
 
 # Without the end-to-end tests' own programs, which only they run.
 build:

@@ -89,6 +89,7 @@ fn main() -> ExitCode {
         modes::a_share_to_keep_free_changes_without_a_restart,
         pools::a_pool_comes_and_goes_while_engines_go_on,
         pools::a_killed_agent_finds_its_blocks_again,
+        pools::a_file_that_is_not_there_at_the_start_is_waited_for_and_made_anew_only_by_a_pool_that_begins_anew,
         pools::a_wiped_pool_is_destroyed_and_said_so,
         pools::a_pool_that_changes_its_engine_is_opened_again_with_its_blocks,
         profiles::a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_is_refused_in_words,

@@ -335,6 +335,10 @@ impl Worker {
         }
         self.gpus = gpus::read(&self.parts.root);
         let Some(desired) = &self.desired else { return };
+        // What cannot be read may be a claim, and then none has gone.
+        if desired.problems.is_empty() {
+            self.board.let_go(&desired.claims);
+        }
         let held = self.board.held(&desired.claims);
         let names = Names { root: &self.parts.root, held, missed: &mut self.missed };
         let mut pools = resolve::resolve(&desired.claims, names);

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::digest;
 use crate::names::APPLIED;
+use crate::surplus;
 
 /// Group of admission policies.
 const ADMISSION: &str = "admissionregistration.k8s.io";
@@ -170,7 +171,19 @@ impl Child {
     /// Whether what is there is what is wanted.
     pub fn is_held_by(&self, live: &DynamicObject) -> bool {
         let applied = live.annotations().get(APPLIED).is_some_and(|applied| *applied == self.digest);
-        applied && serde_json::to_value(live).is_ok_and(|live| held_by(&live, &self.body))
+        let is_it = |live: Value| {
+            held_by(&live, &self.body) && !(self.is_closed() && surplus::is_in(&live, &self.body))
+        };
+        applied && serde_json::to_value(live).is_ok_and(is_it)
+    }
+
+    /// Whether nobody else may add anything to it. Others add to service accounts: OpenShift gives each some Secrets.
+    pub fn is_closed(&self) -> bool {
+        use ChildKind::{
+            ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding,
+        };
+        let closed = [ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
+        self.ownership == Ownership::OursAlone && closed.contains(&self.kind)
     }
 }
 
@@ -227,7 +240,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_with_more_in_it_is_held_and_any_change_of_ours_is_not() {
+    fn an_entry_more_is_not_held_where_nobody_else_may_add_any() {
+        let rest = json!({ "data": { "k": "v" } });
+        let wanted = child(&rest);
+        assert!(!wanted.is_held_by(&live(&wanted, |live| live["data"]["l"] = json!("mine"))));
+        let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
+        let open = Child::new(ChildKind::ServiceAccount, Ownership::OursAlone, metadata, &rest);
+        assert!(open.is_held_by(&live(&open, |live| live["data"]["l"] = json!("mine"))));
+    }
+
+    #[test]
+    fn what_is_there_is_held_and_any_change_of_ours_is_not() {
         let wanted = child(&json!({ "data": { "k": "v" } }));
         assert!(wanted.is_held_by(&live(&wanted, |_| {})));
         assert!(!wanted.is_held_by(&live(&wanted, |live| live["data"]["k"] = json!("other"))));

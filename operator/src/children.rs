@@ -24,10 +24,11 @@ use crate::names::{APPLIED, CLUSTER_UID};
 use crate::plan::Refusal;
 use crate::put_back::{self, Ours, Outcome, Taken};
 use crate::status::PutBack;
+use crate::surplus;
 
-/// HTTP's code for an object that is not valid.
-const UNPROCESSABLE: u16 = 422;
-/// HTTP's code for what one may not do.
+/// HTTP's codes for what is not valid, to the API server or to a policy of somebody: as it is, too large, by its fields.
+const INVALID: [u16; 3] = [400, 413, 422];
+/// HTTP's code for what one may not do: by rights, quotas, or policies of somebody.
 const FORBIDDEN: u16 = 403;
 /// The API server's word for a namespace that goes.
 const NAMESPACE_GOES: &str = "NamespaceTerminating";
@@ -98,7 +99,7 @@ pub async fn apply(
     let keys = names.map(|(kind, name)| key(kind, namespace.filter(|_| kind.is_namespaced()), name));
     let now = Instant::now();
     applied.refused.extend(keys.filter_map(|key| context.disputes.contested(&key, now)));
-    remove_unwanted(context, cluster_uid, wanted, kept, &refused).await?;
+    applied.refused.extend(remove_unwanted(context, cluster_uid, wanted, kept, &refused).await?);
     Ok(applied)
 }
 
@@ -129,8 +130,10 @@ async fn apply_one(context: &Context, cluster_uid: &str, child: &Child) -> Resul
         }
         // Either it is not there, or it is without our labels: then it is not ours to write.
         None => {
-            let found =
-                api.get_opt(&child.name).await.map_err(OperatorError::api(format!("look at {key}")))?;
+            let found = match api.get_opt(&child.name).await {
+                Ok(found) => found,
+                Err(error) => return refused(&key, error).map(One::Refused),
+            };
             if let Some(refusal) = found.and_then(|found| of_somebody_else(&found, cluster_uid, child)) {
                 return Ok(One::Refused(refusal));
             }
@@ -144,6 +147,15 @@ async fn apply_one(context: &Context, cluster_uid: &str, child: &Child) -> Resul
     };
     context.metrics.wrote(child.kind.as_str(), Write::Apply);
     tracing::info!(object = %key, "written");
+    let (written, taken) = match without_surplus(&api, child, &written).await {
+        Ok(None) => (written, taken),
+        Ok(Some((without, added))) => {
+            context.metrics.wrote(child.kind.as_str(), Write::Apply);
+            context.disputes.put_back(&key, &added, Instant::now());
+            (without, Some(added))
+        }
+        Err(error) => return refused(&key, error).map(One::Refused),
+    };
     if child.kind == ChildKind::ResourceClaimTemplate && !child.is_held_by(&written) {
         // Its spec cannot be changed: left there, it would be in the way once the server keeps all of it.
         remove(context, child.kind, &written).await?;
@@ -181,6 +193,15 @@ async fn write(
     }
 }
 
+/// Takes away what others have added to a child that is ours alone.
+async fn without_surplus(
+    api: &Api<DynamicObject>,
+    child: &Child,
+    written: &DynamicObject,
+) -> Result<Option<(DynamicObject, Taken)>, kube::Error> {
+    if child.is_closed() { surplus::remove(api, written, &child.body).await } else { Ok(None) }
+}
+
 /// Whether fields of a child were gone that had been applied, and came back now. What the API server only writes in another way changes nothing of
 /// what is stored, so it gets no version.
 fn had_less(
@@ -202,12 +223,20 @@ fn refused(key: &str, error: kube::Error) -> Result<Refusal, OperatorError> {
         kube::Error::Api(status) if conflict::is_of_fields(&status) => {
             Ok(field_conflict(key, &status.message))
         }
-        kube::Error::Api(status) if status.code == UNPROCESSABLE => {
+        kube::Error::Api(status) if INVALID.contains(&status.code) => {
             let message = format!("the API server refuses {key}: {}", status.message);
             Ok(Refusal::new(Reason::InvalidSpec, message))
         }
         kube::Error::Api(status) if is_of_a_namespace_that_goes(&status) => {
             let message = format!("{key} cannot be made: {}", status.message);
+            Ok(Refusal::new(Reason::Forbidden, message))
+        }
+        kube::Error::Api(status) if status.code == FORBIDDEN => {
+            let message = format!(
+                "the operator may not write {key}, which is left as it is: {}. Look at the rights of this version's chart, and at quotas and \
+                 admission policies of the namespace",
+                status.message
+            );
             Ok(Refusal::new(Reason::Forbidden, message))
         }
         error => Err(OperatorError::api(format!("apply {key}"))(error)),
@@ -260,13 +289,15 @@ fn field_conflict(key: &str, said: &str) -> Refusal {
     Refusal::new(Reason::FieldConflict, message)
 }
 
+/// What may not be removed.
 async fn remove_unwanted(
     context: &Context,
     cluster_uid: &str,
     wanted: &[Child],
     kept: &[(ChildKind, String)],
     refused: &BTreeSet<ChildKind>,
-) -> Result<(), OperatorError> {
+) -> Result<Vec<Refusal>, OperatorError> {
+    let mut left = Vec::new();
     let stays: BTreeSet<(ChildKind, &str)> = wanted
         .iter()
         .map(|child| (child.kind, child.name.as_str()))
@@ -274,12 +305,24 @@ async fn remove_unwanted(
         .collect();
     for kind in ChildKind::ALL.into_iter().filter(|kind| !stay(*kind, refused)) {
         for child in context.world.children_of(kind, cluster_uid) {
-            if !stays.contains(&(kind, child.name_any().as_str())) {
-                remove(context, kind, &child).await?;
+            if stays.contains(&(kind, child.name_any().as_str())) {
+                continue;
+            }
+            match remove(context, kind, &child).await {
+                Err(error) if error.code() == Some(FORBIDDEN) => {
+                    let key = key(kind, child.namespace().as_deref(), &child.name_any());
+                    let message = format!(
+                        "{key} is wanted no more, and the operator may not remove it: {}. Look at the rights of this version's chart, and at \
+                         admission policies",
+                        error.words()
+                    );
+                    left.push(Refusal::new(Reason::Forbidden, message));
+                }
+                removed => removed?,
             }
         }
     }
-    Ok(())
+    Ok(left)
 }
 
 /// Deletes this object, unless it goes already, or what has its name by now if that is of the same cluster.

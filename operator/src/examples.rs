@@ -106,6 +106,7 @@ fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
         members: None,
         said_by_members: None,
         volumes: None,
+        authority: None,
         etcd: None,
         access: ChildKind::ALL.into_iter().map(|kind| (kind, Access::Usable)).collect(),
     };

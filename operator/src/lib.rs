@@ -54,6 +54,7 @@ mod scripted;
 pub mod selection;
 pub mod settings;
 pub mod status;
+mod surplus;
 pub mod sweep;
 pub mod tenant;
 pub mod uninstall;

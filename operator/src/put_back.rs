@@ -10,6 +10,7 @@
 //! ```
 //!
 //! * Without force first: only then the API server says whose the fields are. By force it takes them without a word.
+//! * What somebody has added is no field of ours, and an apply leaves it: it is taken away afterwards ([`crate::surplus`]).
 //! * A field that somebody has removed is nobody's, so it comes back without a conflict. Whoever applies sees it, and says so by
 //!   [`Taken::removed`].
 //! * Once a minute, and not more and more seldom: who writes again and again may be an attacker, and so long his right would hold. A write a
@@ -89,6 +90,12 @@ impl Taken {
             named.push(format!("{} more", fields.len() - FIELDS_MAX));
         }
         Taken { by: managers.into_iter().collect::<Vec<_>>().join(", "), fields: named.join(", ") }
+    }
+
+    /// What was added, by one of these.
+    pub(crate) fn added(by: &[&str], fields: &str) -> Taken {
+        let by = if by.is_empty() { "somebody".to_owned() } else { by.join(" or ") };
+        Taken { by, fields: fields.to_owned() }
     }
 
     /// What was removed has no manager any more.

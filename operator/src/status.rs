@@ -216,7 +216,8 @@ where
     context.metrics.put_back(kind);
     tracing::info!(kind, name, by, fields, "what somebody else had written is put back");
     let note = format!(
-        "{fields} of {kind} {name} are the operator's alone and were written by {by}: they are put back. Change what they are made of, which          is a field of a resource of Reprise or of the chart"
+        "{fields} of {kind} {name} are the operator's alone and were written by {by}: they are put back. Change what they are made of, which \
+         is a field of a resource of Reprise or of the chart"
     );
     let event = Event {
         type_: EventType::Warning,

@@ -12,7 +12,7 @@ use crate::clock;
 use crate::cluster::REPORTED_WITHIN;
 use crate::context::Context;
 use crate::error::OperatorError;
-use crate::finalizers::{Finalizer, Left, set};
+use crate::finalizers::{self, Attempt, Finalizer, Left, try_set};
 use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 
 pub mod budget;
@@ -25,6 +25,9 @@ pub mod validate;
 /// Nodes take over whose pods are whose within a minute or so, and say so.
 const PODS_LOOK_AGAIN: Duration = Duration::from_secs(5);
 
+/// For what a deletion waits.
+const FOR_WHAT: &str = "its budgets and blocks to be taken back";
+
 /// Makes control planes have a tenant's budget, and says what is so of it.
 ///
 /// # Errors
@@ -34,33 +37,34 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let refused = validate::validate(&tenant);
     let ours = budget::is_ours(&tenant);
     let goes = tenant.metadata.deletion_timestamp.is_some();
+    let mut forbidden = None;
     if !goes && refused.is_none() {
-        let purges = budget::wants_purge(&tenant);
-        // Before anybody is told, and one at a time: what comes of it is a change, and the next reconcile tells.
-        if !ours && (purges || budget::wanted(&tenant).is_some()) {
-            set(&context, &*tenant, &api, BUDGET_FINALIZER, Finalizer::Wanted).await?;
-            return Ok(Action::await_change());
-        }
-        if purges != budget::has_purge(&tenant) {
-            let finalizer = if purges { Finalizer::Wanted } else { Finalizer::Unwanted };
-            set(&context, &*tenant, &api, PURGE_FINALIZER, finalizer).await?;
-            return Ok(Action::await_change());
+        match hold(&tenant, ours, &api, &context).await? {
+            None => {}
+            Some((_, Attempt::Done(_))) => return Ok(Action::await_change()),
+            Some((finalizer, Attempt::Forbidden(refused))) => forbidden = Some((finalizer, refused)),
         }
     }
     let settled = budget::settle(&tenant, refused.as_ref(), &context).await;
     if budget::is_purged(&tenant, &settled) {
-        // Before the finalizer goes: the object may go with it.
-        let finding = status::purged(&budget::asked(&tenant, &settled), &budget::unasked(&tenant, &context));
-        crate::status::tell(&context, &*tenant, &finding).await;
-        // What is left to do is to take its budget of nothing back.
-        set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Unwanted).await?;
-        return Ok(Action::await_change());
+        // Before the finalizer goes: the object may go with it. Once, where it may not be taken away.
+        if context.refusals.standing(&*tenant, PURGE_FINALIZER).is_none() {
+            let finding =
+                status::purged(&budget::asked(&tenant, &settled), &budget::unasked(&tenant, &context));
+            crate::status::tell(&context, &*tenant, &finding).await;
+        }
+        match try_set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Unwanted).await? {
+            // What is left to do is to take its budget of nothing back.
+            Attempt::Done(_) => return Ok(Action::await_change()),
+            Attempt::Forbidden(refused) => forbidden = Some((PURGE_FINALIZER, refused)),
+        }
     }
     let undone = budget::is_undone(&tenant, refused.as_ref(), &settled);
     let finalizer = if ours && !undone { Finalizer::Wanted } else { Finalizer::Unwanted };
-    let left = set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await?;
-    if left == Left::Nothing && !budget::is_purging(&tenant) {
-        return Ok(Action::await_change());
+    match try_set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await? {
+        Attempt::Done(Left::Nothing) if !budget::is_purging(&tenant) => return Ok(Action::await_change()),
+        Attempt::Done(_) => {}
+        Attempt::Forbidden(refused) => forbidden = Some((BUDGET_FINALIZER, refused)),
     }
     let rooms = dereference::dereference(&tenant, &context);
     let measured = usage::measure(&tenant, &context).await;
@@ -70,6 +74,9 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let told = usage::tell(&tenant, &measured, refused.as_ref(), &clock::now());
     fresh.usage = told.usage;
     findings.extend(told.findings);
+    findings.extend(
+        forbidden.map(|(finalizer, refused)| finalizers::forbidden(&*tenant, finalizer, FOR_WHAT, &refused)),
+    );
     let found = crate::status::Found {
         object: &*tenant,
         api: &api,
@@ -81,4 +88,23 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let awaited = if pods::is_awaited(&standings) { PODS_LOOK_AGAIN } else { REPORTED_WITHIN };
     let next = budget::next(&settled).unwrap_or(REPORTED_WITHIN).min(told.next).min(awaited);
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+}
+
+/// Has a tenant the finalizers that it needs, before anybody is told, and one at a time: what comes of it is a change, and the next reconcile tells.
+/// `None`: it has them.
+async fn hold(
+    tenant: &CacheTenant,
+    ours: bool,
+    api: &Api<CacheTenant>,
+    context: &Context,
+) -> Result<Option<(&'static str, Attempt)>, OperatorError> {
+    let purges = budget::wants_purge(tenant);
+    let (finalizer, wanted) = if !ours && (purges || budget::wanted(tenant).is_some()) {
+        (BUDGET_FINALIZER, Finalizer::Wanted)
+    } else if purges != budget::has_purge(tenant) {
+        (PURGE_FINALIZER, if purges { Finalizer::Wanted } else { Finalizer::Unwanted })
+    } else {
+        return Ok(None);
+    };
+    Ok(Some((finalizer, try_set(context, tenant, api, finalizer, wanted).await?)))
 }

@@ -1,4 +1,4 @@
-//! What an agent says of its node. Slow facts only: the agent writes when something changed, and at most every 10 s.
+//! What an agent says of its node. Slow facts only: the agent writes when something changed, and one status in 10 s over time.
 //!
 //! Bounded: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, 128 allocations of 100 bytes: under 40 KiB at the very most,
 //! 3 KiB of a node with four devices.
@@ -61,7 +61,7 @@ pub struct CacheNodeStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drain: Option<Drain>,
     /// What is so: `AgentReady`, `Connected`, `DevicesReady`, `ConfigurationApplied`, `EngineFallback`, `Degraded`, `Cordoned`,
-    /// `Drained`; by the operator `ModeApplied`.
+    /// `Drained`, `StatusContested`; by the operator `ModeApplied`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
@@ -153,6 +153,10 @@ pub struct Device {
     pub pool: ShortName,
     /// What it is.
     pub state: DeviceState,
+    /// Why it is not open, or not as wanted, in one word: a reason of conditions. Absent: it is as wanted, or its agent is of a version that does not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 64), regex(pattern = r"^[A-Z][A-Za-z]*$"))]
+    pub reason: Option<String>,
     /// Why, where it is not open, and what to do about it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 512))]

@@ -148,6 +148,8 @@ words! {
         ForeignSignature,
         /// A device has failed.
         DeviceFailed,
+        /// The runtime of a node keeps its agent from a device.
+        DeviceNotPermitted,
         /// Reads of a device take longer than its pool allows; it is used all the same.
         DeviceSlow,
         /// A device has more media errors, or less spare capacity, than its pool allows; it is used all the same.

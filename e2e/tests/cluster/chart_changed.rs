@@ -148,7 +148,6 @@ pub(crate) fn engines_are_told_as_allowed(release: Release<'_>) {
     let agents = release.pods(Part::Agents);
     let is_allowed = kernel_allows() && agents.iter().all(|agent| profile_allows(release, agent));
     let (engine, is_other) = if is_allowed { ("IoUring", "False") } else { ("Plain", "True") };
-    // Statuses are written every 10 s at the most.
     for agent in &agents {
         wait_until(&format!("{} to say that {engine} drives its device", agent.node), PODS_WITHIN, || {
             std::thread::sleep(PAUSE);

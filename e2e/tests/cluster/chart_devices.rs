@@ -62,7 +62,9 @@ pub(crate) fn are_opened_as_the_cluster_says(cluster: &mut Cluster) {
         let pool = release.object("ssdp", POOL);
         pool["status"].to_string().contains("deviceAccess").then_some(pool)
     });
-    assert_eq!(condition(&pool, "Ready").0, "False", "{refused} {pool:#}");
+    assert_eq!(refused["reason"], "DeviceNotPermitted", "{refused}");
+    assert_eq!(condition(&pool, "Degraded"), ("True", "DeviceNotPermitted"), "{pool:#}");
+    assert_eq!(condition(&pool, "Ready").0, "False", "{pool:#}");
 
     agents_are_replaced(release, &[SETTINGS, NAMED, PRIVILEGED]);
     let open = wait_for_device(release, node.name(), &name, "Open");

@@ -23,8 +23,9 @@ pub(crate) fn a_device_with_somebody_elses_data_is_left_alone_and_one_that_is_bl
     let status = node.bring("both devices were looked at", claims.clone(), |status| {
         state(status, "nvme-blank") == Some("Open") && state(status, "nvme-theirs") == Some("Refused")
     });
-    let message = device(&status, "nvme-theirs").expect("there")["message"].as_str().unwrap_or_default();
-    assert!(message.contains("XFS"), "{message}");
+    let told = device(&status, "nvme-theirs").expect("there");
+    assert_eq!(told["reason"], "ForeignSignature", "{told}");
+    assert!(told["message"].as_str().unwrap_or_default().contains("XFS"), "{told}");
     assert_eq!(condition(&status, "DevicesReady"), ("False", "ForeignSignature"));
     assert_eq!(condition(&status, "Degraded"), ("True", "ForeignSignature"));
     assert!(words(&status, "DevicesReady").contains("nvme-theirs"));

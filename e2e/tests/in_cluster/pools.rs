@@ -1,9 +1,11 @@
 //! A pool of one file: claimed, used, closed, found again, destroyed.
 
+use std::fs;
+
 use reprise_client::{Scope, Source};
 use reprise_e2e::content::small;
 use reprise_e2e::{ApiServer, Loading, PATIENCE, World};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::node::{Node, Setup, condition, device, file_claim, state};
 
@@ -67,6 +69,51 @@ pub(crate) fn a_killed_agent_finds_its_blocks_again(server: &ApiServer) {
     let engine = node.agent.engine(small());
     assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
     node.wait_status("the pool is told to be open", |status| state(status, "/p1-file") == Some("Open"));
+}
+
+pub(crate) fn a_file_that_is_not_there_at_the_start_is_waited_for_and_made_anew_only_by_a_pool_that_begins_anew(
+    server: &ApiServer,
+) {
+    let mut node = Node::start(server, "unmounted");
+    node.world.require("a device of a claim is not used");
+    let (file, elsewhere) = (node.root().join("p1-file"), node.root().join("elsewhere"));
+    let mut claims = json!({ "claims": [file_claim("p1")] });
+    node.bring("the pool is open", claims.clone(), |status| state(status, "/p1-file") == Some("Open"));
+    node.agent.engine(small()).save_durably(&blocks());
+
+    // The machine boots, and the file system is not mounted.
+    node.agent.stop();
+    fs::rename(&file, &elsewhere).expect("moved");
+    node.agent.start();
+    node.wait_ready();
+    let refused = |status: &Value| state(status, "/p1-file") == Some("Refused");
+    let status = node.wait_status("the file is missed", refused);
+    let told = device(&status, "/p1-file").expect("there");
+    assert_eq!(told["reason"], "DeviceFailed", "{told}");
+    assert!(told["message"].as_str().unwrap_or_default().contains("mount its file system"), "{told}");
+    assert_eq!(condition(&status, "DevicesReady"), ("False", "DeviceFailed"));
+    // Another generation alone is no reason to begin anew.
+    claims["claims"][0]["generation"] = json!(2);
+    node.bring("the generation is applied", claims.clone(), |status| {
+        refused(status) && status["applied"]["pools"][0]["generation"] == 2
+    });
+    assert!(!file.exists(), "no blank one is in its place");
+
+    fs::rename(&elsewhere, &file).expect("moved");
+    node.wait_status("the file is used again", |status| state(status, "/p1-file") == Some("Open"));
+    let engine = node.agent.engine(small());
+    assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
+    drop(engine);
+
+    // Its disk is replaced: the node is taken out of the pool and put back.
+    node.agent.stop();
+    fs::rename(&file, &elsewhere).expect("moved");
+    node.agent.start();
+    node.wait_status("the file is missed again", refused);
+    node.bring("the claim is gone", json!({}), |status| status["devices"].is_null());
+    node.bring("a blank file is used", claims, |status| state(status, "/p1-file") == Some("Open"));
+    let left = node.agent.engine(small()).matches(&blocks(), Scope::Local);
+    assert!(!left.contains(&Source::OwnNvme), "the blocks are on the old disk: {left:?}");
 }
 
 pub(crate) fn a_wiped_pool_is_destroyed_and_said_so(server: &ApiServer) {

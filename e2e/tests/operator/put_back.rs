@@ -108,6 +108,50 @@ fn an_edit_of_what_is_the_operators_alone_is_put_back_and_its_editor_is_named() 
 }
 
 #[test]
+fn what_somebody_adds_to_what_is_the_operators_alone_is_taken_away_and_named() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.pool("p", "/var/lib/p", json!({}));
+    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+    let (binding, node) = ("reprise-cache-c-agent", "n1");
+    let subjects = lab.wait_for("ClusterRoleBinding", binding).data["subjects"].clone();
+    let configuration = lab.wait_for("ConfigMap", "c-agent").data["data"].clone();
+    let claims = wait_until("n1 to have its claim", PATIENCE, || {
+        let claims = lab.get("CacheNode", node)?.data["spec"]["claims"].clone();
+        claims.as_array().is_some_and(|claims| claims.len() == 1).then_some(claims)
+    });
+
+    // One more may do what agents may.
+    let mut more = subjects.as_array().expect("subjects").clone();
+    more.push(json!({ "kind": "User", "name": "me", "apiGroup": "rbac.authorization.k8s.io" }));
+    edit(&lab, "ClusterRoleBinding", binding, &json!({ "subjects": more }));
+    wait_again(&lab, "ClusterRoleBinding", binding, "/subjects", Some(&subjects));
+    wait_warning(&lab, ("KVCacheCluster", "c"), "SetBack", &[EDITOR, binding, "subjects"]);
+
+    // Of a map each entry is its writer's.
+    edit(&lab, "ConfigMap", "c-agent", &json!({ "data": { "mine": "x" } }));
+    wait_again(&lab, "ConfigMap", "c-agent", "/data", Some(&configuration));
+    wait_warning(&lab, ("KVCacheCluster", "c"), "SetBack", &[EDITOR, "c-agent", "data.mine"]);
+
+    // And of a list that is merged by names each item.
+    let theirs =
+        json!({ "pool": "theirs", "uid": "0", "generation": 1, "file": "/data/theirs", "size": "1Gi" });
+    let mut more = claims.as_array().expect("claims").clone();
+    more.push(theirs);
+    edit(&lab, "CacheNode", node, &json!({ "spec": { "claims": more } }));
+    wait_again(&lab, "CacheNode", node, "/spec/claims", Some(&claims));
+    wait_warning(&lab, ("CacheNode", node), "SetBack", &[EDITOR, "spec.claims"]);
+
+    // Nobody writes any more.
+    let writes = || ["ConfigMap", "ClusterRoleBinding", "CacheNode"].map(|kind| counted(&operator, kind));
+    let before = writes();
+    assert!(before.iter().all(|count| *count >= 1.0), "{before:?}");
+    std::thread::sleep(SETTLED);
+    assert_eq!(writes(), before);
+    operator.kill();
+}
+
+#[test]
 fn who_writes_again_and_again_is_put_back_once_a_minute_and_a_condition_says_so() {
     let lab = Lab::new();
     let operator = lab.operator();

@@ -124,6 +124,77 @@ fn a_finalizer_that_may_not_be_taken_away_is_said_once_and_goes_with_the_right()
     operator.kill();
 }
 
+/// Somebody's policy that takes no DaemonSets, as policies against folders of nodes do not.
+fn policy() -> [Value; 2] {
+    let (version, name) = ("admissionregistration.k8s.io/v1", "no-daemonsets");
+    let rule = json!({ "apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"], "resources": ["daemonsets"] });
+    [
+        json!({
+            "apiVersion": version, "kind": "ValidatingAdmissionPolicy", "metadata": { "name": name },
+            "spec": {
+                "failurePolicy": "Fail", "matchConstraints": { "resourceRules": [rule] },
+                "validations": [{ "expression": "false", "message": "no folders of nodes here", "reason": "Forbidden" }],
+            },
+        }),
+        json!({
+            "apiVersion": version, "kind": "ValidatingAdmissionPolicyBinding", "metadata": { "name": name },
+            "spec": { "policyName": name, "validationActions": ["Deny"] },
+        }),
+    ]
+}
+
+#[test]
+fn a_child_that_a_policy_of_somebody_forbids_is_a_condition_and_everything_else_is_made() {
+    let lab = Lab::new();
+    let of = |kind: &str, plural: &str| {
+        let group = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind);
+        let resource = ApiResource::from_gvk_with_plural(&group, plural);
+        Api::<DynamicObject>::all_with(lab.client(), &resource)
+    };
+    let (policies, bindings) = (
+        of("ValidatingAdmissionPolicy", "validatingadmissionpolicies"),
+        of("ValidatingAdmissionPolicyBinding", "validatingadmissionpolicybindings"),
+    );
+    let params = PatchParams::apply("somebody");
+    for (api, object) in [&policies, &bindings].into_iter().zip(policy()) {
+        let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
+        lab.server.block_on(api.patch(&name, &params, &Patch::Apply(&object))).expect("policies can be made");
+    }
+    // Policies are in effect a little later.
+    let probe = json!({
+        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": { "name": "probe", "namespace": SPACE },
+        "spec": {
+            "selector": { "matchLabels": { "a": "b" } },
+            "template": { "metadata": { "labels": { "a": "b" } }, "spec": { "containers": [{ "name": "c", "image": "i" }] } },
+        },
+    });
+    let dry = PatchParams { dry_run: true, ..PatchParams::apply("somebody") };
+    wait_until("the policy to be in effect", PATIENCE, || {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let taken = lab.server.block_on(lab.api("DaemonSet").patch("probe", &dry, &Patch::Apply(&probe)));
+        taken.is_err().then_some(())
+    });
+    let operator = start(&lab, |_| ());
+    lab.cluster(json!({}));
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "Forbidden"]);
+    assert!(said.contains("DaemonSet/cache/c-agent") && said.contains("no folders of nodes here"), "{said}");
+    lab.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Forbidden"]);
+    for (kind, name) in
+        [("ConfigMap", "c-connection"), ("Service", "c-controlplane"), ("StatefulSet", "c-controlplane")]
+    {
+        lab.wait_for(kind, name);
+    }
+    assert!(lab.get("DaemonSet", "c-agent").is_none());
+    let failed = operator.metric("reprise_operator_reconciles_total", "failed");
+    assert_eq!(failed, 0.0, "it is said, and no error of a reconcile");
+
+    let deleted = lab.server.block_on(bindings.delete("no-daemonsets", &kube::api::DeleteParams::default()));
+    deleted.expect("whoever made it takes it back");
+    lab.wait_for("DaemonSet", "c-agent");
+    lab.wait_condition("KVCacheCluster", "c", ["Accepted", "True", "AsDesired"]);
+    operator.kill();
+}
+
 #[test]
 fn a_cluster_in_a_namespace_that_goes_is_held_said_so_and_let_go() {
     let lab = Lab::new();

@@ -7,6 +7,11 @@ use serde_json::{Value, json};
 
 use crate::lab::{Lab, SETTLED};
 
+/// The Secret with the authority of a managed etcd.
+const AUTHORITY: &str = "c-etcd-ca";
+/// Annotation of etcd's pods: the authority that they trust.
+const TRUSTS: &str = "reprise.dev/etcd-authority";
+
 fn external(more: Value) -> Value {
     let mut external = json!({ "endpoints": ["http://127.0.0.1:1"] });
     external.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
@@ -142,5 +147,100 @@ fn a_managed_store_has_certificates_that_are_made_anew_when_they_are_spoiled() {
     assert_eq!(lab.wait_for("Secret", "c-etcd-ca").resource_version(), authority.resource_version());
     lab.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
     lab.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
+    operator.kill();
+}
+
+/// Deletes the authority of a managed etcd, and waits until that is said.
+fn lose_the_authority(lab: &Lab) {
+    lab.delete("Secret", AUTHORITY);
+    let said = lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "SecretInvalid"]);
+    for words in ["Secret c-etcd-ca", "is not there", "put it back", "deletes Secret c-etcd-tls as well"] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+}
+
+#[test]
+fn an_authority_that_is_lost_is_said_and_etcd_goes_on_until_it_is_put_back() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
+    let backup = lab.wait_for("Secret", AUTHORITY);
+    lab.wait_for("StatefulSet", "c-controlplane");
+    lab.all_are_ready("c-etcd");
+    lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
+    let parts = || {
+        let secret = lab.get("Secret", "c-etcd-tls").expect("it stays").resource_version();
+        let sets =
+            ["c-etcd", "c-controlplane"].map(|name| lab.wait_for("StatefulSet", name).metadata.generation);
+        (secret, sets)
+    };
+    let before = parts();
+    lose_the_authority(&lab);
+    std::thread::sleep(SETTLED);
+    assert!(lab.get("Secret", AUTHORITY).is_none(), "no other one is drawn");
+    assert!(lab.says(("KVCacheCluster", "c"), ["EtcdReady", "True", "AsDesired"]));
+    // As somebody has saved it, without what the server has written.
+    let mut saved = serde_json::to_value(&backup).expect("an object");
+    for drawn in ["resourceVersion", "uid", "creationTimestamp", "managedFields"] {
+        saved["metadata"].as_object_mut().expect("fields").remove(drawn);
+    }
+    let mut spoiled = saved.clone();
+    spoiled["data"]["tls.key"] = json!("bm9uZQ==");
+    lab.apply(&spoiled);
+    wait_until("it is not as it was", PATIENCE, || {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let said = lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "SecretInvalid"]);
+        said.contains("does not hold what was put into it").then_some(())
+    });
+    lab.apply(&saved);
+    lab.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
+    assert_eq!(parts(), before, "nothing is restarted");
+    operator.kill();
+}
+
+#[test]
+fn a_new_authority_is_drawn_on_purpose_and_replaces_all_members_of_etcd_at_once() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
+    let first = lab.wait_for("Secret", "c-etcd-tls");
+    lab.all_are_ready("c-etcd");
+    lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
+    let annotation = |set: &str, name: &str| {
+        let set = lab.wait_for("StatefulSet", set);
+        set.data["spec"]["template"]["metadata"]["annotations"][name].clone()
+    };
+    let before = annotation("c-etcd", TRUSTS);
+    assert!(before.is_string(), "{before}");
+    let members = annotation("c-controlplane", "reprise.dev/secrets");
+    lose_the_authority(&lab);
+    lab.delete("Secret", "c-etcd-tls");
+    wait_until("certificates of another authority are there", PATIENCE, || {
+        let found = lab.get("Secret", "c-etcd-tls")?;
+        let authority = lab.get("Secret", AUTHORITY)?;
+        let is_other = found.data["data"]["ca.crt"] != first.data["data"]["ca.crt"];
+        (is_other && found.data["data"]["ca.crt"] == authority.data["data"]["tls.crt"]).then_some(())
+    });
+    let replicas = |wanted: u32| {
+        wait_until(&format!("{wanted} members of etcd are wanted"), PATIENCE, || {
+            let set = lab.get("StatefulSet", "c-etcd")?;
+            (set.data["spec"]["replicas"] == json!(wanted)).then_some(())
+        });
+    };
+    replicas(0);
+    let said = lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "False", "Progressing"]);
+    assert!(said.contains("replaced at once"), "{said}");
+    std::thread::sleep(SETTLED);
+    assert_eq!(annotation("c-etcd", TRUSTS), before, "some are left");
+    // Plays the controller of StatefulSets: the last one is gone, and then all are back. Whoever comes after the operator goes on.
+    operator.kill();
+    lab.all_are_ready("c-etcd");
+    let operator = lab.operator();
+    replicas(3);
+    assert_ne!(annotation("c-etcd", TRUSTS), before);
+    lab.all_are_ready("c-etcd");
+    lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
+    lab.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
+    assert_ne!(annotation("c-controlplane", "reprise.dev/secrets"), members, "members are told");
     operator.kill();
 }

@@ -10,6 +10,9 @@ use crate::objects::{api, create, dynamic, minimal, refusal};
 use crate::rights::{allow, install_policy};
 
 const AGENT: PodAccount<'_> = PodAccount { namespace: "reprise-agents", name: "reprise-agent" };
+/// Agents of a cluster in Kubernetes' own namespace.
+const SYSTEM_AGENT: PodAccount<'_> = PodAccount { namespace: "kube-system", name: "system-agent" };
+const COLLECTOR: PodAccount<'_> = PodAccount { namespace: "kube-system", name: "generic-garbage-collector" };
 const OPERATOR: PodAccount<'_> = PodAccount { namespace: "reprise-system", name: "reprise-operator" };
 
 /// All that could be done to a CacheNode: far more than an agent needs, since the policy must not rely on it.
@@ -57,6 +60,11 @@ pub(crate) fn an_agent_writes_the_cache_node_of_its_own_node_only(server: &ApiSe
     let near = Writer::new(server, &server.client_on_node(AGENT, "near"));
     let nowhere = Writer::new(server, &server.client_on_no_node(AGENT));
     let operator = Writer::new(server, &server.client_on_no_node(OPERATOR));
+    for account in [SYSTEM_AGENT, COLLECTOR] {
+        allow(server, account, &EVERYTHING);
+    }
+    let system = Writer::new(server, &server.client_on_node(SYSTEM_AGENT, "near"));
+    let collector = Writer::new(server, &server.client_on_no_node(COLLECTOR));
     create(server, "", &minimal("CacheNode", "far"));
 
     wait_until("the policy is in effect", PATIENCE, || {
@@ -73,6 +81,8 @@ pub(crate) fn an_agent_writes_the_cache_node_of_its_own_node_only(server: &ApiSe
     confined(near.update("far"), other);
     confined(near.delete("far"), other);
     confined(near.create("made-up"), "not made-up");
+    confined(system.report("far"), other);
+    confined(system.delete("far"), other);
 
     let nameless = "the caller's token names no node";
     confined(nowhere.create("near"), nameless);
@@ -87,4 +97,8 @@ pub(crate) fn an_agent_writes_the_cache_node_of_its_own_node_only(server: &ApiSe
     assert_eq!(operator.report("far"), None);
     assert_eq!(near.delete("near"), None);
     assert_eq!(operator.delete("far"), None);
+
+    // What belongs to a node that is gone goes with it.
+    create(server, "", &minimal("CacheNode", "gone"));
+    assert_eq!(collector.delete("gone"), None);
 }

@@ -92,6 +92,9 @@ pub(crate) fn status(
 pub(crate) fn without_amounts(status: &CacheNodeStatus) -> CacheNodeStatus {
     let mut left = status.clone();
     left.sessions = left.sessions.map(|sessions| sessions.min(1));
+    // A member that restarts changes it on all nodes at once, and that no member answers is a condition.
+    left.registration =
+        left.registration.map(|registration| Registration { members_connected: 0, ..registration });
     if let Some(capacity) = &mut left.capacity {
         (capacity.dram_used, capacity.ssd_used) = (quantity(0), quantity(0));
     }
@@ -150,12 +153,14 @@ fn capacity(facts: &Facts) -> NodeCapacity {
 fn device(fact: &DeviceFact) -> Device {
     let is_open = fact.state == DeviceState::Open;
     let trouble = fact.trouble.as_ref().map(|trouble| trouble.message.as_str());
+    let reason = fact.trouble.as_ref().map(|trouble| trouble.reason.as_str().to_owned());
     let health = fact.worn.as_deref().into_iter().chain(fact.slow.as_deref());
     let message = trouble.into_iter().chain(health).collect::<Vec<_>>().join("; ");
     Device {
         path: DevicePath::new(&fact.path),
         pool: ShortName::new(&fact.pool),
         state: fact.state,
+        reason,
         message: message.chars().take(DEVICE_MESSAGE_CHARS_MAX).collect(),
         serial: fact.serial.as_ref().map(Serial::new),
         model: fact.model.as_deref().map(short),

@@ -11,17 +11,19 @@
 //! wanted then is looked at again afterwards. Devices of one pool are opened together, so that they agree on one identity.
 //!
 //! Invariants: a number is given to one device at a time; a place that nobody wants ends; what failed is tried again when its claim
-//! changes, what was refused also from time to time; a device that was chosen stays so ([`Board::held`]), above all while it is wiped.
+//! changes, what was refused also from time to time; a device that was chosen stays so ([`Board::held`]), above all while it is wiped;
+//! a blank file is never made in place of one that a claim had ([`Known::expects`]).
 
 mod place;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{
-    Claim, ClaimFact, Data, DeviceFact, Engine, FallbackEngine, ForeignSignatures, Reason, Trouble,
+    Claim, ClaimFact, Data, DeviceFact, Engine, FallbackEngine, ForeignSignatures, Reason, Source, Trouble,
 };
+use reprise_io::Missing;
 
 use super::known::Known;
 use crate::device::{Membership, PoolIdentity};
@@ -108,6 +110,8 @@ pub(super) struct ToOpen {
     pub(super) path: String,
     pub(super) at: PathBuf,
     pub(super) recipe: Recipe,
+    /// What is done when it is not there.
+    pub(super) missing: Missing,
 }
 
 /// A place to wipe.
@@ -159,6 +163,16 @@ impl Board {
     pub(super) fn want(&mut self, pools: Vec<WantedPool>) {
         self.known.forget_beyond_bound(|uid| pools.iter().any(|pool| pool.uid == uid));
         self.pools = pools;
+    }
+
+    /// These are all the claims that there are. What they do not mean need not be there when one means it again: so a node that is taken
+    /// out of a pool and put back begins anew where its file is gone.
+    pub(super) fn let_go(&mut self, claims: &[Claim]) {
+        let means = |claim: &Claim, path: &str| match &claim.source {
+            Source::File(file) => file == Path::new(path),
+            Source::Devices { .. } => true,
+        };
+        self.known.let_go(|uid, path| claims.iter().any(|claim| claim.uid == uid && means(claim, path)));
     }
 
     /// Which pools the devices of claims are of.
@@ -219,6 +233,7 @@ impl Board {
     pub(super) fn wiped(&mut self, path: &str) {
         if let Some(place) = self.places.get_mut(path) {
             self.doubtful.remove(path);
+            self.known.wiped(&place.recipe.uid, path);
             place.refused = None;
             place.state = State::Wiped;
         }
@@ -305,11 +320,15 @@ impl Board {
                 continue;
             }
             place.aim(pool, wanted);
-            // A file that nobody has open is made, whether or not there was one.
-            let is_made = wanted.recipe.kind == Kind::File;
-            let presence = if is_made { Presence::Here } else { wanted.presence };
+            // A file that nobody has open is tried, also where there is none: it is made, unless the claim had one.
+            let is_file = wanted.recipe.kind == Kind::File;
+            let may_make = is_file && !self.known.expects(&pool.uid, &wanted.path);
+            let missing = if may_make { Missing::Create } else { Missing::Fail };
+            let presence = if is_file { Presence::Here } else { wanted.presence };
             match (presence, pool.data) {
-                (Presence::Gone, _) => place.state = State::Faulted { id: None, trouble: gone() },
+                (Presence::Gone, _) => {
+                    place.state = State::Faulted { id: None, trouble: gone(wanted.recipe.kind) };
+                }
                 (Presence::Here, Data::Wiped) => {
                     place.state = State::Wiping;
                     let (path, at) = (wanted.path.clone(), wanted.at.clone());
@@ -333,7 +352,7 @@ impl Board {
                     self.used.insert(id);
                     place.state = State::Opening;
                     let WantedPlace { path, at, recipe, .. } = wanted.clone();
-                    to_open.push(ToOpen { id: DeviceId(id), path, at, recipe });
+                    to_open.push(ToOpen { id: DeviceId(id), path, at, recipe, missing });
                 }
                 (Presence::Here, Data::Kept) => {}
             }
@@ -362,6 +381,14 @@ impl Board {
     pub(super) fn devices(&self) -> Vec<(Option<DeviceId>, DeviceFact)> {
         self.places.iter().map(|(path, place)| place.fact(path)).collect()
     }
+}
+
+/// Why no blank file is made where a claim had one.
+pub(super) fn missing_file() -> Trouble {
+    let message = "the file that this node had is not there, and a blank one would hide that: bring it back (mount its file system, then \
+        restart the agent's pod). To begin anew with a blank one, take the node out of the pool's nodeSelector until its CacheNode lists the \
+        file no more and put it back, or make a new SSDPool";
+    Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
 }
 
 /// Why a device is not opened again after a failed sync.

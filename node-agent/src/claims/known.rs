@@ -2,7 +2,12 @@
 //! opened.
 //!
 //! It is kept in the agent's state directory, because a device that is late or cannot be opened says nothing: after a restart fresh
-//! devices still join the pool, and a wipe still destroys the claim's pool and no other.
+//! devices still join the pool, and a wipe still destroys the claim's pool and no other. A file that a claim had is not made anew when it
+//! is not there: its file system may not be mounted, and blocks would go to the disk below.
+//!
+//! ```text
+//!   opened ──► Expected ── wiped, or its claim does not mean it any more ──► LetGo ── opened ──► Expected
+//! ```
 //!
 //! Invariant: all devices of one claim are of one pool; what is known of another pool ends when a claim founds a new one.
 
@@ -24,7 +29,23 @@ const DEVICES_MAX: usize = 256;
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Known {
-    members: BTreeMap<(String, String), Membership>,
+    members: BTreeMap<(String, String), Member>,
+}
+
+/// A device that is known.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Member {
+    membership: Membership,
+    standing: Standing,
+}
+
+/// Whether it should be there when its claim means it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// It was one of the pool when it was last looked at.
+    Expected,
+    /// It was wiped, or its claim has not meant it since: a blank one may take its place.
+    LetGo,
 }
 
 /// Where it is kept.
@@ -48,13 +69,37 @@ struct KeptDevice {
     /// In hexadecimal digits.
     pool: String,
     index: u8,
+    /// Files of before this have no such field.
+    #[serde(default)]
+    let_go: bool,
 }
 
 impl Known {
     /// A device of a claim was opened.
     pub(super) fn note(&mut self, uid: &str, path: &str, membership: Membership) {
-        self.members.retain(|(of, _), other| of != uid || other.uuid == membership.uuid);
-        self.members.insert((uid.to_owned(), path.to_owned()), membership);
+        self.members.retain(|(of, _), other| of != uid || other.membership.uuid == membership.uuid);
+        let member = Member { membership, standing: Standing::Expected };
+        self.members.insert((uid.to_owned(), path.to_owned()), member);
+    }
+
+    /// A device of a claim was wiped.
+    pub(super) fn wiped(&mut self, uid: &str, path: &str) {
+        self.let_go(|of, other| (of, other) != (uid, path));
+    }
+
+    /// Devices that no claim means, by its unique id and their paths, need not be there when one means them again.
+    pub(super) fn let_go(&mut self, is_meant: impl Fn(&str, &str) -> bool) {
+        for ((uid, path), member) in &mut self.members {
+            if !is_meant(uid, path) {
+                member.standing = Standing::LetGo;
+            }
+        }
+    }
+
+    /// Whether a device was one of the claim and should still be there.
+    pub(super) fn expects(&self, uid: &str, path: &str) -> bool {
+        let member = self.members.get(&(uid.to_owned(), path.to_owned()));
+        member.is_some_and(|member| member.standing == Standing::Expected)
     }
 
     /// Whether a device was one of the claim.
@@ -88,7 +133,7 @@ impl Known {
         self.members
             .iter()
             .filter(move |((of, _), _)| of == uid)
-            .map(|((_, path), known)| (path.as_str(), known))
+            .map(|((_, path), known)| (path.as_str(), &known.membership))
     }
 }
 
@@ -114,9 +159,12 @@ impl KnownFile {
             return Err(failed(format!("it is of node '{}', and this is '{}'", kept.node, self.node)));
         }
         let mut known = Known::default();
-        for KeptDevice { uid, path, pool, index } in kept.devices {
+        for KeptDevice { uid, path, pool, index, let_go } in kept.devices {
             let uuid = u128::from_str_radix(&pool, 16).map_err(|error| failed(format!("{pool}: {error}")))?;
             known.note(&uid, &path, Membership { uuid: uuid.to_be_bytes(), index });
+            if let_go {
+                known.wiped(&uid, &path);
+            }
         }
         Ok(known)
     }
@@ -126,11 +174,12 @@ impl KnownFile {
     /// # Errors
     /// The disk's.
     pub(super) fn save(&self, known: &Known) -> io::Result<()> {
-        let device = |((uid, path), membership): (&(String, String), &Membership)| KeptDevice {
+        let device = |((uid, path), member): (&(String, String), &Member)| KeptDevice {
             uid: uid.clone(),
             path: path.clone(),
-            pool: format!("{:032x}", u128::from_be_bytes(membership.uuid)),
-            index: membership.index,
+            pool: format!("{:032x}", u128::from_be_bytes(member.membership.uuid)),
+            index: member.membership.index,
+            let_go: member.standing == Standing::LetGo,
         };
         let kept = Kept { node: self.node.clone(), devices: known.members.iter().map(device).collect() };
         let text = serde_json::to_vec(&kept)?;
@@ -161,8 +210,11 @@ mod tests {
         known.note("u", "/a", member(7, 0));
         known.note("u", "/b", member(7, 1));
         known.note("v", "/c", member(255, 3));
+        known.wiped("u", "/b");
         file.save(&known).expect("a disk with room");
-        assert_eq!(file.load(), Ok(known));
+        let loaded = file.load().expect("readable");
+        assert!(loaded.expects("u", "/a") && !loaded.expects("u", "/b"));
+        assert_eq!(loaded, known);
         let error = KnownFile::new(&folder.path().join("state"), "m").load().expect_err("another node's");
         assert!(error.contains("'n'") && error.contains(FILE), "{error}");
         fs::write(folder.path().join("state").join(FILE), "{\"node\":").expect("written");
@@ -178,6 +230,31 @@ mod tests {
         known.note("u", "/a", member(8, 0));
         assert_eq!((known.pool("u"), known.pool("v"), known.pool("w")), (Some([8; 16]), Some([7; 16]), None));
         assert!(known.has("u", "/a") && !known.has("u", "/b"));
+    }
+
+    #[test]
+    fn what_an_agent_of_before_has_kept_is_expected() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let kept = r#"{"node":"n","devices":[{"uid":"u","path":"/a","pool":"07","index":0}]}"#;
+        fs::write(folder.path().join(FILE), kept).expect("written");
+        let known = KnownFile::new(folder.path(), "n").load().expect("readable");
+        assert!(known.expects("u", "/a"));
+    }
+
+    #[test]
+    fn a_device_is_expected_from_when_it_was_opened_until_it_is_wiped_or_not_meant_any_more() {
+        let mut known = Known::default();
+        assert!(!known.expects("u", "/a"), "nobody has seen it");
+        for path in ["/a", "/b", "/c"] {
+            known.note("u", path, member(7, 0));
+        }
+        assert!(known.expects("u", "/a") && !known.expects("v", "/a"), "another pool has not had it");
+        known.wiped("u", "/a");
+        known.let_go(|uid, path| (uid, path) != ("u", "/b"));
+        assert_eq!(["/a", "/b", "/c"].map(|path| known.expects("u", path)), [false, false, true]);
+        assert!(known.has("u", "/a") && known.pool("u") == Some([7; 16]), "which pool it was is still known");
+        known.note("u", "/a", member(7, 0));
+        assert!(known.expects("u", "/a"));
     }
 
     #[test]

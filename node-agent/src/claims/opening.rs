@@ -10,7 +10,7 @@ use reprise_agent_core::pool::{OWNER_BYTES, owner};
 use reprise_agent_kubernetes::{Engine, FallbackEngine, ForeignSignatures, Reason, Trouble};
 use reprise_io::{Caching, DeviceFile, EngineKind, FileAccess, Missing};
 
-use super::board::{Kind, Opened, Recipe, ToOpen, ToWipe};
+use super::board::{Kind, Opened, Recipe, ToOpen, ToWipe, missing_file};
 use super::signatures;
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::device::{self, DeviceContext, OpenedDevice, PoolIdentity, Unusable, unusable};
@@ -118,7 +118,11 @@ fn trouble(reason: Reason, message: String) -> Trouble {
 
 #[allow(clippy::needless_pass_by_value, reason = "it maps errors")]
 fn unreadable(error: std::io::Error) -> Trouble {
-    trouble(Reason::DeviceFailed, format!("it cannot be read: {error}"))
+    let reason = match error.kind() {
+        ErrorKind::PermissionDenied => Reason::DeviceNotPermitted,
+        _ => Reason::DeviceFailed,
+    };
+    trouble(reason, format!("it cannot be read: {error}"))
 }
 
 #[allow(clippy::needless_pass_by_value, reason = "it maps errors")]
@@ -134,8 +138,13 @@ impl Attempt {
     }
 }
 
-/// Looks whose data is there, and takes the mark of it away where the claim says so.
+/// Looks whether a file is there that has to be, and whose data is; takes the mark of it away where the claim says so.
 fn prepare(place: &ToOpen) -> Result<(), Trouble> {
+    let has_to_be = place.recipe.kind == Kind::File && place.missing == Missing::Fail;
+    // What cannot be looked at says why when it is opened.
+    if has_to_be && place.at.try_exists().is_ok_and(|is_there| !is_there) {
+        return Err(missing_file());
+    }
     match (signatures::foreign(&place.at).map_err(unreadable)?, place.recipe.foreign) {
         (None, _) => Ok(()),
         (Some(what), ForeignSignatures::Wipe) => {
@@ -155,7 +164,7 @@ fn prepare(place: &ToOpen) -> Result<(), Trouble> {
 }
 
 fn settings_of(place: &ToOpen) -> DeviceSettings {
-    DeviceSettings { path: place.at.clone(), bytes: place.recipe.bytes }
+    DeviceSettings { path: place.at.clone(), bytes: place.recipe.bytes, missing: place.missing }
 }
 
 fn first_attempt(recipe: &Recipe) -> Result<Attempt, Trouble> {

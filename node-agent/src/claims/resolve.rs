@@ -75,7 +75,7 @@ fn resolve_claim(claim: &Claim, look: &mut Look<'_>) -> WantedPool {
     match &claim.source {
         Source::File(file) => {
             let path = file.display().to_string();
-            // One that is not in use yet is made.
+            // One that is not in use yet is tried: it may be one to be made.
             let presence = if look.held.contains(&path) { look.at(&path).1 } else { Presence::Here };
             match look.taken.insert(below(root, file)) {
                 true => places.push(place(path, Kind::File, presence)),

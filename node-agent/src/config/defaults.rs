@@ -84,7 +84,7 @@ pub(super) const HOT_WINDOW: Interval = Interval(Duration::from_secs(60));
 /// A node's own: it outlives pods.
 pub(super) const STATE_DIRECTORY: &str = "/var/lib/reprise";
 
-/// 1,000 nodes write 100 times a second at the very worst.
+/// 1,000 nodes write 100 times a second over time, when everything changes everywhere.
 pub(super) const STATUS_EVERY: Interval = Interval(Duration::from_secs(10));
 
 /// `tracing` filter.

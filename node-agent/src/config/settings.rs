@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use reprise_agent_core::agent::limits::LOAD_DEADLINE_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
+use reprise_io::Missing;
 use reprise_policy::eviction::EvictionKind;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
@@ -119,6 +120,8 @@ pub(crate) struct DeviceSettings {
     pub(crate) path: PathBuf,
     /// Size of a file; limit within a block device, where `None` means all of it.
     pub(crate) bytes: Option<u64>,
+    /// What is done when it is not there.
+    pub(crate) missing: Missing,
 }
 
 /// The transport between agents.
@@ -312,7 +315,9 @@ impl DeviceSection {
         if let Some(bytes) = bytes {
             size("pool.devices.bytes", bytes, (DEVICE_BYTES_MIN, DEVICE_BYTES_MAX, PAGE_BYTES))?;
         }
-        Ok(DeviceSettings { path: self.path.clone(), bytes })
+        // A file has a size, and a device need not.
+        let missing = if bytes.is_some() { Missing::Create } else { Missing::Fail };
+        Ok(DeviceSettings { path: self.path.clone(), bytes, missing })
     }
 }
 

@@ -30,6 +30,7 @@ const REAP_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct Recipe {
     path: PathBuf,
     bytes: Option<u64>,
+    missing: Missing,
     engine: EngineSettings,
 }
 
@@ -62,7 +63,7 @@ impl Recipe {
             IoEngineChoice::Plain => EngineChoice::Plain,
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
-        Recipe { path: device.path.clone(), bytes: device.bytes, engine }
+        Recipe { path: device.path.clone(), bytes: device.bytes, missing: device.missing, engine }
     }
 }
 
@@ -86,8 +87,7 @@ pub(super) fn open(recipe: &Recipe) -> Result<(Open, Found), AgentError> {
 
 impl Recipe {
     fn open_file(&self) -> Result<DeviceFile, AgentError> {
-        let missing = if self.bytes.is_some() { Missing::Create } else { Missing::Fail };
-        let file = DeviceFile::open(&self.path, FileAccess::ReadWrite, missing)
+        let file = DeviceFile::open(&self.path, FileAccess::ReadWrite, self.missing)
             .map_err(|error| self.error(error))?;
         if file.caching() == Caching::PageCache {
             tracing::warn!(path = %self.path.display(), "this file system has no direct I/O: every byte is copied and cached twice");
@@ -325,6 +325,21 @@ mod tests {
             }
             Ok(())
         }
+    }
+
+    #[test]
+    fn a_file_is_made_only_where_it_may_be() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("pool");
+        let recipe = |missing| Recipe {
+            path: path.clone(),
+            bytes: Some(8 << 20),
+            missing,
+            engine: EngineSettings { queue_depth: 1, engine: EngineChoice::Plain, regions: Vec::new() },
+        };
+        assert!(open(&recipe(Missing::Fail)).is_err() && !path.exists(), "it must be there");
+        let (_open, found) = open(&recipe(Missing::Create)).unwrap_or_else(|error| panic!("{error}"));
+        assert!(matches!(found, Found::Blank { device_bytes } if device_bytes == 8 << 20) && path.exists());
     }
 
     #[test]

@@ -25,14 +25,14 @@ pub async fn apply(
     found: &Found,
     context: &Context,
 ) -> Result<Applied, OperatorError> {
-    let (digest, kept) = match cluster.spec.etcd.mode {
+    let (drawn, kept) = match cluster.spec.etcd.mode {
         EtcdMode::Managed => {
-            let digest = certificates::ensure(cluster, context).await?;
-            (Some(digest), certificates::kept(&found.referred.names).to_vec())
+            let drawn = certificates::ensure(cluster, context).await?;
+            (Some(drawn), certificates::kept(&found.referred.names).to_vec())
         }
         EtcdMode::External => (None, Vec::new()),
     };
-    let wanted = build::build(cluster, found, digest.as_deref());
+    let wanted = build::build(cluster, found, drawn.as_ref());
     let mut applied = children::apply(context, &found.referred.names.uid, &wanted, &kept).await?;
     for put_back in &applied.put_back {
         tell_put_back(context, cluster, put_back).await;

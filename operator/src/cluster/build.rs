@@ -5,6 +5,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use serde_json::{Value, json};
 
+use super::certificates::Drawn;
 use super::dereference::Found;
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component};
@@ -22,14 +23,14 @@ mod pods;
 #[cfg(test)]
 mod tests;
 
-pub(super) use self::etcd::ETCD_CLAIM;
+pub(super) use self::etcd::{ETCD_CLAIM, is_replaced};
 
-/// All children of a cluster, in the order in which they are written. `etcd_certificates` is the digest of those of a managed etcd.
-pub fn build(cluster: &KVCacheCluster, found: &Found, etcd_certificates: Option<&str>) -> Vec<Child> {
+/// All children of a cluster, in the order in which they are written. `drawn` are the certificates of a managed etcd.
+pub fn build(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) -> Vec<Child> {
     let mut children = agents::build(cluster, found);
-    children.extend(members::build(cluster, found, etcd_certificates));
+    children.extend(members::build(cluster, found, drawn.map(|drawn| drawn.certificates.as_str())));
     if cluster.spec.etcd.mode == EtcdMode::Managed {
-        children.extend(etcd::build(cluster, found));
+        children.extend(etcd::build(cluster, found, drawn));
     }
     children.push(identities::build(cluster, found));
     children.push(connection::build(cluster, &found.referred.names));

@@ -5,8 +5,19 @@
 //! | `<cluster>-etcd-ca` | authority: certificate and key | nobody |
 //! | `<cluster>-etcd-tls` | the authority's certificate; `server` (of etcd, for clients and peers), `client` (of members) with their keys | etcd, members |
 //!
-//! The authority lasts as long as a cluster may (20 years) and is never replaced. The certificates last a year and are made anew when 60 days
-//! are left, or when the Secret does not hold what was put into it.
+//! The authority lasts as long as a cluster may (20 years). The certificates last a year and are made anew when 60 days are left, or when the Secret
+//! does not hold what was put into it.
+//!
+//! etcd reads certificates at every handshake, but whom it trusts once, at its start. So a new authority parts its members, those before from those
+//! after their restart, and all of them are replaced at once (`build/etcd.rs`), during which the control plane has no store. Hence an authority that is
+//! lost, its Secret deleted or spoiled, is not drawn anew while there are good certificates of it, as they have all that pods need:
+//!
+//! | authority | certificates | what is done |
+//! |---|---|---|
+//! | there | good, and of it | nothing |
+//! | there | others | they are made anew |
+//! | lost | good | nothing; it is said, and its Secret can be put back |
+//! | lost | gone, spoiled, or due | a new authority is drawn, and certificates of it |
 //!
 //! Invariant: of two operators that make an authority at once one is refused by the API server, and takes the other's.
 
@@ -21,6 +32,8 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, date_time_ymd,
 };
+use reprise_crds::cluster::EtcdMode;
+use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
@@ -33,6 +46,7 @@ use crate::digest;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::{APPLIED, CLUSTER_UID, ClusterNames, Component};
+use crate::plan::Refusal;
 use crate::put_back::{self, Ours, Outcome};
 use crate::status::{PutBack, tell_put_back};
 
@@ -42,6 +56,15 @@ const AUTHORITY_YEARS: i64 = 20;
 const CERTIFICATE_DAYS: i64 = 365;
 /// Certificates are made anew so many days before they end.
 const RENEW_DAYS: i64 = 60;
+
+/// What pods are given, as digests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drawn {
+    /// Of certificates, keys and authority: members of the control plane read all of them once.
+    pub certificates: String,
+    /// Of the authority alone, which etcd reads once. `None`: the Secret is contested, and etcd's pods stay as they are.
+    pub authority: Option<String>,
+}
 
 /// Whether a Secret was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,35 +77,127 @@ enum Stored {
 /// Entries of a Secret.
 type Entries = BTreeMap<String, ByteString>;
 
-/// Makes both Secrets be there and good. The digest of what pods are given.
+/// Both Secrets, as they are.
+struct Secrets {
+    authority: Option<DynamicObject>,
+    certificates: Option<DynamicObject>,
+}
+
+/// What is done about them.
+#[derive(Debug, PartialEq, Eq)]
+enum Decision {
+    /// Nothing: these certificates are good.
+    Keep(Entries),
+    /// Certificates of this authority are made.
+    Issue(Entries),
+    /// A new authority is drawn, and certificates of it.
+    Draw,
+}
+
+/// Makes both Secrets be there and good, as far as they can without a new authority being drawn too early.
 ///
 /// # Errors
 /// The API server did not take them; another operator may have been first.
-pub async fn ensure(cluster: &KVCacheCluster, context: &Context) -> Result<String, OperatorError> {
+pub async fn ensure(cluster: &KVCacheCluster, context: &Context) -> Result<Drawn, OperatorError> {
     let names = ClusterNames::of(cluster);
-    let authority = match secret(context, &names, &names.etcd_authority()).await? {
-        Some(found) => entries(&found),
-        None => {
+    let secrets = Secrets::read(context, &names).await?;
+    let authority = match secrets.decide(today()) {
+        Decision::Keep(found) => return Ok(Drawn::of(&found)),
+        Decision::Issue(authority) => authority,
+        Decision::Draw => {
+            let (name, over) = (names.etcd_authority(), secrets.authority.as_ref());
             let made = new_authority(&names)?;
-            store(cluster, context, &names.etcd_authority(), &made, None).await?;
-            made
+            match store(cluster, context, &name, &made, over).await? {
+                Stored::Now => made,
+                Stored::Later => return Ok(secrets.as_before()),
+            }
         }
     };
-    let live = secret(context, &names, &names.etcd_tls()).await?;
-    if let Some(live) = &live {
-        let found = entries(live);
-        if is_good(live, &found, &authority, today()) {
-            return Ok(digest_of(&found));
+    let made = new_certificates(&names, &authority)?;
+    match store(cluster, context, &names.etcd_tls(), &made, secrets.certificates.as_ref()).await? {
+        Stored::Now => Ok(Drawn::of(&made)),
+        Stored::Later => Ok(secrets.as_before()),
+    }
+}
+
+/// What to say of an authority that is lost while its certificates are good.
+pub async fn lost(cluster: &KVCacheCluster, context: &Context) -> Option<Refusal> {
+    if cluster.spec.etcd.mode != EtcdMode::Managed {
+        return None;
+    }
+    let names = ClusterNames::of(cluster);
+    match Secrets::read(context, &names).await {
+        Ok(secrets) => secrets.lost(&names, today()),
+        Err(error) => {
+            // Who makes them meets the same, and says so.
+            tracing::debug!(words = error.words(), "Secrets of etcd cannot be looked at");
+            None
         }
     }
-    let made = new_certificates(&names, &authority)?;
-    match store(cluster, context, &names.etcd_tls(), &made, live.as_ref()).await? {
-        Stored::Now => Ok(digest_of(&made)),
-        // Members are not restarted for what somebody else has put there.
-        Stored::Later => {
-            let before = live.as_ref().and_then(|live| live.annotations().get(APPLIED).cloned());
-            Ok(before.unwrap_or_else(|| digest_of(&made)))
+}
+
+impl Drawn {
+    fn of(certificates: &Entries) -> Drawn {
+        let authority = certificates.get("ca.crt").map(|bytes| String::from_utf8_lossy(&bytes.0));
+        Drawn {
+            certificates: digest_of(certificates),
+            authority: authority.map(|authority| digest::of(&authority)),
         }
+    }
+}
+
+impl Secrets {
+    async fn read(context: &Context, names: &ClusterNames) -> Result<Secrets, OperatorError> {
+        Ok(Secrets {
+            authority: secret(context, names, &names.etcd_authority()).await?,
+            certificates: secret(context, names, &names.etcd_tls()).await?,
+        })
+    }
+
+    /// The authority, unless it is lost.
+    fn authority(&self) -> Option<Entries> {
+        self.authority.as_ref().filter(|found| is_untouched(found)).map(entries)
+    }
+
+    /// The certificates, if they are good, and the day on which they are made anew.
+    fn certificates(&self, today: Date) -> Option<(Entries, Date)> {
+        let found = self.certificates.as_ref().filter(|found| is_untouched(found))?;
+        let ends = found.annotations().get(ENDS)?.parse::<Date>().ok()?;
+        let renewal = ends.checked_sub(Span::new().days(RENEW_DAYS)).ok()?;
+        (today < renewal).then(|| (entries(found), renewal))
+    }
+
+    fn decide(&self, today: Date) -> Decision {
+        let certificates = self.certificates(today).map(|(certificates, _)| certificates);
+        match (self.authority(), certificates) {
+            (Some(authority), Some(found)) if found.get("ca.crt") == authority.get("tls.crt") => {
+                Decision::Keep(found)
+            }
+            (None, Some(found)) => Decision::Keep(found),
+            (Some(authority), _) => Decision::Issue(authority),
+            (None, None) => Decision::Draw,
+        }
+    }
+
+    fn lost(&self, names: &ClusterNames, today: Date) -> Option<Refusal> {
+        let (_, renewal) = self.certificates(today).filter(|_| self.authority().is_none())?;
+        let (authority, certificates) = (names.etcd_authority(), names.etcd_tls());
+        let how = match self.authority {
+            None => "is not there",
+            Some(_) => "does not hold what was put into it",
+        };
+        let message = format!(
+            "Secret {authority}, the authority of etcd's certificates, {how}: put it back from a backup, with its labels and annotations. etcd \
+             works without it until {renewal}. On that day, or as soon as somebody deletes Secret {certificates} as well, a new authority \
+             is drawn and all members of etcd are replaced at once, during which the control plane has no store and engines keep their local hits"
+        );
+        Some(Refusal::new(Reason::SecretInvalid, message))
+    }
+
+    /// Nobody is restarted for what somebody else has put there.
+    fn as_before(&self) -> Drawn {
+        let applied = self.certificates.as_ref().and_then(|found| found.annotations().get(APPLIED));
+        Drawn { certificates: applied.cloned().unwrap_or_default(), authority: None }
     }
 }
 
@@ -108,13 +223,9 @@ fn digest_of(entries: &Entries) -> String {
     digest::of(&json!(entries).to_string())
 }
 
-/// Whether certificates hold what was put into them, are of this authority, and last long enough.
-fn is_good(live: &DynamicObject, found: &Entries, authority: &Entries, today: Date) -> bool {
-    let untouched = live.annotations().get(APPLIED) == Some(&digest_of(found));
-    let of_authority = found.get("ca.crt").is_some() && found.get("ca.crt") == authority.get("tls.crt");
-    let ends = live.annotations().get(ENDS).and_then(|ends| ends.parse::<Date>().ok());
-    let renewal = ends.and_then(|ends| ends.checked_sub(Span::new().days(RENEW_DAYS)).ok());
-    untouched && of_authority && renewal.is_some_and(|renewal| today < renewal)
+/// Whether a Secret holds what was put into it.
+fn is_untouched(secret: &DynamicObject) -> bool {
+    secret.annotations().get(APPLIED) == Some(&digest_of(&entries(secret)))
 }
 
 /// Writes a Secret: a new one only if there is none, a renewed one only over the one that was looked at.
@@ -260,21 +371,86 @@ mod tests {
         serde_json::from_value(whole).expect("a Secret")
     }
 
-    #[test]
-    fn certificates_are_made_anew_before_they_end_and_when_they_were_touched() {
+    /// Somebody has taken an entry out of a Secret.
+    fn without(mut secret: DynamicObject, entry: &str) -> DynamicObject {
+        let removed = secret.data["data"].as_object_mut().expect("entries").remove(entry);
+        assert!(removed.is_some(), "{entry}");
+        secret
+    }
+
+    /// An authority, certificates of it, and both stored.
+    fn drawn() -> (Entries, Entries, Secrets) {
         let authority = new_authority(&names()).expect("an authority");
         let made = new_certificates(&names(), &authority).expect("certificates");
         let ends = add(today(), Span::new().days(CERTIFICATE_DAYS));
-        let live = stored(&made, ends);
-        assert_eq!(entries(&live), made, "what is stored is read back");
-        assert!(is_good(&live, &made, &authority, today()));
-        let late = add(ends, Span::new().days(-RENEW_DAYS));
-        assert!(is_good(&live, &made, &authority, add(late, Span::new().days(-1))));
-        assert!(!is_good(&live, &made, &authority, late));
-        let mut touched = made.clone();
-        touched.remove("client.key");
-        assert!(!is_good(&live, &touched, &authority, today()));
-        let other = new_authority(&names()).expect("an authority");
-        assert!(!is_good(&live, &made, &other, today()));
+        let secrets =
+            Secrets { authority: Some(stored(&authority, ends)), certificates: Some(stored(&made, ends)) };
+        (authority, made, secrets)
+    }
+
+    /// The first day on which certificates of today are made anew.
+    fn renewal() -> Date {
+        add(today(), Span::new().days(CERTIFICATE_DAYS - RENEW_DAYS))
+    }
+
+    #[test]
+    fn certificates_are_made_anew_before_they_end_and_when_they_were_touched() {
+        let (authority, made, mut secrets) = drawn();
+        assert_eq!(secrets.decide(today()), Decision::Keep(made.clone()), "what is stored is read back");
+        assert_eq!(secrets.decide(add(renewal(), Span::new().days(-1))), Decision::Keep(made));
+        let anew = Decision::Issue(authority);
+        assert_eq!(secrets.decide(renewal()), anew);
+        let good = secrets.certificates.take();
+        assert_eq!(secrets.decide(today()), anew, "they are gone");
+        for touched in ["client.key", "ca.crt"] {
+            secrets.certificates = good.clone().map(|good| without(good, touched));
+            assert_eq!(secrets.decide(today()), anew, "{touched}");
+        }
+        let (other, _, _) = drawn();
+        let restored = Secrets { authority: Some(stored(&other, renewal())), certificates: good };
+        assert_eq!(restored.decide(today()), Decision::Issue(other), "they are of another authority");
+        assert_eq!(restored.lost(&names(), today()), None);
+    }
+
+    #[test]
+    fn a_lost_authority_is_said_and_drawn_anew_only_without_good_certificates() {
+        let (_, made, secrets) = drawn();
+        assert_eq!(secrets.lost(&names(), today()), None);
+        let spoiled = secrets.authority.clone().map(|found| without(found, "tls.key"));
+        for (authority, how) in [(None, "is not there"), (spoiled, "does not hold what was put into it")] {
+            let mut lost = Secrets { authority, certificates: secrets.certificates.clone() };
+            let said = lost.lost(&names(), today()).expect(how);
+            assert_eq!(said.reason, Reason::SecretInvalid);
+            let until = format!("until {}.", renewal());
+            for words in ["Secret c-etcd-ca,", how, until.as_str(), "deletes Secret c-etcd-tls as well"] {
+                assert!(said.message.contains(words), "{words}: {}", said.message);
+            }
+            assert_eq!(lost.decide(add(renewal(), Span::new().days(-1))), Decision::Keep(made.clone()));
+            // It would be said for ever after.
+            assert_eq!((lost.decide(renewal()), lost.lost(&names(), renewal())), (Decision::Draw, None));
+            let good = lost.certificates.take();
+            assert_eq!((lost.decide(today()), lost.lost(&names(), today())), (Decision::Draw, None));
+            lost.certificates = good.map(|good| without(good, "server.key"));
+            assert_eq!((lost.decide(today()), lost.lost(&names(), today())), (Decision::Draw, None));
+        }
+    }
+
+    #[test]
+    fn the_digest_of_an_authority_is_that_of_all_its_certificates() {
+        let (authority, made, _) = drawn();
+        let (first, renewed) = (Drawn::of(&made), new_certificates(&names(), &authority).expect("renewed"));
+        let renewed = Drawn::of(&renewed);
+        assert!(first.authority.is_some());
+        assert_eq!(first.authority, renewed.authority);
+        assert_ne!(first.certificates, renewed.certificates);
+        let (_, others, _) = drawn();
+        assert_ne!(first.authority, Drawn::of(&others).authority);
+    }
+
+    #[test]
+    fn what_is_contested_changes_no_pod() {
+        let (_, made, mut secrets) = drawn();
+        secrets.certificates = secrets.certificates.map(|found| without(found, "server.key"));
+        assert_eq!(secrets.as_before(), Drawn { certificates: digest_of(&made), authority: None });
     }
 }

@@ -11,6 +11,7 @@ use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
 use reprise_policy::identity::PodBindings;
 
+use super::certificates;
 use super::store::StoreLook;
 use super::versions::has_ready_pods;
 use crate::child::ChildKind;
@@ -18,7 +19,7 @@ use crate::context::Context;
 use crate::control_plane::{Look, MembersSeen};
 use crate::names::ClusterNames;
 use crate::optional::Access;
-use crate::plan::{ClusterPlan, PoolPlan};
+use crate::plan::{ClusterPlan, PoolPlan, Refusal};
 use crate::profile::files;
 use crate::settings::DefaultImages;
 use crate::tenant;
@@ -71,6 +72,8 @@ pub struct Found {
     pub etcd: Option<Arc<DynamicObject>>,
     /// What keeps volumes of etcd from coming, in words.
     pub volumes: Option<String>,
+    /// That the authority of etcd's certificates is lost, in words.
+    pub authority: Option<Refusal>,
     /// Which optional kinds can be made here.
     pub access: BTreeMap<ChildKind, Access>,
 }
@@ -133,6 +136,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         members,
         said_by_members,
         volumes: context.class_looks.missing(cluster, etcd.as_deref(), context).await,
+        authority: certificates::lost(cluster, context).await,
         etcd,
         access: optional.map(|kind| (kind, world.access(kind))).collect(),
         plan: own,

@@ -12,6 +12,7 @@ use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
 use super::REPORTED_WITHIN;
 use super::build::configuration::agent_digest;
+use super::build::is_replaced;
 use super::dereference::Found;
 use super::versions::{Versions, image_of};
 use crate::children::Applied;
@@ -44,7 +45,7 @@ pub fn of(
     let versions = Versions::of(cluster, found);
     let compatible = versions.compatible(cluster, found);
     findings.push(progressing(cluster, found, refused, &members, &agents));
-    findings.push(degraded(&works, &compatible, applied));
+    findings.push(degraded(found, &works, &compatible, applied));
     findings.push(ready(&works, applied));
     findings.push(compatible);
     findings.push(transport(cluster));
@@ -141,6 +142,11 @@ fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
         },
         (None, EtcdMode::External) => Finding::unknown(kind, Reason::Progressing, "not looked at yet"),
         (None, EtcdMode::Managed) => {
+            if found.etcd.as_deref().is_some_and(is_replaced) {
+                let message = "no member of etcd is wanted just now: all are replaced at once for a new authority of certificates, or \
+                               somebody has scaled it to 0, whom a FieldConflict names";
+                return Finding::no(kind, Reason::Progressing, message);
+            }
             let members = etcd_members(cluster, found.etcd.as_deref());
             let EtcdMembers { desired, ready } = members;
             if members.answer() {
@@ -302,18 +308,20 @@ fn progressing(
 }
 
 /// The first thing that is not so, and that nobody waits for: it works, with less.
-fn degraded(works: &[Finding], compatible: &Finding, applied: Option<&Applied>) -> Finding {
+fn degraded(found: &Found, works: &[Finding], compatible: &Finding, applied: Option<&Applied>) -> Finding {
     let refused = applied.and_then(|applied| applied.refused.first());
     if let Some(refused) = refused {
         return Finding::yes(Type::Degraded, refused.reason, &refused.message);
     }
     let wrong = works.iter().find(|found| !found.is_good() && found.reason != Reason::Progressing);
     let far = Some(compatible).filter(|found| found.reason == Reason::VersionSkew);
-    match wrong.or(far) {
-        Some(found) => {
+    match (wrong.or(far), &found.authority) {
+        (Some(found), _) => {
             Finding::yes(Type::Degraded, found.reason, format!("{}: {}", found.kind, found.message))
         }
-        None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
+        // All works with the certificates that there are, so nothing else says it.
+        (None, Some(lost)) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
+        (None, None) => Finding::no(Type::Degraded, Reason::AsDesired, ""),
     }
 }
 

@@ -10,6 +10,7 @@ use reprise_crds::cluster::{
 };
 use reprise_crds::status::Reason;
 
+use super::build::is_replaced;
 use super::dereference::Found;
 use super::versions;
 use crate::child::ChildKind;
@@ -95,7 +96,7 @@ fn etcd_change(cluster: &KVCacheCluster, live: &DynamicObject) -> Option<Refusal
     }
     let wanted = cluster.spec.etcd.managed.clone().unwrap_or_default();
     let replicas = live.data["spec"]["replicas"].as_u64()?;
-    if replicas != u64::from(wanted.replicas) {
+    if replicas != u64::from(wanted.replicas) && !is_replaced(live) {
         let message = format!(
             "etcd.managed.replicas is {} and etcd runs with {replicas}: this release does not add members; write {replicas}",
             wanted.replicas
@@ -183,6 +184,7 @@ mod tests {
             cluster(json!({ "etcd": { "managed": { "replicas": 3, "storage": { "size": "1Gi" } } } }));
         assert_eq!(etcd_change(&wanted, &live(3, "1024Mi")), None);
         let words = |live: &DynamicObject| etcd_change(&wanted, live).expect("refused").message;
+        assert_eq!(etcd_change(&wanted, &live(0, "1Gi")), None, "all are replaced at once");
         assert!(words(&live(1, "1Gi")).contains("write 1"));
         assert!(words(&live(3, "2Gi")).contains("write 2Gi"));
     }

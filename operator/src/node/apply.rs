@@ -23,6 +23,7 @@ use crate::metrics::Write;
 use crate::names::{MANAGED_BY, OPERATOR};
 use crate::put_back::{self, Ours, Outcome, Taken};
 use crate::status::{PutBack, tell, tell_put_back};
+use crate::surplus;
 
 /// By which a node is known in [`crate::put_back`].
 pub(crate) fn key(node: &str) -> String {
@@ -130,6 +131,15 @@ async fn write(
         Outcome::Waits(_) => return Ok(()),
     };
     context.metrics.wrote("CacheNode", Write::Apply);
+    let without = surplus::remove(&api, &written, &body).await;
+    let (written, taken) = match without.map_err(OperatorError::api(format!("trim CacheNode {name}")))? {
+        None => (written, taken),
+        Some((without, added)) => {
+            context.metrics.wrote("CacheNode", Write::Apply);
+            context.disputes.put_back(&key, &added, Instant::now());
+            (without, Some(added))
+        }
+    };
     let (claims, profiles) = (spec.claims.len(), spec.profiles.len());
     tracing::info!(node = name, claims, profiles, "what is wanted of the node is written");
     let digest = digest::of(&json!(in_order(spec.clone())).to_string());

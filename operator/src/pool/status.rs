@@ -19,8 +19,15 @@ use crate::plan::Refusal;
 
 /// So many names are in a message, at the most.
 const NAMES_MAX: usize = 5;
-/// EPERM, as agents write it: what the device cgroup says of a device that a pod was not given.
-const NOT_PERMITTED: &str = "(os error 1)";
+/// For what agents refuse devices.
+const REFUSALS: [Reason; 6] = [
+    Reason::ForeignSignature,
+    Reason::DeviceNotPermitted,
+    Reason::DeviceFailed,
+    Reason::EngineUnavailable,
+    Reason::Conflict,
+    Reason::OverCapacity,
+];
 
 /// What to say of a pool.
 pub fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> (SSDPoolStatus, Vec<Finding>) {
@@ -66,8 +73,8 @@ struct Counts {
     reported: BTreeSet<String>,
     /// Of which all devices are open.
     ready: BTreeSet<String>,
-    /// With a device that was refused, and why.
-    refused: BTreeMap<String, String>,
+    /// With a device that was refused, and why, in a word and in more.
+    refused: BTreeMap<String, (Reason, String)>,
     /// With a device that failed, and why.
     failed: BTreeMap<String, String>,
     /// With a device that is more worn than the pool allows, and which.
@@ -147,7 +154,7 @@ impl Counts {
                 }
             }
             DeviceState::Refused => {
-                self.refused.entry(node.to_owned()).or_insert_with(why);
+                self.refused.entry(node.to_owned()).or_insert_with(|| (refusal(device), why()));
             }
             DeviceState::Faulted => {
                 self.faulted += 1;
@@ -305,10 +312,10 @@ fn degraded(pool: &SSDPool, counts: &Counts, found: &Found) -> Finding {
             format!("devices of {nodes} nodes have failed, whose blocks are misses; on {node}, {why}");
         return Finding::yes(kind, Reason::DeviceFailed, message);
     }
-    if let Some((node, why)) = counts.refused.first_key_value() {
-        let hint = unopened(found, why);
+    if let Some((node, (reason, why))) = counts.refused.first_key_value() {
+        let hint = unopened(found, *reason);
         let message = format!("{} nodes have refused devices; on {node}, {why}{hint}", counts.refused.len());
-        return Finding::yes(kind, Reason::ForeignSignature, message);
+        return Finding::yes(kind, *reason, message);
     }
     // Nodes that never reported are still on their way.
     let spoke = |node: &&PoolNode| {
@@ -351,16 +358,23 @@ fn uncompared(pool: &SSDPool, counts: &Counts) -> String {
         return String::new();
     }
     format!(
-        "health.minSparePercent is not compared on {} nodes, whose drives do not tell it: {}. Agents may ask NVMe drives with          agents.deviceAccess.mode Privileged of the cluster",
+        "health.minSparePercent is not compared on {} nodes, whose drives do not tell it: {}. Agents may ask NVMe drives with \
+         agents.deviceAccess.mode Privileged of the cluster",
         counts.mute.len(),
         few(counts.mute.iter().map(String::as_str)),
     )
 }
 
+/// Why an agent has refused a device, as far as it says so.
+fn refusal(device: &Device) -> Reason {
+    let said = device.reason.as_deref().unwrap_or_default();
+    REFUSALS.into_iter().find(|reason| reason.as_str() == said).unwrap_or(Reason::Refused)
+}
+
 /// What to do where nobody has given the agents' pods the devices.
-fn unopened(found: &Found, why: &str) -> &'static str {
+fn unopened(found: &Found, reason: Reason) -> &'static str {
     let mode = found.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
-    if mode == Some(DeviceAccessMode::None) && why.contains(NOT_PERMITTED) {
+    if mode == Some(DeviceAccessMode::None) && reason == Reason::DeviceNotPermitted {
         "; the nodes' runtime does not let agents' pods open it: set agents.deviceAccess of the cluster"
     } else {
         ""

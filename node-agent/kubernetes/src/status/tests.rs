@@ -380,6 +380,14 @@ fn that_others_write_the_status_is_a_condition_for_as_long_as_it_is_said() {
 }
 
 #[test]
+fn a_device_says_in_a_word_why_it_is_not_used() {
+    let refused = troubled("/b", DeviceState::Refused, Reason::DeviceNotPermitted);
+    let facts = Facts { devices: vec![device("/a", DeviceState::Open), refused], ..facts() };
+    let told = status(&identity(), &facts, None, &[], &early()).devices;
+    assert_eq!((&told[0].reason, told[1].reason.as_deref()), (&None, Some("DeviceNotPermitted")));
+}
+
+#[test]
 fn what_only_counts_or_describes_is_no_news_and_what_others_act_on_is() {
     let of = |facts: &Facts| without_amounts(&status(&identity(), facts, None, &[], &early()));
     let facts = Facts { sessions: 2, devices: vec![device("/dev/a", DeviceState::Open)], ..facts() };
@@ -390,7 +398,8 @@ fn what_only_counts_or_describes_is_no_news_and_what_others_act_on_is() {
         assert_ne!(changed, facts);
         of(&changed)
     };
-    let amounts: [fn(&mut Facts); 4] = [
+    let amounts: [fn(&mut Facts); 5] = [
+        |facts| facts.control_plane = ControlPlane::Connected { node: 3, epoch: 9, members: 2, connected: 1 },
         |facts| facts.memory.used = facts.memory.total,
         |facts| facts.sessions = 3,
         |facts| facts.devices[0].used = 0,

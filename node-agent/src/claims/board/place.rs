@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{Data, DeviceFact, DeviceState, Reason, Trouble};
 
-use super::{Opened, Presence, Recipe, Retry, WantedPlace, WantedPool};
+use super::{Kind, Opened, Presence, Recipe, Retry, WantedPlace, WantedPool, missing_file};
 
 /// See the module.
 #[derive(Debug)]
@@ -136,12 +136,16 @@ impl Place {
         let is_gone = place.presence == Presence::Gone;
         match &self.state {
             State::Opening | State::Wiping | State::Closing { .. } | State::Vacant => Next::Stay,
-            State::Open { id, .. } if is_gone => Next::Close { id: *id, trouble: Some(gone()) },
+            State::Open { id, .. } if is_gone => {
+                Next::Close { id: *id, trouble: Some(gone(self.recipe.kind)) }
+            }
             State::Open { id, opened } if !self.serves(opened, pool, &place.recipe) => {
                 Next::Close { id: *id, trouble: None }
             }
             State::Open { .. } => Next::Stay,
-            State::Faulted { id: Some(id), .. } if is_gone => Next::Close { id: *id, trouble: Some(gone()) },
+            State::Faulted { id: Some(id), .. } if is_gone => {
+                Next::Close { id: *id, trouble: Some(gone(self.recipe.kind)) }
+            }
             State::Faulted { id: Some(id), .. } if is_renewed => Next::Close { id: *id, trouble: None },
             State::Faulted { id: Some(_), .. } => Next::Stay,
             State::Faulted { id: None, .. } if is_gone => Next::Stay,
@@ -198,8 +202,13 @@ impl Place {
     }
 }
 
-/// Why a device that is gone is not used.
-pub(super) fn gone() -> Trouble {
-    let message = "the device is gone: its name leads nowhere. It is opened again when it is back, and forgotten when its pool changes";
-    Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
+/// Why what is gone is not used.
+pub(super) fn gone(kind: Kind) -> Trouble {
+    match kind {
+        Kind::File => missing_file(),
+        Kind::Device => {
+            let message = "the device is gone: its name leads nowhere. It is opened again when it is back, and forgotten when its pool changes";
+            Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
+        }
+    }
 }

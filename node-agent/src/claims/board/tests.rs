@@ -33,6 +33,13 @@ fn pool(uid: &str, paths: &[&str]) -> WantedPool {
     }
 }
 
+/// A pool of one file.
+fn file(uid: &str, path: &str) -> WantedPool {
+    let mut wanted = pool(uid, &[path]);
+    wanted.places[0].recipe.kind = Kind::File;
+    wanted
+}
+
 fn claim(uid: &str, generation: i64) -> Claim {
     Claim {
         pool: format!("pool-{uid}"),
@@ -276,11 +283,11 @@ fn a_device_that_is_gone_is_faulted_and_opened_when_it_is_back() {
 }
 
 #[test]
-fn a_file_that_is_gone_is_faulted_while_it_is_open_and_made_where_it_is_not() {
+fn a_file_that_is_gone_is_faulted_while_it_is_open_and_made_where_there_was_none() {
     let file = |presence: Presence| {
-        let mut pool = pool("u", &["/a"]);
-        (pool.places[0].presence, pool.places[0].recipe.kind) = (presence, Kind::File);
-        vec![pool]
+        let mut wanted = file("u", "/a");
+        wanted.places[0].presence = presence;
+        vec![wanted]
     };
     let mut board = Board::default();
     board.want(file(Presence::Gone));
@@ -324,5 +331,6 @@ fn more_devices_than_there_are_numbers_are_refused() {
     assert_eq!(state(&board, paths[usize::from(NUMBERS)]), Some(DeviceState::Refused));
 }
 
+mod files;
 mod keeping;
 mod random;

@@ -57,6 +57,37 @@ fn wiped(content: &[u8], pool: Option<[u8; 16]>) -> Result<bool, Trouble> {
     }
 }
 
+fn to_open(at: &Path, kind: Kind, missing: Missing) -> ToOpen {
+    let recipe = Recipe {
+        pool: "p".to_owned(),
+        uid: "u".to_owned(),
+        kind,
+        bytes: Some(BYTES as u64),
+        engine: Engine::Plain,
+        fallback: FallbackEngine::None,
+        foreign: ForeignSignatures::Refuse,
+    };
+    ToOpen { id: DeviceId(0), path: "/x".to_owned(), at: at.to_owned(), recipe, missing }
+}
+
+#[test]
+fn a_file_that_has_to_be_there_is_asked_for_with_what_to_do() {
+    let (_folder, path) = device(&pool(OWN));
+    let aside = path.with_extension("aside");
+    let tried = |missing| prepare(&to_open(&path, Kind::File, missing));
+    assert_eq!(tried(Missing::Fail), Ok(()));
+    fs::rename(&path, &aside).expect("moved");
+    let trouble = tried(Missing::Fail).expect_err("it is not there");
+    assert_eq!(trouble.reason, Reason::DeviceFailed);
+    for words in ["mount its file system", "To begin anew", "nodeSelector", "new SSDPool"] {
+        assert!(trouble.message.contains(words), "{}", trouble.message);
+    }
+    assert_eq!(tried(Missing::Create), Ok(()), "it is to be made");
+    assert!(!path.exists(), "looking makes nothing");
+    fs::rename(&aside, &path).expect("moved");
+    assert_eq!(tried(Missing::Fail), Ok(()), "it is back");
+}
+
 #[test]
 fn a_wipe_destroys_the_pool_of_its_claim_and_no_other() {
     assert_eq!(wiped(&pool(OWN), Some(OWN)), Ok(true));

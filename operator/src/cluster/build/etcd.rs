@@ -2,13 +2,26 @@
 //!
 //! Its volumes go with the cluster: everything in them can be rebuilt from agents and resources, and a new cluster of the same name must
 //! not find the facts of another.
+//!
+//! etcd reads whom it trusts once, at its start. Members that trust a new authority cannot talk to those that trust the one before, so one that is
+//! replaced alone never becomes ready, and a StatefulSet replaces no second one before it is. Hence all go before any comes back:
+//!
+//! ```text
+//!  N members ──another authority is drawn──▶ 0 are wanted, of the template of before ──none is left──▶ N of the new template
+//! ```
+//!
+//! Which step it is stands in the StatefulSet, so another operator goes on where one was killed. Volumes stay. `maxUnavailable` of the update strategy
+//! would do it in one step, but Kubernetes has that from 1.35 only, and upgrades would replace all members at once, too. Of a StatefulSet that names no
+//! authority yet the members are replaced one after the other.
 
+use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;
 use serde_json::{Value, json};
 
 use super::pods::{Reckoned, confined, probe, pull, resources, restricted, without_empty};
 use super::{metadata, service_account};
 use crate::child::{Child, ChildKind, Ownership};
+use crate::cluster::certificates::Drawn;
 use crate::cluster::dereference::Found;
 use crate::names::{ClusterNames, Component};
 
@@ -23,6 +36,8 @@ const MEMORY_BYTES: u64 = 256 << 20;
 const QUOTA_BYTES: u64 = 512 << 20;
 /// What its volumes are called in its pods; their claims are called by that, the StatefulSet and the number of the member.
 pub(in crate::cluster) const ETCD_CLAIM: &str = "data";
+/// Annotation of its pods: digest of the authority that they trust.
+const AUTHORITY: &str = "reprise.dev/etcd-authority";
 /// Where data and certificates are.
 const DATA_FOLDER: &str = "/var/lib/etcd";
 const TLS_FOLDER: &str = "/etc/etcd/tls";
@@ -36,7 +51,14 @@ fn host(names: &ClusterNames, pod: &str) -> String {
     format!("{pod}.{}.{}.svc", names.etcd(), names.namespace)
 }
 
-pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
+/// How many members there are now, and whom they trust.
+#[derive(Debug, PartialEq, Eq)]
+struct Stage {
+    replicas: u8,
+    authority: Option<String>,
+}
+
+pub(super) fn build(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) -> Vec<Child> {
     let names = &found.referred.names;
     let name = names.etcd();
     let meta = || metadata(cluster, names, Component::Etcd, &name);
@@ -55,13 +77,42 @@ pub(super) fn build(cluster: &KVCacheCluster, found: &Found) -> Vec<Child> {
         service_account(meta()),
         Child::new(ChildKind::Service, Ownership::Shared, meta(), &headless),
         Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(), &budget),
-        Child::new(ChildKind::StatefulSet, Ownership::Shared, meta(), &stateful_set(cluster, found)),
+        Child::new(ChildKind::StatefulSet, Ownership::Shared, meta(), &stateful_set(cluster, found, drawn)),
     ]
 }
 
-fn stateful_set(cluster: &KVCacheCluster, found: &Found) -> Value {
+/// The next step to `replicas` members that trust an authority; `None`: whichever they trust.
+fn stage(replicas: u8, authority: Option<&str>, live: Option<&DynamicObject>) -> Stage {
+    let before =
+        live.and_then(|live| live.data["spec"]["template"]["metadata"]["annotations"][AUTHORITY].as_str());
+    let is_parted = before.is_some() && authority.is_some() && before != authority;
+    if is_parted && !live.is_some_and(has_no_pods) {
+        return Stage { replicas: 0, authority: before.map(str::to_owned) };
+    }
+    Stage { replicas, authority: authority.or(before).map(str::to_owned) }
+}
+
+/// Whether the controller has seen what is wanted, and no pod is there, not even one that goes.
+fn has_no_pods(live: &DynamicObject) -> bool {
+    let status = &live.data["status"];
+    let is_seen = status["observedGeneration"].as_i64() == live.metadata.generation;
+    is_seen && status["replicas"].as_u64().unwrap_or_default() == 0
+}
+
+/// Whether all members go before any comes back.
+pub(in crate::cluster) fn is_replaced(live: &DynamicObject) -> bool {
+    live.data["spec"]["replicas"].as_u64() == Some(0)
+}
+
+fn stateful_set(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) -> Value {
     let names = &found.referred.names;
     let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
+    let authority = drawn.and_then(|drawn| drawn.authority.as_deref());
+    let stage = stage(managed.replicas, authority, found.etcd.as_deref());
+    let mut metadata = json!({ "labels": names.labels(Component::Etcd) });
+    if let Some(authority) = stage.authority {
+        metadata["annotations"] = json!({ AUTHORITY: authority });
+    }
     let mut claim = json!({
         "accessModes": ["ReadWriteOnce"],
         "resources": { "requests": { "storage": managed.storage.size } },
@@ -71,14 +122,14 @@ fn stateful_set(cluster: &KVCacheCluster, found: &Found) -> Value {
     }
     json!({
         "spec": {
-            "replicas": managed.replicas,
+            "replicas": stage.replicas,
             "serviceName": names.etcd(),
             "podManagementPolicy": "Parallel",
             "updateStrategy": { "type": "RollingUpdate" },
             "persistentVolumeClaimRetentionPolicy": { "whenDeleted": "Delete", "whenScaled": "Retain" },
             "selector": { "matchLabels": names.selector(Component::Etcd) },
             "template": {
-                "metadata": { "labels": names.labels(Component::Etcd) },
+                "metadata": metadata,
                 "spec": pod(cluster, found),
             },
             "volumeClaimTemplates": [{ "metadata": { "name": ETCD_CLAIM }, "spec": claim }],
@@ -126,7 +177,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
     }))
 }
 
-/// etcd reads its certificates at every handshake, so renewed ones need no restart.
+/// etcd reads its certificates at every handshake, so renewed ones need no restart; of its authorities see [`stage`].
 fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
     let own = host(names, "$(POD_NAME)");
     let peers: Vec<String> = (0..replicas)
@@ -157,4 +208,49 @@ fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
         arguments.push(format!("--{side}key-file={TLS_FOLDER}/server.key"));
     }
     arguments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A StatefulSet whose controller has seen a generation, with so many pods.
+    fn live(authority: Option<&str>, observed: i64, pods: u32) -> DynamicObject {
+        let annotations = authority.map(|authority| json!({ AUTHORITY: authority }));
+        let whole = json!({
+            "metadata": { "name": "c-etcd", "generation": 2 },
+            "spec": { "template": { "metadata": { "annotations": annotations } } },
+            "status": { "observedGeneration": observed, "replicas": pods },
+        });
+        serde_json::from_value(whole).expect("an object")
+    }
+
+    fn stage_of(replicas: u8, authority: Option<&str>) -> Stage {
+        Stage { replicas, authority: authority.map(str::to_owned) }
+    }
+
+    #[test]
+    fn a_new_authority_replaces_all_members_at_once() {
+        for replicas in [1, 3, 5] {
+            let new = stage_of(replicas, Some("new"));
+            let step = |live: Option<&DynamicObject>| stage(replicas, Some("new"), live);
+            assert_eq!(step(None), new, "they come into being");
+            let none = stage_of(0, Some("old"));
+            assert_eq!(step(Some(&live(Some("old"), 2, replicas.into()))), none, "they go");
+            assert_eq!(step(Some(&live(Some("old"), 2, 1))), none, "one is left");
+            assert_eq!(step(Some(&live(Some("old"), 1, 0))), none, "nobody has seen it");
+            assert_eq!(step(Some(&live(Some("old"), 2, 0))), new, "none is left");
+            assert_eq!(step(Some(&live(Some("new"), 1, 0))), new, "they come back");
+            assert_eq!(step(Some(&live(Some("new"), 2, replicas.into()))), new, "they are back");
+        }
+    }
+
+    #[test]
+    fn members_stay_that_trust_the_same_or_nobody_knows_whom() {
+        let same = stage_of(3, Some("a"));
+        assert_eq!(stage(3, Some("a"), Some(&live(Some("a"), 2, 3))), same);
+        assert_eq!(stage(3, None, Some(&live(Some("a"), 2, 3))), same, "certificates are contested");
+        assert_eq!(stage(3, Some("a"), Some(&live(None, 2, 3))), same, "one after the other");
+        assert_eq!(stage(3, None, None), stage_of(3, None));
+    }
 }

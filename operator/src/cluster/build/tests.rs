@@ -49,8 +49,14 @@ fn found(cluster: &KVCacheCluster) -> Found {
         said_by_members: None,
         etcd: None,
         volumes: None,
+        authority: None,
         access: std::collections::BTreeMap::new(),
     }
+}
+
+/// Certificates of a managed etcd.
+fn drawn() -> Drawn {
+    Drawn { certificates: "digest".to_owned(), authority: Some("authority".to_owned()) }
 }
 
 fn with_pool(mut found: Found, spec: Value) -> Found {
@@ -80,7 +86,7 @@ fn pod(workload: &Value) -> &Value {
 #[test]
 fn every_child_belongs_to_the_cluster() {
     let cluster = cluster(json!({}));
-    let children = build(&cluster, &found(&cluster), Some("d"));
+    let children = build(&cluster, &found(&cluster), Some(&drawn()));
     let mut names: Vec<(ChildKind, &str)> =
         children.iter().map(|child| (child.kind, child.name.as_str())).collect();
     let count = names.len();
@@ -102,7 +108,7 @@ fn every_child_belongs_to_the_cluster() {
 fn an_agent_has_no_privileges_and_sees_only_its_directories() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let pooled = with_pool(found(&cluster), json!({ "directory": { "path": "/data/p", "size": "1Gi" } }));
-    let children = build(&cluster, &pooled, Some("d"));
+    let children = build(&cluster, &pooled, Some(&drawn()));
     let pod = pod(child(&children, ChildKind::DaemonSet, "c-agent"));
     for never in ["hostNetwork", "hostIPC", "hostPID"] {
         assert_eq!(pod[never], Value::Null, "{never}");
@@ -133,7 +139,7 @@ fn raw_devices_bring_the_devices_of_the_node_and_nothing_else_does() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let raw = with_pool(found(&cluster), json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } }));
     let has_devices = |found: &Found| {
-        let children = build(&cluster, found, Some("d"));
+        let children = build(&cluster, found, Some(&drawn()));
         let set = child(&children, ChildKind::DaemonSet, "c-agent").clone();
         pod(&set)["volumes"].as_array().expect("volumes").iter().any(|one| one["name"] == "devices")
     };
@@ -145,7 +151,7 @@ fn raw_devices_bring_the_devices_of_the_node_and_nothing_else_does() {
 fn what_changes_the_agents_configuration_changes_their_pods_and_only_that() {
     let annotation = |spec: Value, change: fn(Found) -> Found| {
         let cluster = cluster(spec);
-        let children = build(&cluster, &change(found(&cluster)), Some("d"));
+        let children = build(&cluster, &change(found(&cluster)), Some(&drawn()));
         let set = child(&children, ChildKind::DaemonSet, "c-agent");
         set["spec"]["template"]["metadata"]["annotations"][CONFIGURATION].clone()
     };
@@ -183,7 +189,7 @@ fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
         "directory": { "path": "/data/p", "size": "1Gi" },
         "segmentSize": "4Mi", "queueDepth": 7, "watermarks": { "freePermille": 50 },
     });
-    let children = build(&cluster, &with_pool(found(&cluster), spec), Some("d"));
+    let children = build(&cluster, &with_pool(found(&cluster), spec), Some(&drawn()));
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
@@ -196,10 +202,10 @@ fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
 #[test]
 fn contents_of_profiles_lie_beside_the_agents_configuration_and_restart_nobody() {
     let cluster = cluster(json!({ "slackProfiles": {} }));
-    let plain = build(&cluster, &found(&cluster), Some("d"));
+    let plain = build(&cluster, &found(&cluster), Some(&drawn()));
     let mut more = found(&cluster);
     more.profiles.insert("profile-0.json".to_owned(), "{}".to_owned());
-    let with = build(&cluster, &more, Some("d"));
+    let with = build(&cluster, &more, Some(&drawn()));
     let data = &child(&with, ChildKind::ConfigMap, "c-agent")["data"];
     assert!(data["profile-0.json"] == "{}" && data["agent.toml"].is_string(), "{data}");
     let pods = |children| child(children, ChildKind::DaemonSet, "c-agent").clone();
@@ -210,7 +216,7 @@ fn contents_of_profiles_lie_beside_the_agents_configuration_and_restart_nobody()
 fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
     let of = |replicas: u32| {
         let cluster = cluster(json!({ "controlPlane": { "replicas": replicas } }));
-        build(&cluster, &found(&cluster), Some("d"))
+        build(&cluster, &found(&cluster), Some(&drawn()))
     };
     let (two, three) = (of(2), of(3));
     let files = child(&two, ChildKind::ConfigMap, "c-controlplane");
@@ -231,7 +237,7 @@ fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
 #[test]
 fn members_reach_a_managed_etcd_by_names_that_its_certificate_has() {
     let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
-    let children = build(&cluster, &found(&cluster), Some("digest"));
+    let children = build(&cluster, &found(&cluster), Some(&drawn()));
     let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
     let endpoints: Vec<&str> = member["store"]["endpoints"]
         .as_array()
@@ -262,12 +268,47 @@ fn listed(etcd: &Value, argument: &str) -> Vec<String> {
 }
 
 #[test]
+fn pods_of_etcd_are_replaced_for_another_authority_and_not_for_renewed_certificates() {
+    let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
+    let mut found = found(&cluster);
+    let built = |found: &Found, drawn: &Drawn| {
+        let children = build(&cluster, found, Some(drawn));
+        let set = |name: &str| child(&children, ChildKind::StatefulSet, name).clone();
+        (set("c-etcd"), set("c-controlplane"))
+    };
+    let (etcd, members) = built(&found, &drawn());
+    assert_eq!(
+        etcd["spec"]["template"]["metadata"]["annotations"]["reprise.dev/etcd-authority"],
+        "authority"
+    );
+    let renewed = Drawn { certificates: "others".to_owned(), ..drawn() };
+    let (same, restarted) = built(&found, &renewed);
+    assert_eq!(same, etcd);
+    assert_ne!(restarted["spec"]["template"], members["spec"]["template"]);
+    // Its controller has made the pods.
+    let mut live = etcd.clone();
+    live["metadata"]["generation"] = json!(1);
+    live["status"] = json!({ "observedGeneration": 1, "replicas": 3 });
+    found.etcd = Some(Arc::new(serde_json::from_value(live.clone()).expect("an object")));
+    let another = Drawn { authority: Some("another".to_owned()), ..renewed };
+    let (gone, _) = built(&found, &another);
+    assert_eq!(gone["spec"]["replicas"], 0);
+    assert_eq!(gone["spec"]["template"], etcd["spec"]["template"], "they only go");
+    live["status"]["replicas"] = json!(0);
+    found.etcd = Some(Arc::new(serde_json::from_value(live).expect("an object")));
+    let (back, _) = built(&found, &another);
+    assert_eq!(back["spec"]["replicas"], 3);
+    assert_eq!(back["spec"]["template"]["metadata"]["annotations"]["reprise.dev/etcd-authority"], "another");
+    assert_eq!(back["spec"]["persistentVolumeClaimRetentionPolicy"]["whenScaled"], "Retain", "volumes stay");
+}
+
+#[test]
 fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
     for replicas in [1_usize, 3] {
         let cluster = cluster(json!({ "etcd": { "managed": {
             "replicas": replicas, "storage": { "storageClassName": "fast", "size": "2Gi" },
         } } }));
-        let children = build(&cluster, &found(&cluster), Some("digest"));
+        let children = build(&cluster, &found(&cluster), Some(&drawn()));
         let set = child(&children, ChildKind::StatefulSet, "c-etcd");
         assert_eq!(set["spec"]["replicas"], replicas);
         // All of them, each once, by the name that its pod has behind the headless service.
@@ -331,7 +372,7 @@ fn members_of_a_managed_etcd_know_each_other_by_names_of_their_pods() {
 #[test]
 fn volumes_of_etcd_ask_for_the_default_class_where_none_is_named() {
     let cluster = cluster(json!({ "etcd": { "managed": {} } }));
-    let children = build(&cluster, &found(&cluster), Some("digest"));
+    let children = build(&cluster, &found(&cluster), Some(&drawn()));
     let set = child(&children, ChildKind::StatefulSet, "c-etcd");
     let claim = &set["spec"]["volumeClaimTemplates"][0]["spec"];
     assert_eq!(claim.get("storageClassName"), None);
@@ -373,7 +414,7 @@ fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_ki
         ),
     ] {
         let cluster = cluster(spec);
-        let children = build(&cluster, &found(&cluster), Some("d"));
+        let children = build(&cluster, &found(&cluster), Some(&drawn()));
         for name in ["c-controlplane", "c-etcd"] {
             let set = child(&children, ChildKind::StatefulSet, name);
             let spread = &pod(set)["topologySpreadConstraints"];
@@ -394,7 +435,7 @@ fn pods_of_members_and_etcd_spread_over_what_the_cluster_says_among_their_own_ki
 #[test]
 fn engines_find_their_configuration_ready_to_be_copied() {
     let cluster = cluster(json!({ "agents": { "socket": { "directory": "/run/other" } } }));
-    let children = build(&cluster, &found(&cluster), Some("d"));
+    let children = build(&cluster, &found(&cluster), Some(&drawn()));
     let data = &child(&children, ChildKind::ConfigMap, "c-connection")["data"];
     for file in ["vllm-kv-transfer-config.json", "vllm-gpu-kv-transfer-config.json"] {
         let text = data[file].as_str().expect("a text");
@@ -409,7 +450,7 @@ fn engines_find_their_configuration_ready_to_be_copied() {
 fn the_first_words_of_nodes_restart_no_member() {
     let cluster = cluster(json!({}));
     let members = |found: &Found| {
-        let children = build(&cluster, found, Some("d"));
+        let children = build(&cluster, found, Some(&drawn()));
         pod(child(&children, ChildKind::StatefulSet, "c-controlplane"))["containers"][0]["resources"].clone()
     };
     let silent = found(&cluster);

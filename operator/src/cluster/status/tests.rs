@@ -26,12 +26,17 @@ fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
 
 /// What is found of a cluster whose agents have these modes, with a pool of this spec.
 fn said(modes: Value, pool: Value) -> Vec<Finding> {
+    said_of(modes, pool, |_| ())
+}
+
+/// The same, with something else about it.
+fn said_of(modes: Value, pool: Value, change: impl FnOnce(&mut Found)) -> Vec<Finding> {
     let cluster: KVCacheCluster =
         object("KVCacheCluster", "c", json!({ "pools": [{ "name": "p" }], "agents": modes }));
     let pool: SSDPool = object("SSDPool", "p", pool);
     let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
     let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan };
-    let found = Found {
+    let mut found = Found {
         referred: Referred { names: ClusterNames::of(&cluster), pools: vec![named], tenants: Vec::new() },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
@@ -48,8 +53,10 @@ fn said(modes: Value, pool: Value) -> Vec<Finding> {
         said_by_members: None,
         etcd: None,
         volumes: None,
+        authority: None,
         access: BTreeMap::new(),
     };
+    change(&mut found);
     of(&cluster, &found, None, None).1
 }
 
@@ -99,4 +106,41 @@ fn a_cluster_with_raw_devices_is_told_when_nothing_gives_them_to_the_pods() {
     ] {
         assert_eq!(bound(modes, pool).message, "1 pools are bound");
     }
+}
+
+/// A cluster on a node, with an etcd of these numbers of members: wanted, and ready.
+fn with_etcd(found: &mut Found, wanted: u32, ready: u32) {
+    found.plan.nodes.push("n1".to_owned());
+    let etcd = json!({
+        "metadata": { "name": "c-etcd" }, "spec": { "replicas": wanted }, "status": { "readyReplicas": ready },
+    });
+    found.etcd = Some(Arc::new(serde_json::from_value(etcd).expect("an object")));
+}
+
+#[test]
+fn a_cluster_whose_authority_of_certificates_is_lost_is_degraded_and_works() {
+    let plain = said_of(json!({}), directory(), |found| with_etcd(found, 1, 1));
+    let lost = said_of(json!({}), directory(), |found| {
+        with_etcd(found, 1, 1);
+        found.authority = Some(Refusal::new(Reason::SecretInvalid, "put it back"));
+    });
+    for found in &plain {
+        let now = one(&lost, found.kind);
+        if found.kind == Type::Degraded {
+            assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::AsDesired));
+            assert_eq!((now.status, now.reason), (ConditionStatus::True, Reason::SecretInvalid));
+            assert_eq!(now.message, "put it back");
+        } else {
+            assert_eq!(now, *found);
+        }
+    }
+    assert_eq!(one(&lost, Type::EtcdReady).status, ConditionStatus::True);
+}
+
+#[test]
+fn an_etcd_whose_members_are_all_replaced_is_not_ready_even_while_they_still_are() {
+    let said = said_of(json!({}), directory(), |found| with_etcd(found, 0, 1));
+    let etcd = one(&said, Type::EtcdReady);
+    assert_eq!((etcd.status, etcd.reason), (ConditionStatus::False, Reason::Progressing));
+    assert!(etcd.message.contains("replaced at once"), "{}", etcd.message);
 }

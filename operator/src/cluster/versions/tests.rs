@@ -46,6 +46,7 @@ fn found(tags: [&str; 2]) -> Found {
         members: None,
         said_by_members: None,
         volumes: None,
+        authority: None,
         etcd: None,
         access: BTreeMap::new(),
     }

@@ -216,21 +216,31 @@ fn a_device_that_the_runtime_keeps_from_agents_names_the_field_that_gives_it_to_
             "spec": { "agents": { "deviceAccess": { "mode": mode } } },
         }))
     };
-    let degraded = |mode: &str, words: &str| {
+    let degraded = |mode: &str, reason: Option<Reason>, words: &str| {
         let mut node = empty("n1");
-        let device =
-            json!({ "path": "/dev/disk/by-id/nvme-a", "pool": "p", "state": "Refused", "message": words });
+        let device = json!({
+            "path": "/dev/disk/by-id/nvme-a", "pool": "p", "state": "Refused", "reason": reason.map(Reason::as_str), "message": words,
+        });
         node["status"]["devices"] = json!([device]);
         let mut found = found(&["n1"], vec![node]);
         found.cluster = Some(Arc::new(cluster(mode)));
         let (_, findings) = of(&pool(), &found, None);
-        findings.into_iter().find(|finding| finding.kind == Type::Degraded).expect("it is said").message
+        let said = findings.into_iter().find(|finding| finding.kind == Type::Degraded).expect("it is said");
+        (said.reason, said.message)
     };
-    let forbidden = "opening it: Operation not permitted (os error 1)";
-    let told = degraded("None", forbidden);
+    let forbidden = "it cannot be read: Operation not permitted (os error 1)";
+    let (reason, told) = degraded("None", Some(Reason::DeviceNotPermitted), forbidden);
+    assert_eq!(reason, Reason::DeviceNotPermitted);
     assert!(told.contains(forbidden) && told.contains("set agents.deviceAccess of the cluster"), "{told}");
-    for (mode, words) in [("Privileged", forbidden), ("None", "it carries a file system")] {
-        let told = degraded(mode, words);
+    for (mode, why, words) in [
+        ("Privileged", Reason::DeviceNotPermitted, forbidden),
+        ("None", Reason::ForeignSignature, "it carries a file system"),
+        ("None", Reason::EngineUnavailable, "io_uring is forbidden"),
+    ] {
+        let (reason, told) = degraded(mode, Some(why), words);
+        assert_eq!(reason, why);
         assert!(told.contains(words) && !told.contains("deviceAccess"), "{told}");
     }
+    let (reason, told) = degraded("None", None, "as an older agent says it");
+    assert_eq!(reason, Reason::Refused, "{told}");
 }

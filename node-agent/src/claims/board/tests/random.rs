@@ -1,4 +1,5 @@
-//! Random claims over disks that come, go and fail: the board ends where the claims say, and destroys nothing that was not the claim's.
+//! Random claims over disks that come, go and fail: the board ends where the claims say, destroys nothing that was not the claim's, and makes
+//! no blank file in place of one that a claim has had since it came.
 
 use super::*;
 
@@ -6,13 +7,13 @@ use super::*;
 const DISKS: [&str; 4] = ["/d1", "/d2", "/d3", "/d4"];
 const STRANGER: [u8; 16] = [200; 16];
 
-/// What claim `v` has.
+/// What claim `v` has. It is not here while its file system is not mounted.
 const FILE: &str = "/f";
 
 proptest::proptest! {
     #[test]
     fn whatever_happens_the_board_ends_where_the_claims_say(
-        steps in proptest::collection::vec((0u8..11, 0u8..8), 0..80)
+        steps in proptest::collection::vec((0u8..12, 0u8..8), 0..80)
     ) {
         let mut world = World::new();
         let mut board = Board::default();
@@ -64,6 +65,8 @@ struct World {
     open: BTreeMap<u8, String>,
     /// Pools that claim `u` had.
     had: BTreeSet<[u8; 16]>,
+    /// Whether claim `v` has had its file since it came.
+    had_file: bool,
     pools: u8,
 }
 
@@ -82,6 +85,7 @@ impl World {
             wiping,
             open: BTreeMap::new(),
             had: BTreeSet::new(),
+            had_file: false,
             pools: 0,
         }
     }
@@ -91,7 +95,7 @@ impl World {
             0 => (self.claims.data, self.claims.generation) = (Some(Data::Kept), self.claims.generation + 1),
             1 => (self.claims.data, self.claims.generation) = (Some(Data::Wiped), self.claims.generation + 1),
             2 => self.claims.data = None,
-            3 => self.claims.has_file = !self.claims.has_file,
+            3 => (self.claims.has_file, self.had_file) = (!self.claims.has_file, false),
             4 => self.claims.most = 1 + usize::from(number % 3),
             5 | 6 => {
                 let disk = DISKS[usize::from(number) % DISKS.len()];
@@ -100,10 +104,23 @@ impl World {
             }
             7 | 8 => self.end_one(board, number),
             9 => self.lose_one(board, number),
+            10 => {
+                let file = self.disks.get_mut(FILE).expect("all are there");
+                file.is_here = !file.is_here;
+            }
             _ => {}
         }
+        board.let_go(&self.claims());
         board.want(self.wanted(board));
         self.begin(board.decide(if number % 4 == 3 { Retry::Refused } else { Retry::Nothing }));
+    }
+
+    /// The claims themselves, of which the board sees where their devices are.
+    fn claims(&self) -> Vec<Claim> {
+        let of_disks = self.claims.data.map(|_| claim("u", self.claims.generation));
+        let source = Source::File(PathBuf::from(FILE));
+        let of_file = self.claims.has_file.then(|| Claim { source, ..claim("v", self.claims.generation) });
+        of_disks.into_iter().chain(of_file).collect()
     }
 
     /// What claims mean, as names are resolved: those in use first, those that are gone last.
@@ -124,7 +141,11 @@ impl World {
             pools.push(wanted);
         }
         if has_file {
-            pools.push(WantedPool { generation, ..pool("v", &[FILE]) });
+            let mut wanted = WantedPool { generation, ..file("v", FILE) };
+            if held.contains(FILE) && !self.disks[FILE].is_here {
+                wanted.places[0].presence = Presence::Gone;
+            }
+            pools.push(wanted);
         }
         pools
     }
@@ -196,7 +217,8 @@ impl World {
         chance: u8,
     ) {
         places.sort_by_key(|place| self.disks[place.path.as_str()].on_it.is_none());
-        for ToOpen { id, path, recipe, .. } in places {
+        for ToOpen { id, path, recipe, missing, .. } in places {
+            self.find_or_make(&path, missing);
             let disk = &self.disks[path.as_str()];
             let membership = match disk.on_it {
                 Some(known) => Some(known),
@@ -209,11 +231,22 @@ impl World {
                     if recipe.uid == "u" {
                         self.had.insert(membership.uuid);
                     }
+                    // The claim may have gone and come back while it was opened.
+                    self.had_file |= path == FILE && self.claims.has_file;
                     board.opened(&path, id, Opened { membership, ..opened(0) });
                     self.open.insert(id.0, path);
                 }
                 None => board.refused(&path, Some(id), trouble()),
             }
+        }
+    }
+
+    /// Where the file is not there, and may be made, there is a blank one in its place from now on.
+    fn find_or_make(&mut self, path: &str, missing: Missing) {
+        let disk = self.disks.get_mut(path).expect("all are there");
+        if missing == Missing::Create && !disk.is_here {
+            assert!(path == FILE && !self.had_file, "{path}: a blank one hides that the claim's is gone");
+            *disk = Disk { is_here: true, on_it: None };
         }
     }
 

@@ -16,7 +16,7 @@ fn directory() -> Value {
 /// All children of a cluster with these modes and this pool.
 fn built(modes: Value, pool: Value) -> Vec<Child> {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }], "agents": modes }));
-    build(&cluster, &with_pool(found(&cluster), pool), Some("d"))
+    build(&cluster, &with_pool(found(&cluster), pool), Some(&drawn()))
 }
 
 fn template(children: &[Child]) -> Value {

@@ -39,7 +39,7 @@ fn pods_of(workload: &Value) -> Pods {
 fn pods(rendered: &[Value]) -> BTreeMap<String, Pods> {
     let publishing = json!({ "controlPlane": { "events": { "publish": {} } } });
     let cluster = cluster(publishing);
-    let children = build(&cluster, &found(&cluster), Some("d"));
+    let children = build(&cluster, &found(&cluster), Some(&drawn()));
     let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
     let built = children.iter().filter(|child| workloads.contains(&child.kind));
     let built = built.map(|child| (child.name.clone(), pods_of(&child.body)));
@@ -139,7 +139,7 @@ fn monitors_that_the_operator_makes_find_the_pods_that_it_makes() {
         let cluster = cluster(json!({
             "monitoring": { "mode": "PodMonitor" }, "etcd": { "mode": mode, "external": external },
         }));
-        let children = build(&cluster, &found(&cluster), Some("d"));
+        let children = build(&cluster, &found(&cluster), Some(&drawn()));
         let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
         let pods: BTreeMap<String, Pods> = children
             .iter()
