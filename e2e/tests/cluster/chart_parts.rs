@@ -90,7 +90,10 @@ fn a_device_is_removed(cluster: &Cluster, release: Release<'_>) {
         "{pool:#}"
     );
     let words = pool.to_string();
-    assert!(words.contains(node.name()) && words.contains("the device is gone"), "which, and why: {pool:#}");
+    assert!(
+        words.contains(node.name()) && words.contains("is not there, and a blank one would hide that"),
+        "which, and why: {pool:#}"
+    );
     let told = release.object("cachenode", node.name());
     assert_eq!(condition(&told, "Degraded"), ("True", "DeviceFailed"), "{told:#}");
     assert_eq!(condition(&told, "AgentReady").0, "True", "it serves what is in memory: {told:#}");
