@@ -62,11 +62,7 @@ where
     let goes = object.meta().deletion_timestamp.is_some();
     let has = object.finalizers().iter().any(|one| one == finalizer);
     let left = if goes && (!has || wanted == Finalizer::Unwanted) { Left::Nothing } else { Left::Object };
-    let change = match wanted {
-        Finalizer::Wanted => !has && !goes,
-        Finalizer::Unwanted => has,
-    };
-    if !change {
+    if !is_change(object, finalizer, wanted) {
         return Ok(left);
     }
     let mut finalizers = object.finalizers().to_vec();
@@ -85,6 +81,15 @@ where
         Err(error) => return Err(OperatorError::api(format!("change finalizers of {name}"))(error)),
     }
     Ok(left)
+}
+
+/// Whether there is something to do. An object that is being deleted takes no finalizer.
+fn is_change<K: Resource>(object: &K, finalizer: &str, wanted: Finalizer) -> bool {
+    let has = object.finalizers().iter().any(|one| one == finalizer);
+    match wanted {
+        Finalizer::Wanted => !has && object.meta().deletion_timestamp.is_none(),
+        Finalizer::Unwanted => has,
+    }
 }
 
 /// What came of an attempt.
@@ -154,7 +159,9 @@ pub async fn try_set<K>(
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
 {
-    if let Some(words) = context.refusals.standing(object, finalizer) {
+    // Where nothing is to be done, nothing is forbidden, whatever was before.
+    let standing = context.refusals.standing(object, finalizer);
+    if let Some(words) = standing.filter(|_| is_change(object, finalizer, wanted)) {
         return Ok(Attempt::Forbidden(Forbidden { wanted, words }));
     }
     match set(context, object, api, finalizer, wanted).await {

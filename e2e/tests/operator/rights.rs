@@ -96,6 +96,32 @@ fn what_lacks_the_right_to_finalizers_is_said_and_everything_else_works() {
 }
 
 #[test]
+fn a_tenant_whose_finalizer_may_not_be_put_on_says_so() {
+    let lab = Lab::new();
+    lab.world.require("a finalizer may not be changed");
+    let operator = start(&lab, |role| {
+        for rule in role.get_mut("rules").and_then(Value::as_array_mut).into_iter().flatten() {
+            if rule["verbs"] == json!(["patch"]) && rule["resources"][0] == "kvcacheclusters" {
+                rule["resources"] = json!(["kvcacheclusters", "ssdpools", "gpuqueueallocations"]);
+            }
+        }
+    });
+    lab.apply(&json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": "t" },
+        "spec": { "budget": { "ssd": { "limit": "1Gi" } } },
+    }));
+    let said = lab.wait_condition("CacheTenant", "t", ["DeletionBlocked", "Unknown", "Forbidden"]);
+    assert!(said.contains("may not be put on") && said.contains("rights of this version's chart"), "{said}");
+    lab.wait_condition("CacheTenant", "t", ["Accepted", "True", "AsDesired"]);
+    assert_eq!(
+        operator.metric("reprise_operator_reconciles_total", "failed"),
+        0.0,
+        "it is said, and no error"
+    );
+    operator.kill();
+}
+
+#[test]
 fn a_finalizer_that_may_not_be_taken_away_is_said_once_and_goes_with_the_right() {
     let lab = Lab::new();
     lab.world.require("a finalizer may not be changed");
