@@ -51,7 +51,7 @@ use crate::executor::Released;
 use crate::modes::Modes;
 use board::{Action, Board, Loss, Retry, ToOpen};
 use known::Known;
-use opening::Tried;
+use opening::{Left, Tried};
 use profiles::Profiles;
 use resolve::Names;
 use slow::Slow;
@@ -115,8 +115,20 @@ enum Bell {
 /// The end of something that took its time.
 enum Ended {
     Opened(Vec<Tried>),
-    Wiped { path: String, result: Result<(), Trouble> },
-    Asked { path: String, log: Option<HealthLog> },
+    /// The data of a place is destroyed, which is at this path now, or why not.
+    Erased {
+        path: String,
+        at: PathBuf,
+        result: Result<Left, Trouble>,
+    },
+    Wiped {
+        path: String,
+        result: Result<(), Trouble>,
+    },
+    Asked {
+        path: String,
+        log: Option<HealthLog>,
+    },
 }
 
 /// The thread's state.
@@ -383,7 +395,7 @@ impl Worker {
                 let (ended, name) = (self.ended.0.clone(), place.path.clone());
                 let body = move || {
                     let result = opening::wipe(&place);
-                    let _ = ended.send(Ended::Wiped { path: place.path, result });
+                    let _ = ended.send(Ended::Erased { path: place.path, at: place.at, result });
                 };
                 if let Err(trouble) = spawn("wiping", body) {
                     self.board.refused(&name, None, trouble);
@@ -410,11 +422,24 @@ impl Worker {
                 }
             }
             Ended::Asked { path, log } => self.wear.answered(&path, log),
-            Ended::Wiped { path, result: Ok(()) } => {
+            Ended::Erased { path, at, result: Ok(Left::File) } => {
+                // Noted before it goes: otherwise it would be missed after a restart in between.
+                self.board.erased(&path);
+                self.keep_known();
+                let (ended, name) = (self.ended.0.clone(), path.clone());
+                let body = move || {
+                    let _ = ended.send(Ended::Wiped { path, result: opening::remove(&at) });
+                };
+                if let Err(trouble) = spawn("removing", body) {
+                    self.board.refused(&name, None, trouble);
+                }
+            }
+            Ended::Erased { path, result: Ok(Left::Nothing), .. } | Ended::Wiped { path, result: Ok(()) } => {
                 tracing::info!(path, "the data of a device is destroyed");
                 self.board.wiped(&path);
             }
-            Ended::Wiped { path, result: Err(trouble) } => {
+            Ended::Erased { path, result: Err(trouble), .. }
+            | Ended::Wiped { path, result: Err(trouble) } => {
                 self.say(&path, &trouble);
                 self.board.refused(&path, None, trouble);
             }

@@ -117,23 +117,39 @@ pub(crate) fn a_file_that_is_not_there_at_the_start_is_waited_for_and_made_anew_
 }
 
 pub(crate) fn a_wiped_pool_is_destroyed_and_said_so(server: &ApiServer) {
-    let node = Node::start(server, "wiped");
+    let mut node = Node::start(server, "wiped");
     node.world.allow("destroying the data of a device, as was confirmed");
-    let file = node.root().join("p1-file");
+    node.world.require("a device of a claim is not used");
+    let (file, elsewhere) = (node.root().join("p1-file"), node.root().join("elsewhere"));
     let claims = json!({ "claims": [file_claim("p1")] });
     node.bring("the pool is open", claims.clone(), |status| state(status, "/p1-file") == Some("Open"));
     let engine = node.agent.engine(small());
     engine.save_durably(&blocks());
     assert!(file.exists());
 
+    // While its file system is not mounted nobody can destroy it, nor say so.
+    drop(engine);
+    node.agent.stop();
+    fs::rename(&file, &elsewhere).expect("moved");
+    node.agent.start();
+    node.wait_ready();
     let mut wiped = claims.clone();
     wiped["claims"][0]["wipe"] = json!(true);
-    node.bring("the pool is wiped", wiped, |status| state(status, "/p1-file") == Some("Wiped"));
+    node.bring("the file is missed", wiped, |status| {
+        let told = device(status, "/p1-file").and_then(|told| told["message"].as_str());
+        told.is_some_and(|told| told.contains("nobody can destroy its data"))
+    });
+    fs::rename(&elsewhere, &file).expect("moved");
+    node.wait_status("the pool is wiped", |status| state(status, "/p1-file") == Some("Wiped"));
     assert!(!file.exists(), "the file is gone with its data");
+    // Whether it was there when the agent comes back makes no difference.
+    node.agent.stop();
+    node.agent.start();
+    node.wait_status("the pool is wiped still", |status| state(status, "/p1-file") == Some("Wiped"));
     node.bring("the claim is gone", json!({}), |status| status["devices"].is_null());
 
     node.bring("a new pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
-    engine.trim();
+    let engine = node.agent.engine(small());
     let left = engine.matches(&blocks(), Scope::Local);
     assert!(!left.contains(&Source::OwnNvme), "nothing of the old pool is left: {left:?}");
 }

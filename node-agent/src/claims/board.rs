@@ -12,7 +12,7 @@
 //!
 //! Invariants: a number is given to one device at a time; a place that nobody wants ends; what failed is tried again when its claim
 //! changes, what was refused also from time to time; a device that was chosen stays so ([`Board::held`]), above all while it is wiped;
-//! a blank file is never made in place of one that a claim had ([`Known::expects`]).
+//! a blank file is never made in place of one that a claim had ([`Known::expects`]), and no such file counts as wiped when it is not there.
 
 mod place;
 
@@ -124,6 +124,8 @@ pub(super) struct ToWipe {
     pub(super) pool: Option<[u8; 16]>,
     /// Whether it is known to be of that pool: then erasing it may have begun before.
     pub(super) is_member: bool,
+    /// Whether it should be there: a file that is not may be where nobody looks, with its data.
+    pub(super) is_expected: bool,
 }
 
 /// Whether what was refused is tried again.
@@ -226,6 +228,13 @@ impl Board {
         }
         if let Some(place) = self.places.get_mut(path) {
             place.refuse(trouble);
+        }
+    }
+
+    /// The data of a file is destroyed, and the file goes next: it need not be there any more.
+    pub(super) fn erased(&mut self, path: &str) {
+        if let Some(place) = self.places.get(path) {
+            self.known.wiped(&place.recipe.uid, path);
         }
     }
 
@@ -336,6 +345,7 @@ impl Board {
                         kind: wanted.recipe.kind,
                         pool: self.known.pool(&pool.uid),
                         is_member: self.known.has(&pool.uid, &path),
+                        is_expected: self.known.expects(&pool.uid, &path),
                         path,
                         at,
                     }));
@@ -388,6 +398,13 @@ pub(super) fn missing_file() -> Trouble {
     let message = "the file that this node had is not there, and a blank one would hide that: bring it back (mount its file system, then \
         restart the agent's pod). To begin anew with a blank one, take the node out of the pool's nodeSelector until its CacheNode lists the \
         file no more and put it back, or make a new SSDPool";
+    Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
+}
+
+/// Why a file that is not there does not count as destroyed.
+pub(super) fn not_destroyed() -> Trouble {
+    let message = "the file that this node had is not there, so nobody can destroy its data: bring it back (mount its file system, then restart \
+        the agent's pod). If it is gone for good, let the pool go without: take the finalizer reprise.dev/wipe from its SSDPool";
     Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
 }
 

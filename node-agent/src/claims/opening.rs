@@ -4,13 +4,14 @@
 //! Somebody else's data is neither opened nor destroyed, unless the claim says that it may be overwritten.
 
 use std::io::ErrorKind;
+use std::path::Path;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::pool::{OWNER_BYTES, owner};
 use reprise_agent_kubernetes::{Engine, FallbackEngine, ForeignSignatures, Reason, Trouble};
 use reprise_io::{Caching, DeviceFile, EngineKind, FileAccess, Missing};
 
-use super::board::{Kind, Opened, Recipe, ToOpen, ToWipe, missing_file};
+use super::board::{Kind, Opened, Recipe, ToOpen, ToWipe, missing_file, not_destroyed};
 use super::signatures;
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::device::{self, DeviceContext, OpenedDevice, PoolIdentity, Unusable, unusable};
@@ -78,9 +79,18 @@ pub(super) fn open(
     tried
 }
 
-/// Destroys what the claim's pool has on a place, and a file with it. What is another pool's, or was written by nobody known, is refused;
-/// a blank device that the pool never used is left as it is.
-pub(super) fn wipe(place: &ToWipe) -> Result<(), Trouble> {
+/// What is left of a place whose data is destroyed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Left {
+    /// Nothing to do.
+    Nothing,
+    /// The file, which goes once it is noted that it need not be there ([`remove`]).
+    File,
+}
+
+/// Destroys what the claim's pool has on a place. What is another pool's, or was written by nobody known, is refused; a blank device that the pool
+/// never used is left as it is.
+pub(super) fn wipe(place: &ToWipe) -> Result<Left, Trouble> {
     let at = &place.at;
     let foreign = |what: &str| {
         let message = format!("it holds {what}, which is not ours to destroy: take it out of the pool");
@@ -90,12 +100,14 @@ pub(super) fn wipe(place: &ToWipe) -> Result<(), Trouble> {
         return Err(foreign(what));
     }
     let start = match signatures::start(at, OWNER_BYTES) {
-        // A device that cannot be found was not wiped.
-        Err(error) if error.kind() == ErrorKind::NotFound && place.kind == Kind::File => return Ok(()),
+        // What cannot be found was not wiped, but for a file that nobody has made, or that went after it was erased.
+        Err(error) if error.kind() == ErrorKind::NotFound && place.kind == Kind::File => {
+            return if place.is_expected { Err(not_destroyed()) } else { Ok(Left::Nothing) };
+        }
         start => start.map_err(unreadable)?,
     };
     match owner(&start) {
-        Ok(None) if place.kind == Kind::Device && !place.is_member => return Ok(()),
+        Ok(None) if place.kind == Kind::Device && !place.is_member => return Ok(Left::Nothing),
         Ok(None) => {}
         Ok(Some(pool)) if place.pool.is_none_or(|own| own == pool) => {}
         Ok(Some(_)) => return Err(foreign("another pool")),
@@ -104,12 +116,14 @@ pub(super) fn wipe(place: &ToWipe) -> Result<(), Trouble> {
     tracing::warn!(path = place.path, "destroying the data of a device, as was confirmed");
     let file = DeviceFile::open(at, FileAccess::ReadWrite, Missing::Fail).map_err(not_erased)?;
     file.erase().map_err(not_erased)?;
-    if place.kind == Kind::File {
-        std::fs::remove_file(at).map_err(|error| {
-            trouble(Reason::DeviceFailed, format!("it is erased and cannot be removed: {error}"))
-        })?;
-    }
-    Ok(())
+    Ok(if place.kind == Kind::File { Left::File } else { Left::Nothing })
+}
+
+/// Removes a file that is erased.
+pub(super) fn remove(at: &Path) -> Result<(), Trouble> {
+    std::fs::remove_file(at).map_err(|error| {
+        trouble(Reason::DeviceFailed, format!("it is erased and cannot be removed: {error}"))
+    })
 }
 
 fn trouble(reason: Reason, message: String) -> Trouble {

@@ -39,7 +39,15 @@ fn pool(uuid: [u8; 16]) -> Vec<u8> {
 }
 
 fn to_wipe(at: &Path, kind: Kind, pool: Option<[u8; 16]>) -> ToWipe {
-    ToWipe { path: "/dev/disk/by-id/x".to_owned(), at: at.to_owned(), kind, pool, is_member: pool.is_some() }
+    let is_member = pool.is_some();
+    ToWipe {
+        path: "/dev/disk/by-id/x".to_owned(),
+        at: at.to_owned(),
+        kind,
+        pool,
+        is_member,
+        is_expected: is_member,
+    }
 }
 
 /// Wipes and says whether everything is gone.
@@ -48,7 +56,9 @@ fn wiped(content: &[u8], pool: Option<[u8; 16]>) -> Result<bool, Trouble> {
     let result = wipe(&to_wipe(&path, Kind::Device, pool));
     let after = fs::read(&path).expect("a device stays");
     match result {
-        Ok(()) => Ok(after.len() == content.len() && after.iter().all(|byte| *byte == 0)),
+        Ok(left) => {
+            Ok(left == Left::Nothing && after.len() == content.len() && after.iter().all(|byte| *byte == 0))
+        }
         Err(trouble) => {
             assert!(after == content, "what is refused is left alone");
             assert_eq!(trouble.reason, Reason::ForeignSignature);
@@ -131,9 +141,14 @@ fn a_pool_whose_first_superblock_is_erased_already_is_known_by_its_second() {
 #[test]
 fn a_file_goes_with_its_data_and_a_device_that_is_missing_was_not_wiped() {
     let (_folder, path) = device(&pool(OWN));
-    assert_eq!(wipe(&to_wipe(&path, Kind::File, Some(OWN))), Ok(()));
-    assert!(!path.exists());
-    assert_eq!(wipe(&to_wipe(&path, Kind::File, Some(OWN))), Ok(()), "it is gone already");
+    let expected = to_wipe(&path, Kind::File, Some(OWN));
+    assert_eq!(wipe(&expected), Ok(Left::File));
+    assert!(fs::read(&path).expect("it is there still").iter().all(|byte| *byte == 0));
+    assert_eq!(wipe(&expected), Ok(Left::File), "whoever was interrupted does it again");
+    assert_eq!(remove(&path), Ok(()));
+    assert_eq!(wipe(&expected), Err(not_destroyed()), "it may be on a disk that is not mounted");
+    let erased = ToWipe { is_expected: false, ..expected };
+    assert_eq!(wipe(&erased), Ok(Left::Nothing), "it is gone already");
     let trouble = wipe(&to_wipe(&path, Kind::Device, Some(OWN))).expect_err("nobody knows what is on it");
     assert_eq!(trouble.reason, Reason::DeviceFailed);
 }
