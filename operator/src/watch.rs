@@ -20,6 +20,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
@@ -27,7 +28,8 @@ use k8s_openapi::api::core::v1::{Namespace, Node};
 use kube::api::{Api, DynamicObject};
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::reflector::{ObjectRef, reflector};
-use kube::runtime::watcher::Event;
+use kube::runtime::utils::Backoff;
+use kube::runtime::watcher::{DefaultBackoff, Event};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, Resource, ResourceExt};
 use reprise_crds::status::{ConditionType, find};
@@ -44,6 +46,9 @@ use crate::world::{World, Writers};
 
 /// Requests that wait for a queue, which takes them at once: it keeps one for each object.
 const REQUESTS_MAX: usize = 1024;
+
+/// A watch that has failed begins again after so long, at the most.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// Where requests to reconcile go.
 #[derive(Debug)]
@@ -419,6 +424,25 @@ impl On {
     }
 }
 
+/// Pauses of a watch that cannot begin: kube's own, and no longer than [`PAUSE_MAX`], since a replica that has just got the lease sees nothing before. A
+/// few replicas with a dozen watches each ask no API server too much.
+#[derive(Default)]
+struct Pauses(DefaultBackoff);
+
+impl Iterator for Pauses {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        self.0.next().map(|pause| pause.min(PAUSE_MAX))
+    }
+}
+
+impl Backoff for Pauses {
+    fn reset(&mut self) {
+        self.0.reset();
+    }
+}
+
 /// Follows one kind for ever. A watch that fails begins again, with a delay that grows.
 async fn follow<K, F>(api: Api<K>, config: watcher::Config, writer: Writer<K>, on: On, changed: F)
 where
@@ -427,7 +451,7 @@ where
     F: for<'a> Fn(&'a On, &'a K, News) -> BoxFuture<'a, ()>,
 {
     let mut known: HashMap<String, String> = HashMap::new();
-    let stream = watcher(api, config).default_backoff().modify(strip);
+    let stream = watcher(api, config).backoff(Pauses::default()).modify(strip);
     let mut events = std::pin::pin!(reflector(writer, stream));
     while let Some(event) = events.next().await {
         match event {
