@@ -128,6 +128,8 @@ words! {
         FieldConflict,
         /// etcd does not answer, or refuses.
         EtcdUnreachable,
+        /// etcd answers without some of its members.
+        MembersMissing,
         /// The control plane does not answer, or cannot do it at the moment.
         ControlPlaneUnreachable,
         /// Somebody else had changed it; it is again what the object says.

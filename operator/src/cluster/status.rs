@@ -1,13 +1,14 @@
 //! What a cluster is: conditions and sums over its nodes. Pure.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kube::api::DynamicObject;
 use reprise_crds::cluster::{
     AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts, RdmaMode,
 };
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
-use reprise_crds::status::{ConditionType as Type, Finding, Reason, holds};
+use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
 use super::REPORTED_WITHIN;
@@ -17,7 +18,11 @@ use super::dereference::Found;
 use super::versions::{Versions, image_of};
 use crate::children::Applied;
 use crate::clock;
+use crate::names::ClusterNames;
 use crate::plan::Refusal;
+
+/// A store that answers for the first time has all of its members so soon.
+const MEMBERS_COME_WITHIN: Duration = Duration::from_secs(60);
 
 /// So many names are in a message, at the most.
 const NAMES_MAX: usize = 5;
@@ -45,7 +50,7 @@ pub fn of(
     let versions = Versions::of(cluster, found);
     let compatible = versions.compatible(cluster, found);
     findings.push(progressing(cluster, found, refused, &members, &agents));
-    findings.push(degraded(found, &works, &compatible, applied));
+    findings.push(degraded(cluster, found, (&works, &compatible), applied));
     findings.push(ready(&works, applied));
     findings.push(compatible);
     findings.push(transport(cluster));
@@ -180,6 +185,17 @@ impl EtcdMembers {
     pub(super) fn answer(self) -> bool {
         self.ready > self.desired / 2
     }
+
+    /// What to say of a store that answers without some of them: the next loss may be one too many.
+    fn missing(self, names: &ClusterNames) -> Option<Refusal> {
+        let EtcdMembers { desired, ready } = self;
+        let more = ready.saturating_sub(desired / 2);
+        let message = format!(
+            "{ready} of {desired} members of etcd are ready, and it answers; without {more} more it does not: look at pods and volume claims of {}",
+            names.etcd()
+        );
+        (self.answer() && ready < desired).then(|| Refusal::new(Reason::MembersMissing, message))
+    }
 }
 
 /// How many there are.
@@ -308,21 +324,38 @@ fn progressing(
 }
 
 /// The first thing that is not so, and that nobody waits for: it works, with less.
-fn degraded(found: &Found, works: &[Finding], compatible: &Finding, applied: Option<&Applied>) -> Finding {
+fn degraded(
+    cluster: &KVCacheCluster,
+    found: &Found,
+    (works, compatible): (&[Finding], &Finding),
+    applied: Option<&Applied>,
+) -> Finding {
     let refused = applied.and_then(|applied| applied.refused.first());
     if let Some(refused) = refused {
         return Finding::yes(Type::Degraded, refused.reason, &refused.message);
     }
     let wrong = works.iter().find(|found| !found.is_good() && found.reason != Reason::Progressing);
     let far = Some(compatible).filter(|found| found.reason == Reason::VersionSkew);
-    match (wrong.or(far), &found.authority) {
-        (Some(found), _) => {
-            Finding::yes(Type::Degraded, found.reason, format!("{}: {}", found.kind, found.message))
-        }
-        // All works with the certificates that there are, so nothing else says it.
-        (None, Some(lost)) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
-        (None, None) => Finding::no(Type::Degraded, Reason::AsDesired, ""),
+    if let Some(wrong) = wrong.or(far) {
+        return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
     }
+    // All works with the certificates and members that there are, so nothing else says it.
+    match found.authority.clone().or_else(|| missing_member(cluster, found)) {
+        Some(lost) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
+        None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
+    }
+}
+
+/// What to say of an etcd of the operator's that answers without some of its members, once all have had the time to come.
+fn missing_member(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
+    let said = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
+    let has_settled = said.is_some_and(|said| {
+        said.status == ConditionStatus::True
+            && clock::since(&said.last_transition_time) >= MEMBERS_COME_WITHIN
+    });
+    let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed;
+    let members = etcd_members(cluster, found.etcd.as_deref());
+    members.missing(&found.referred.names).filter(|_| is_managed && has_settled)
 }
 
 fn ready(works: &[Finding], applied: Option<&Applied>) -> Finding {

@@ -4,15 +4,16 @@
 
 use std::collections::BTreeMap;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_crds::SSDPool;
-use reprise_crds::status::ConditionStatus;
+use reprise_crds::status::set;
 use reprise_policy::identity::PodBindings;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::cluster::dereference::{NamedPool, Referred};
-use crate::names::ClusterNames;
 use crate::plan::{ClusterPlan, PoolPlan};
 use crate::settings::DefaultImages;
 
@@ -31,12 +32,18 @@ fn said(modes: Value, pool: Value) -> Vec<Finding> {
 
 /// The same, with something else about it.
 fn said_of(modes: Value, pool: Value, change: impl FnOnce(&mut Found)) -> Vec<Finding> {
+    let (cluster, mut found) = found(modes, pool);
+    change(&mut found);
+    of(&cluster, &found, None, None).1
+}
+
+fn found(modes: Value, pool: Value) -> (KVCacheCluster, Found) {
     let cluster: KVCacheCluster =
         object("KVCacheCluster", "c", json!({ "pools": [{ "name": "p" }], "agents": modes }));
     let pool: SSDPool = object("SSDPool", "p", pool);
     let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
     let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan };
-    let mut found = Found {
+    let found = Found {
         referred: Referred { names: ClusterNames::of(&cluster), pools: vec![named], tenants: Vec::new() },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
@@ -56,8 +63,7 @@ fn said_of(modes: Value, pool: Value, change: impl FnOnce(&mut Found)) -> Vec<Fi
         authority: None,
         access: BTreeMap::new(),
     };
-    change(&mut found);
-    of(&cluster, &found, None, None).1
+    (cluster, found)
 }
 
 fn one(findings: &[Finding], kind: Type) -> Finding {
@@ -135,6 +141,39 @@ fn a_cluster_whose_authority_of_certificates_is_lost_is_degraded_and_works() {
         }
     }
     assert_eq!(one(&lost, Type::EtcdReady).status, ConditionStatus::True);
+}
+
+#[test]
+fn an_etcd_that_answers_without_a_member_is_ready_and_the_cluster_degraded_once_all_could_have_come() {
+    let (mut cluster, mut found) = found(json!({}), directory());
+    let mut degraded = |wanted: u8, ready: u32, since: Duration| {
+        with_etcd(&mut found, u32::from(wanted), ready);
+        let managed = json!({ "mode": "Managed", "managed": { "replicas": wanted } });
+        cluster.spec.etcd = serde_json::from_value(managed).expect("a store");
+        let answers = Finding::yes(Type::EtcdReady, Reason::AsDesired, "");
+        let mut conditions = Vec::new();
+        let began = Time(Timestamp::now() - SignedDuration::try_from(since).expect("minutes"));
+        set(&mut conditions, &answers, 1, &began);
+        cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
+        let said = of(&cluster, &found, None, None).1;
+        assert_eq!(one(&said, Type::EtcdReady).status, ConditionStatus::True, "{ready} of {wanted}");
+        one(&said, Type::Degraded)
+    };
+    let names = ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "c".to_owned() };
+    for ready in [0, 1, 3] {
+        assert_eq!(EtcdMembers { desired: 3, ready }.missing(&names), None, "{ready} of 3");
+    }
+    let (new, settled) = (Duration::from_secs(5), MEMBERS_COME_WITHIN + Duration::from_secs(1));
+    for (wanted, ready, since) in [(1, 1, settled), (3, 3, settled), (3, 2, new)] {
+        assert_eq!(degraded(wanted, ready, since).reason, Reason::AsDesired, "{ready} of {wanted}");
+    }
+    for (wanted, ready, more) in
+        [(3, 2, "without 1 more"), (5, 4, "without 2 more"), (5, 3, "without 1 more")]
+    {
+        let said = degraded(wanted, ready, settled);
+        assert_eq!((said.status, said.reason), (ConditionStatus::True, Reason::MembersMissing));
+        assert!(said.message.contains(more) && said.message.contains("c-etcd"), "{}", said.message);
+    }
 }
 
 #[test]
