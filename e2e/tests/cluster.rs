@@ -30,6 +30,8 @@ mod chart_identities;
 mod chart_life;
 #[path = "cluster/chart_parts.rs"]
 mod chart_parts;
+#[path = "cluster/chart_store.rs"]
+mod chart_store;
 #[path = "cluster/chart_upgrade.rs"]
 mod chart_upgrade;
 #[path = "cluster/ends.rs"]
@@ -79,6 +81,7 @@ fn main() -> ExitCode {
         ("an_agent_that_is_killed_under_load_fails_no_request", chart_crash::under_load),
         ("killed_operators_cost_no_local_hit_and_go_on_where_they_were", chart_faults::operators_are_killed),
         ("a_killed_etcd_costs_no_local_hit_and_keeps_its_data", chart_faults::etcd_is_killed),
+        ("an_etcd_of_three_goes_on_without_one_and_begins_anew_by_the_recipe", chart_store::of_three),
         ("a_killed_member_costs_no_local_hit_and_is_replaced", chart_faults::a_member_is_killed),
         ("pods_and_engines_go_on_while_the_api_server_is_away", chart_faults::the_api_server_is_away),
         (

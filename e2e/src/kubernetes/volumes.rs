@@ -14,8 +14,8 @@ provisioner: kubernetes.io/no-provisioner
 volumeBindingMode: WaitForFirstConsumer
 ";
 
-/// On each node: an etcd of three members, and again after it was removed.
-const OF_NODE: u8 = 4;
+/// On each node: an etcd of three members, another one, and both again after they were removed.
+const OF_NODE: u8 = 8;
 
 /// Bytes of each, as far as claims are concerned: nothing holds anybody to it.
 const SIZE: &str = "8Gi";

@@ -244,3 +244,41 @@ fn a_new_authority_is_drawn_on_purpose_and_replaces_all_members_of_etcd_at_once(
     assert_ne!(annotation("c-controlplane", "reprise.dev/secrets"), members, "members are told");
     operator.kill();
 }
+
+#[test]
+fn a_store_that_is_scaled_is_as_the_cluster_wants_it_again_and_is_left_while_that_is_paused() {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
+    lab.wait_for("StatefulSet", "c-etcd");
+    lab.all_are_ready("c-etcd");
+    lab.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
+    let api = lab.api("StatefulSet");
+    // As `kubectl scale` does it, of which the API server notes no manager.
+    let scale = |replicas: u32| {
+        let params = PatchParams { field_manager: Some("kubectl".to_owned()), ..PatchParams::default() };
+        let patch = Patch::Merge(json!({ "spec": { "replicas": replicas } }));
+        lab.server.block_on(api.patch_scale("c-etcd", &params, &patch)).expect("it can be scaled");
+    };
+    let wait_for_three = || {
+        wait_until("three members of etcd are wanted", PATIENCE, || {
+            (lab.get("StatefulSet", "c-etcd")?.data["spec"]["replicas"] == 3).then_some(())
+        });
+    };
+    scale(0);
+    wait_for_three();
+
+    let pause = |whether: bool| lab.merge("KVCacheCluster", "c", &json!({ "spec": { "paused": whether } }));
+    pause(true);
+    lab.wait_condition("KVCacheCluster", "c", ["Progressing", "False", "Paused"]);
+    scale(0);
+    lab.all_are_ready("c-etcd");
+    std::thread::sleep(SETTLED);
+    assert_eq!(lab.wait_for("StatefulSet", "c-etcd").data["spec"]["replicas"], 0);
+    lab.delete("StatefulSet", "c-etcd");
+    std::thread::sleep(SETTLED);
+    assert!(lab.get("StatefulSet", "c-etcd").is_none(), "nothing is changed of it");
+    pause(false);
+    wait_for_three();
+    operator.kill();
+}
