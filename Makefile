@@ -62,6 +62,8 @@ test-quick: lint
 # The end-to-end tests start the binaries that lie beside them, so those are built first. Always with all tests: what is asked for with other
 # words has other features of dependencies, and is compiled again.
 PROGRAMS := cargo build --locked --workspace --bins --tests
+# All programs and the tests of a whole Kubernetes, without those of every crate. Its dependencies have the same features, and are compiled once.
+CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
 test: lint etcd cluster helm
 	$(PROGRAMS)
@@ -83,7 +85,7 @@ test-vllm:
 	python/test-vllm.sh
 
 e2e-k8s: etcd cluster images-test
-	$(PROGRAMS)
+	$(CLUSTER_PROGRAMS)
 	cargo test --locked --workspace --test cluster
 
 e2e-scale: etcd cluster images-test
@@ -105,7 +107,7 @@ k8s-lab: etcd cluster
 
 # Built with all others: the images have these programs already.
 k8s-demo: etcd cluster images-test
-	$(PROGRAMS)
+	$(CLUSTER_PROGRAMS)
 	$(CARGO_TARGET_DIR)/debug/k8s-demo
 
 etcd:

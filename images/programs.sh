@@ -11,8 +11,8 @@ packages=(reprise-agent reprise-controlplane reprise-operator reprise)
 mkdir -p "$folder/libraries"
 executables() { sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
 case $profile in
-    # As whoever runs tests builds them, and as all of them are built: what is asked for with other words is compiled again.
-    dev) build=(cargo build --locked --workspace --bins --tests --message-format json-render-diagnostics) ;;
+    # As whoever runs tests builds them (Makefile): what is asked for with other words may be compiled again.
+    dev) build=(cargo build --locked --workspace --bins --test cluster --message-format json-render-diagnostics) ;;
     *)
         . images/toolchain.sh
         build=(cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}"

@@ -10,7 +10,8 @@ if [ ! -x "$etcd" ]; then
     mkdir -p "$cache/bin"
     what=etcd
     . ../go.sh
-    go build -trimpath -ldflags "-s -w" -o "$etcd.new" go.etcd.io/etcd/server/v3 >&2
+    # As that of images is built, so that what they are made of is compiled once.
+    CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o "$etcd.new" go.etcd.io/etcd/server/v3 >&2
     mv "$etcd.new" "$etcd"
 fi
 echo "$etcd"
