@@ -29,6 +29,8 @@ mod lab;
 mod outcome;
 #[path = "operator/people.rs"]
 mod people;
+#[path = "operator/plane.rs"]
+mod plane;
 #[path = "operator/pools.rs"]
 mod pools;
 #[path = "operator/profiles.rs"]

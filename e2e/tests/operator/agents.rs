@@ -10,9 +10,8 @@ use kube::ResourceExt;
 use kube::api::{DynamicObject, Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
-use crate::lab::Lab;
+use crate::lab::{Lab, sha256};
 
 /// What GPU every node has.
 pub(crate) const GPU: &str = "GPU-0";
@@ -163,6 +162,5 @@ fn made_of(allocation: &DynamicObject, node: &str) -> Option<Value> {
 fn tenants_digest(lab: &Lab) -> Option<String> {
     let file = lab.get("ConfigMap", "c-agent-tenants")?;
     let text = file.data["data"]["_tenants.json"].as_str()?.to_owned();
-    let digest: String = Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
-    Some(format!("sha256:{digest}"))
+    Some(sha256(text.as_bytes()))
 }

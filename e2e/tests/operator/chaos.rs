@@ -1,26 +1,31 @@
-//! Random edits, deletions and faults, with two operators at once; then quiet, and it ends in what a fresh one makes.
+//! Random edits, deletions and faults, with two operators at once; then quiet, and it ends in what a fresh one makes, and so does the control plane
+//! that they have told modes and budgets.
 //!
 //! Edits are of all kinds that people make, each made, changed and deleted again and again ([`People`]); what they come to in the end is drawn as well.
-//! All that operators make is compared, and all that they say: conditions of every object, and finalizers.
+//! All that operators make is compared, and all that they say: conditions of every object, and finalizers; and what they have told the control plane.
 //!
 //! Faults: requests that are answered with 409 or 504, cut off before or after they are done, an API server that is started anew, operators that are
-//! killed. An operator that loses its lease ends, as it should, and is started again as a kubelet would.
+//! killed; a control plane that is killed, cannot be reached, or does what it is asked for and answers too late. An operator that loses its lease ends,
+//! as it should, and is started again as a kubelet would.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, DeleteParams};
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, DynamicObject};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use reprise_e2e::{Interposer, Operator, OperatorFiles, seed};
-use serde_json::json;
+use reprise_e2e::{Interposer, Operator, OperatorFiles, Relay, seed};
+use serde_json::{Value, json};
 
 use crate::convergence::{assert_writes_nothing, mark};
 use crate::in_use::TOO_SHORT;
-use crate::lab::{Lab, NOBODY, SPACE, SYSTEM};
+use crate::lab::{Lab, SPACE, SYSTEM};
 use crate::outcome::{Outcome, assert_same, clear, outcome};
-use crate::people::People;
+use crate::people::{LIMIT_BYTES, People};
+use crate::plane::Plane;
 
 const NAME: &str = "whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more";
 /// Random events, and how long they go on for, at the most.
@@ -30,26 +35,31 @@ const EVENTS_WITHIN: Duration = Duration::from_secs(25);
 const FAULTS_PERCENT: u32 = 8;
 /// Starts of the API server: each takes seconds.
 const RESTARTS_MAX: usize = 1;
-/// After the last fault a reconcile may wait for its turn, and a watch.
-const HEALS_WITHIN: Duration = Duration::from_secs(60);
+/// How late the control plane may be: some answers come after nobody waits for them any more.
+const DELAY_MS_MAX: u64 = 4000;
+/// After the last fault a reconcile may wait for its turn, and a watch; and a control plane that was away is asked again after 30 s, as it is of what
+/// tenants hold after a minute.
+const HEALS_WITHIN: Duration = Duration::from_secs(150);
 /// What has not changed for so long does not: control planes that are away are looked at every 5 s.
 const STABLE: Duration = Duration::from_secs(6);
 /// Seconds for which nothing must be heard of sessions. More than an API server that starts anew keeps agents from telling.
 const UNUSED: u64 = 10;
 
-/// An operator, and what stands between it and the API server.
+/// An operator, and what stands between it and the API server, and the control plane.
 struct Replica {
     gate: Interposer,
+    road: Relay,
     files: OperatorFiles,
     operator: Option<Operator>,
 }
 
 impl Replica {
-    fn new(lab: &Lab, name: &str, namespace: &str) -> Replica {
+    fn new(lab: &Lab, plane: &Plane, name: &str, namespace: &str) -> Replica {
+        let road = Relay::to(plane.members.address());
         let gate = lab.world.interposer(&lab.server);
         let files = lab.world.operator(&lab.server, name, namespace).through(&gate);
-        let files = files.control_plane(&format!("{SPACE}/c"), NOBODY).unused_for(UNUSED);
-        let mut replica = Replica { gate, files, operator: None };
+        let files = files.control_plane(&format!("{SPACE}/c"), road.address()).unused_for(UNUSED);
+        let mut replica = Replica { gate, road, files, operator: None };
         replica.start_anew();
         replica
     }
@@ -75,15 +85,29 @@ impl Replica {
     fn disturb(&self, random: &mut StdRng) {
         self.gate.disturb(Some((StdRng::seed_from_u64(random.random()), FAULTS_PERCENT)));
     }
+
+    /// The road to the control plane is late, or leads nowhere for a while.
+    fn block(&self, random: &mut StdRng) {
+        if random.random_bool(0.5) {
+            self.road.cut();
+        } else {
+            self.road.delay(Duration::from_millis(random.random_range(0..DELAY_MS_MAX)));
+        }
+    }
+
+    fn unblock(&self) {
+        self.road.mend();
+        self.road.delay(Duration::ZERO);
+    }
 }
 
 /// All that may happen, for a while.
 fn rage(lab: &mut Lab, people: &mut People, replicas: &mut [Replica; 2], random: &mut StdRng) {
     let (begun, mut restarts) = (Instant::now(), 0);
-    let (mut kills, mut events) = (0, 0);
+    let (mut kills, mut events, mut planes, mut blocks) = (0, 0, 0, 0);
     while events < EVENTS && begun.elapsed() < EVENTS_WITHIN {
         events += 1;
-        match random.random_range(0..20) {
+        match random.random_range(0..24) {
             0..3 => {
                 replicas[random.random_range(0..2)].start_anew();
                 kills += 1;
@@ -96,6 +120,15 @@ fn rage(lab: &mut Lab, people: &mut People, replicas: &mut [Replica; 2], random:
             }
             4 => replicas[random.random_range(0..2)].gate.disturb(None),
             5..7 => replicas[random.random_range(0..2)].disturb(random),
+            7 => {
+                people.plane.start_anew();
+                planes += 1;
+            }
+            8 => {
+                replicas[random.random_range(0..2)].block(random);
+                blocks += 1;
+            }
+            9..11 => replicas[random.random_range(0..2)].unblock(),
             _ => people.act(lab, random),
         }
         people.look(lab);
@@ -104,23 +137,58 @@ fn rage(lab: &mut Lab, people: &mut People, replicas: &mut [Replica; 2], random:
     }
     let faults: u64 = replicas.iter().map(|replica| replica.gate.faults()).sum();
     seed::say(&format!(
-        "{NAME}: {events} events, of them {kills} kills, {restarts} restarts of the API server, {} deletions; {faults} faults; looked {} times at what \
-         must wait",
+        "{NAME}: {events} events, of them {kills} kills, {restarts} restarts of the API server, {planes} of the control plane, {blocks} roads to it \
+         blocked, {} deletions; {faults} faults; looked {} times at what must wait",
         people.deleted, people.waited,
     ));
 }
 
+/// As the control plane is to be told it: nodes are what is wanted of them, and tenants may have what their specs say.
+fn to_be_told(lab: &Lab) -> Value {
+    let nodes = lab.list("CacheNode");
+    let mode = |node: &DynamicObject| {
+        let mode = node.data["spec"]["mode"].as_str().unwrap_or_default().to_lowercase();
+        (node.name_any(), mode)
+    };
+    let modes: BTreeMap<String, String> = nodes.iter().map(mode).collect();
+    let limit = |tenant: &DynamicObject| {
+        let is_limited = !tenant.data["spec"]["budget"]["ssd"]["limit"].is_null();
+        is_limited.then(|| (tenant.name_any(), LIMIT_BYTES))
+    };
+    let limits: BTreeMap<String, u64> = lab.list("CacheTenant").iter().filter_map(limit).collect();
+    json!({ "modes": modes, "limits": limits })
+}
+
+/// As it was told it. Nobody who is not in the cluster has to be active.
+fn told(lab: &Lab, plane: &Plane) -> Value {
+    let is_in = |node: &String| lab.get("CacheNode", node).is_some();
+    let modes: BTreeMap<String, String> = plane.modes().into_iter().filter(|(node, _)| is_in(node)).collect();
+    let limits: BTreeMap<String, Value> =
+        plane.budgets().into_iter().map(|(name, budget)| (name, budget["limit"]["nvme"].clone())).collect();
+    json!({ "modes": modes, "limits": limits })
+}
+
 /// Waits until nothing changes any more; what there is then, and what is said of it.
 fn stable(lab: &Lab, people: &mut People) -> Outcome {
-    let (mut last, mut since) = (outcome(lab), Instant::now());
+    let come_to = |plane: &Plane| {
+        let told = told(lab, plane);
+        let is_told = told == to_be_told(lab);
+        let outcome = outcome(lab).with("the control plane", told);
+        let is_over = is_told && outcome.is_current() && !outcome.says("ControlPlaneUnreachable");
+        (outcome, is_over)
+    };
+    let (mut last, mut since) = (come_to(&people.plane).0, Instant::now());
     let give_up = Instant::now() + HEALS_WITHIN;
     while since.elapsed() < STABLE {
-        assert!(Instant::now() < give_up, "it changes all the time: {last:#?}");
+        assert!(
+            Instant::now() < give_up,
+            "it changes all the time, or is not what is wanted ({:#}): {last:#?}",
+            to_be_told(lab)
+        );
         std::thread::sleep(Duration::from_millis(100));
-        people.agents.obey(lab);
-        lab.collect_garbage();
-        let now = outcome(lab);
-        if now != last || !now.is_current() {
+        people.attend(lab);
+        let (now, is_over) = come_to(&people.plane);
+        if now != last || !is_over {
             (last, since) = (now, Instant::now());
         }
     }
@@ -161,11 +229,14 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
     lab.apply(
         &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": SPACE, "labels": labels } }),
     );
-    let mut people = People::default();
+    let mut people = People::new(Plane::new(&lab, &["n1", "n2"]));
     people.make_all(&lab, &mut random);
     people.connect("n1", 2);
     // With a lease of its own, so that both work at once.
-    let mut replicas = [Replica::new(&lab, "first", SYSTEM), Replica::new(&lab, "second", SPACE)];
+    let mut replicas = [
+        Replica::new(&lab, &people.plane, "first", SYSTEM),
+        Replica::new(&lab, &people.plane, "second", SPACE),
+    ];
     for replica in &replicas {
         replica.disturb(&mut random);
     }
@@ -173,6 +244,7 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
 
     for replica in &mut replicas {
         replica.gate.disturb(None);
+        replica.unblock();
         replica.tend();
     }
     people.let_go(&lab);
@@ -186,10 +258,11 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
     }
 
     clear(&lab);
+    people.plane.clear();
     // The lease of the killed one has to run out first.
     let leases: Api<Lease> = Api::namespaced(lab.client(), SYSTEM);
     lab.server.block_on(leases.delete("reprise-operator", &DeleteParams::default())).expect("it was held");
-    let files = lab.operator_files("operator").unused_for(UNUSED);
+    let files = lab.operator_with("operator", people.plane.members.address()).unused_for(UNUSED);
     let fresh = files.start().unwrap_or_else(|refused| panic!("the operator does not start: {refused:?}"));
     lab.wait_for("CacheNode", "n1");
     let anew = come_to_rest(&lab, &mut people);

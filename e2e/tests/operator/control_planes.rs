@@ -1,60 +1,41 @@
 //! What control planes are told: modes of nodes and budgets of tenants, by a real one with a real node.
 
-use std::process::Command;
 use std::time::Duration;
 
 use reprise_client::Scope;
 use reprise_e2e::content::{device_slot_bytes, small};
-use reprise_e2e::control_plane::Store;
-use reprise_e2e::process::binary;
-use reprise_e2e::{Agent, AgentConfig, ControlPlane, Loading, PATIENCE, wait_until};
+use reprise_e2e::{Loading, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::lab::{Lab, SETTLED};
+use crate::plane::Plane;
 
 /// What holds is looked at again after 30 s, and a control plane that was away after 30 s at the most.
 const LOOKED_AT_WITHIN: Duration = Duration::from_secs(100);
 
 /// A cluster whose control plane and first node are real processes. The agent is not in the cluster: the test plays what agents tell
 /// the API server.
-struct Plane {
-    agent: Agent,
-    members: ControlPlane,
+struct Cluster {
+    plane: Plane,
     lab: Lab,
 }
 
-impl Plane {
-    fn new() -> Plane {
+impl Cluster {
+    fn new() -> Cluster {
         let lab = Lab::new();
-        let members = lab.world.control_plane(Store::Embedded);
-        for words in [
-            "node is silent",
-            "the control plane is gone",
-            "cannot register with the control plane",
-            "registration lost",
-        ] {
-            lab.world.allow(words);
-        }
-        let agent = lab.world.agent(&AgentConfig {
-            control_plane: vec![members.address().to_owned()],
-            ..AgentConfig::named("n1")
-        });
-        wait_until("the node is known", PATIENCE, || members.offers("n1")?.then_some(()));
+        let plane = Plane::new(&lab, &["n1"]);
         lab.cluster(json!({}));
-        Plane { agent, members, lab }
+        Cluster { plane, lab }
     }
 
     fn operator(&self) -> reprise_e2e::Operator {
-        let files = self.lab.operator_with("operator", self.members.address());
+        let files = self.lab.operator_with("operator", self.plane.members.address());
         files.start().expect("the operator starts")
     }
 
     /// The mode that the control plane has for the node.
     fn mode(&self) -> String {
-        let nodes = self.members.admin().json("/nodes");
-        let nodes = nodes.as_array().expect("a list of nodes");
-        let node = nodes.iter().find(|node| node["name"] == "n1").expect("it has registered");
-        node["mode"].as_str().expect("a mode").to_owned()
+        self.plane.modes().remove("n1").expect("it has registered")
     }
 
     fn wait_mode(&self, mode: &str, within: Duration) {
@@ -64,20 +45,9 @@ impl Plane {
         });
     }
 
-    /// What a person does at the control plane.
-    fn reprise(&self, arguments: &[&str]) -> Value {
-        let mut command = Command::new(binary("reprise"));
-        command.arg("--json").args(arguments).args(["--controlplane", self.members.address()]);
-        let output = command.output().expect("reprise can be run");
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
-    }
-
     /// The limit of devices that the control plane has for a tenant.
     fn limit(&self, tenant: &str) -> Option<u64> {
-        let listed = self.reprise(&["tenant", "list"]);
-        let tenants = listed["tenants"].as_array().expect("a list");
-        tenants.iter().find(|one| one["name"] == tenant)?["limit"]["nvme"].as_u64()
+        self.plane.budgets().get(tenant)?["limit"]["nvme"].as_u64()
     }
 
     /// A member hears of a budget a little after it was set at another, or by itself.
@@ -101,55 +71,55 @@ impl Plane {
 
 #[test]
 fn a_mode_of_the_resources_is_that_of_the_control_plane_whoever_changes_it_there() {
-    let mut plane = Plane::new();
-    let operator = plane.operator();
+    let mut cluster = Cluster::new();
+    let operator = cluster.operator();
     let said = |reason| {
         let wanted = ["ModeApplied", "True", reason];
-        plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheNode", "n1"), wanted)
+        cluster.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheNode", "n1"), wanted)
     };
     assert!(said("AsDesired").contains("Active"));
-    plane.unschedulable(json!(true));
-    plane.wait_mode("draining", PATIENCE);
+    cluster.unschedulable(json!(true));
+    cluster.wait_mode("draining", PATIENCE);
     wait_until("it is said", PATIENCE, || said("AsDesired").contains("Draining").then_some(()));
     // A node that is not there has nothing to be told, and nothing is said of it.
-    let other = plane.lab.wait_for("CacheNode", "n2");
+    let other = cluster.lab.wait_for("CacheNode", "n2");
     assert_eq!(other.data["status"]["conditions"], Value::Null);
 
     // Somebody takes the node back by hand, and the resource holds.
-    plane.reprise(&["uncordon", "n1"]);
+    cluster.plane.reprise(&["uncordon", "n1"]);
     let message = said("SetBack");
-    assert_eq!(plane.mode(), "draining");
+    assert_eq!(cluster.mode(), "draining");
     assert!(message.contains("Active") && message.contains("kubectl drain"), "{message}");
 
     // What is as it should be is written no more.
-    let version = || plane.lab.get("CacheNode", "n1").expect("it is there").metadata.resource_version;
+    let version = || cluster.lab.get("CacheNode", "n1").expect("it is there").metadata.resource_version;
     let before = version();
     std::thread::sleep(SETTLED);
     assert_eq!(version(), before);
 
     // While the control plane is away the change is said to wait, and comes when it is back.
-    plane.members.kill();
-    plane.unschedulable(Value::Null);
+    cluster.plane.members.kill();
+    cluster.unschedulable(Value::Null);
     let untold =
-        plane.lab.wait_condition("CacheNode", "n1", ["ModeApplied", "False", "ControlPlaneUnreachable"]);
+        cluster.lab.wait_condition("CacheNode", "n1", ["ModeApplied", "False", "ControlPlaneUnreachable"]);
     assert!(untold.contains("Active") && untold.contains("refused"), "{untold}");
-    plane.members.restart();
-    plane.wait_mode("active", LOOKED_AT_WITHIN);
+    cluster.plane.members.restart();
+    cluster.wait_mode("active", LOOKED_AT_WITHIN);
     let wanted = ["ModeApplied", "True", "AsDesired"];
-    plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheNode", "n1"), wanted);
-    assert!(plane.agent.admin().get("/healthz").is_ok());
+    cluster.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheNode", "n1"), wanted);
+    assert!(cluster.plane.agents[0].admin().get("/healthz").is_ok());
     operator.kill();
 }
 
 #[test]
 fn a_pool_that_is_drained_says_when_the_control_plane_does_not_know_the_node() {
-    let plane = Plane::new();
-    let operator = plane.operator();
+    let cluster = Cluster::new();
+    let operator = cluster.operator();
     let only = json!({ "nodeSelector": { "matchLabels": { "name": "n2" } }, "mode": "Draining" });
-    plane.lab.pool("p", "/var/lib/pool", only);
-    plane.lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-    plane.lab.wait_condition("CacheNode", "n2", ["ModeApplied", "False", "NotReported"]);
-    let said = || plane.lab.wait_condition("SSDPool", "p", ["Drained", "False", "Draining"]);
+    cluster.lab.pool("p", "/var/lib/pool", only);
+    cluster.lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+    cluster.lab.wait_condition("CacheNode", "n2", ["ModeApplied", "False", "NotReported"]);
+    let said = || cluster.lab.wait_condition("SSDPool", "p", ["Drained", "False", "Draining"]);
     wait_until("the pool says so", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(50));
         said().contains("n2: the node has not registered").then_some(())
@@ -159,94 +129,99 @@ fn a_pool_that_is_drained_says_when_the_control_plane_does_not_know_the_node() {
 
 #[test]
 fn a_budget_is_told_kept_and_taken_back_with_its_tenant() {
-    let plane = Plane::new();
-    let operator = plane.operator();
+    let cluster = Cluster::new();
+    let operator = cluster.operator();
     let limited = |limit: &str| json!({ "budget": { "ssd": { "limit": limit } } });
-    plane.tenant("team-a", limited("1Gi"));
-    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
-    plane.wait_limit("team-a", Some(1 << 30));
-    plane.tenant("team-a", limited("2Gi"));
-    plane.wait_limit("team-a", Some(2 << 30));
-    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    cluster.tenant("team-a", limited("1Gi"));
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    cluster.wait_limit("team-a", Some(1 << 30));
+    cluster.tenant("team-a", limited("2Gi"));
+    cluster.wait_limit("team-a", Some(2 << 30));
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
 
     // What somebody changes there is set back; what somebody has set for one without a budget is his, and said.
-    plane.reprise(&["tenant", "set", "team-a", "--nvme", "5GiB"]);
-    plane.reprise(&["tenant", "set", "team-b", "--nvme", "5GiB"]);
-    plane.wait_limit("team-b", Some(5 << 30));
-    plane.wait_limit("team-a", Some(2 << 30));
-    plane.tenant("team-b", json!({}));
+    cluster.plane.reprise(&["tenant", "set", "team-a", "--nvme", "5GiB"]);
+    cluster.plane.reprise(&["tenant", "set", "team-b", "--nvme", "5GiB"]);
+    cluster.wait_limit("team-b", Some(5 << 30));
+    cluster.wait_limit("team-a", Some(2 << 30));
+    cluster.tenant("team-b", json!({}));
     let wanted = ["BudgetApplied", "False", "Conflict"];
-    let said = plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheTenant", "team-b"), wanted);
+    let said = cluster.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheTenant", "team-b"), wanted);
     assert!(said.contains("reprise tenant remove"), "{said}");
-    assert_eq!(plane.limit("team-b"), Some(5 << 30));
+    assert_eq!(cluster.limit("team-b"), Some(5 << 30));
 
     // More than the nodes have is refused, in the control plane's words, and what was there stays.
-    plane.tenant("team-a", json!({ "budget": { "ssd": { "reserved": "10Ti", "limit": "20Ti" } } }));
-    let said = plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "False", "OverCapacity"]);
+    cluster.tenant("team-a", json!({ "budget": { "ssd": { "reserved": "10Ti", "limit": "20Ti" } } }));
+    let said =
+        cluster.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "False", "OverCapacity"]);
     assert!(said.contains("cache/c") && said.contains("team-a"), "{said}");
-    plane.lab.wait_condition("CacheTenant", "team-a", ["QuotaFeasible", "False", "OverCapacity"]);
-    plane.lab.wait_condition("CacheTenant", "team-a", ["Ready", "False", "OverCapacity"]);
-    assert_eq!(plane.limit("team-a"), Some(2 << 30));
-    plane.tenant("team-a", limited("1Gi"));
-    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["QuotaFeasible", "False", "OverCapacity"]);
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["Ready", "False", "OverCapacity"]);
+    assert_eq!(cluster.limit("team-a"), Some(2 << 30));
+    cluster.tenant("team-a", limited("1Gi"));
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
 
-    plane.lab.delete("CacheTenant", "team-a");
+    cluster.lab.delete("CacheTenant", "team-a");
     wait_until("the tenant is gone", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(50));
-        plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
+        cluster.lab.get("CacheTenant", "team-a").is_none().then_some(())
     });
-    plane.wait_limit("team-a", None);
-    assert_eq!(plane.limit("team-b"), Some(5 << 30));
+    cluster.wait_limit("team-a", None);
+    assert_eq!(cluster.limit("team-b"), Some(5 << 30));
     operator.kill();
 }
 
 #[test]
 fn a_tenant_waits_for_a_control_plane_that_is_away_and_does_not_go_before_it_is_told() {
-    let mut plane = Plane::new();
-    let operator = plane.operator();
-    plane.tenant("team-a", json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
-    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    let mut cluster = Cluster::new();
+    let operator = cluster.operator();
+    cluster.tenant("team-a", json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
     // Once it has noticed that the control plane is away: what it saw last holds for a time.
-    plane.members.kill();
-    plane.tenant("team-a", json!({ "budget": { "ssd": { "limit": "2Gi" } } }));
-    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "False", "ControlPlaneUnreachable"]);
-    plane.lab.delete("CacheTenant", "team-a");
-    let said = plane.lab.wait_condition("CacheTenant", "team-a", ["DeletionBlocked", "True", "Releasing"]);
+    cluster.plane.members.kill();
+    cluster.tenant("team-a", json!({ "budget": { "ssd": { "limit": "2Gi" } } }));
+    cluster.lab.wait_condition(
+        "CacheTenant",
+        "team-a",
+        ["BudgetApplied", "False", "ControlPlaneUnreachable"],
+    );
+    cluster.lab.delete("CacheTenant", "team-a");
+    let said = cluster.lab.wait_condition("CacheTenant", "team-a", ["DeletionBlocked", "True", "Releasing"]);
     assert!(said.contains("cache/c") && said.contains("reprise.dev/budget"), "{said}");
-    plane.members.restart();
+    cluster.plane.members.restart();
     wait_until("the tenant is gone", LOOKED_AT_WITHIN, || {
         std::thread::sleep(Duration::from_millis(50));
-        plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
+        cluster.lab.get("CacheTenant", "team-a").is_none().then_some(())
     });
-    plane.wait_limit("team-a", None);
+    cluster.wait_limit("team-a", None);
     operator.kill();
 }
 
 #[test]
 fn a_purged_tenant_goes_when_every_node_has_said_that_it_holds_nothing_of_it() {
-    let plane = Plane::new();
-    let operator = plane.operator();
-    plane.tenant("team-a", json!({ "deletionPolicy": "Purge" }));
+    let cluster = Cluster::new();
+    let operator = cluster.operator();
+    cluster.tenant("team-a", json!({ "deletionPolicy": "Purge" }));
     wait_until("the tenant not to go before its blocks", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(50));
-        let finalizers = plane.lab.get("CacheTenant", "team-a")?.metadata.finalizers?;
+        let finalizers = cluster.lab.get("CacheTenant", "team-a")?.metadata.finalizers?;
         let has = |one: &str| finalizers.iter().any(|has| has == one);
         (has("reprise.dev/budget") && has("reprise.dev/purge")).then_some(())
     });
     let (of_a, of_b): (Vec<u64>, Vec<u64>) = ((0..16).collect(), (100..116).collect());
-    let [a, b] = ["team-a", "team-b"].map(|tenant| plane.agent.engine_of(small(), tenant));
+    let [a, b] = ["team-a", "team-b"].map(|tenant| cluster.plane.agents[0].engine_of(small(), tenant));
     a.save_durably(&of_a);
     b.save_durably(&of_b);
 
     // The cluster's second node has never come: nobody can say what is on it.
-    plane.lab.delete("CacheTenant", "team-a");
+    cluster.lab.delete("CacheTenant", "team-a");
     wait_until("the blocks to go", LOOKED_AT_WITHIN, || {
         std::thread::sleep(Duration::from_millis(50));
         a.matches(&of_a[..1], Scope::Local).is_empty().then_some(())
     });
     let said = || {
         let wanted = ["DeletionBlocked", "True", "Releasing"];
-        plane.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheTenant", "team-a"), wanted)
+        cluster.lab.wait_condition_within(LOOKED_AT_WITHIN, ("CacheTenant", "team-a"), wanted)
     };
     wait_until("the node that is waited for to be named, and no other", LOOKED_AT_WITHIN, || {
         std::thread::sleep(Duration::from_millis(50));
@@ -261,10 +236,10 @@ fn a_purged_tenant_goes_when_every_node_has_said_that_it_holds_nothing_of_it() {
     b.load_all(&of_b, &Loading::LOCAL);
 
     // It is no node of the cluster any more: the tenant goes, and its budget of nothing with it.
-    plane.lab.cluster(json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
+    cluster.lab.cluster(json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
     wait_until("the tenant is gone", LOOKED_AT_WITHIN, || {
         std::thread::sleep(Duration::from_millis(50));
-        plane.lab.get("CacheTenant", "team-a").is_none().then_some(())
+        cluster.lab.get("CacheTenant", "team-a").is_none().then_some(())
     });
     wait_until("it may save again, as one without a budget", LOOKED_AT_WITHIN, || {
         let reserved = a.client().reserve(1, Duration::from_millis(50)).expect("the agent answers");
@@ -277,32 +252,32 @@ fn a_purged_tenant_goes_when_every_node_has_said_that_it_holds_nothing_of_it() {
 
 #[test]
 fn what_a_tenant_holds_is_told_once_with_or_without_a_budget_and_whether_that_is_too_much() {
-    let mut plane = Plane::new();
-    let operator = plane.operator();
+    let mut cluster = Cluster::new();
+    let operator = cluster.operator();
     let (of_a, of_b): (Vec<u64>, Vec<u64>) = ((0..32).collect(), (100..116).collect());
-    let [a, b] = ["team-a", "team-b"].map(|tenant| plane.agent.engine_of(small(), tenant));
+    let [a, b] = ["team-a", "team-b"].map(|tenant| cluster.plane.agents[0].engine_of(small(), tenant));
     b.save_durably(&of_b);
     a.save_durably(&of_a);
     // The control plane has heard of all of it once it has heard of the last.
-    plane.reprise(&["tenant", "set", "team-a", "--nvme", "1GiB"]);
+    cluster.plane.reprise(&["tenant", "set", "team-a", "--nvme", "1GiB"]);
     let bytes = of_a.len() as u64 * device_slot_bytes(&small());
     wait_until("the node has reported its blocks", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(50));
-        let listed = plane.reprise(&["tenant", "list"]);
+        let listed = cluster.plane.reprise(&["tenant", "list"]);
         (listed["tenants"][0]["ledger"]["used"]["nvme"] == bytes).then_some(())
     });
     let limited = |limit: &str| json!({ "budget": { "ssd": { "limit": limit } } });
-    plane.tenant("team-a", limited("1Gi"));
-    plane.tenant("team-b", json!({}));
+    cluster.tenant("team-a", limited("1Gi"));
+    cluster.tenant("team-b", json!({}));
     let usage = |tenant: &str| {
-        plane.lab.wait_condition("CacheTenant", tenant, ["UsageKnown", "True", "AsDesired"]);
-        plane.lab.get("CacheTenant", tenant).expect("it is there").data["status"]["usage"].clone()
+        cluster.lab.wait_condition("CacheTenant", tenant, ["UsageKnown", "True", "AsDesired"]);
+        cluster.lab.get("CacheTenant", tenant).expect("it is there").data["status"]["usage"].clone()
     };
     let (used_a, used_b) = (usage("team-a"), usage("team-b"));
     assert_eq!((&used_a["ssd"], &used_a["ssdBlocks"]), (&json!("2Mi"), &json!(32)), "32 × 36 Ki: {used_a}");
     assert_eq!((&used_b["ssd"], &used_b["ssdBlocks"]), (&json!("1Mi"), &json!(16)), "16 × 36 Ki: {used_b}");
-    plane.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "False", "AsDesired"]);
-    plane.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "False", "AsDesired"]);
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["BudgetApplied", "True", "AsDesired"]);
 
     // Looked at again and again, it is not written again.
     let of_tenants = |metric: &str| operator.metric(metric, "kind=\"CacheTenant\"");
@@ -315,7 +290,7 @@ fn what_a_tenant_holds_is_told_once_with_or_without_a_budget_and_whether_that_is
     for resync in 0..10 {
         let already = of_tenants("reprise_operator_reconciles_total");
         let mark = json!({ "metadata": { "annotations": { "test/resync": resync.to_string() } } });
-        plane.lab.merge("CacheTenant", "team-a", &mark);
+        cluster.lab.merge("CacheTenant", "team-a", &mark);
         let again = || (of_tenants("reprise_operator_reconciles_total") > already).then_some(());
         wait_until("it is reconciled", PATIENCE, again);
     }
@@ -323,19 +298,19 @@ fn what_a_tenant_holds_is_told_once_with_or_without_a_budget_and_whether_that_is
     assert_eq!(usage("team-a"), used_a);
 
     // A limit below what it holds, and one above.
-    plane.tenant("team-a", limited("1Mi"));
-    let said = plane.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "True", "AboveLimit"]);
+    cluster.tenant("team-a", limited("1Mi"));
+    let said = cluster.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "True", "AboveLimit"]);
     assert!(said.contains("cache/c") && said.contains("budget.ssd.limit (1Mi)"), "{said}");
-    plane.tenant("team-a", limited("2Gi"));
-    plane.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "False", "AsDesired"]);
+    cluster.tenant("team-a", limited("2Gi"));
+    cluster.lab.wait_condition("CacheTenant", "team-a", ["OverQuota", "False", "AsDesired"]);
 
     // Of whom nobody could be asked nothing is told, rather than that he holds nothing.
-    plane.members.kill();
-    plane.tenant("team-c", json!({}));
+    cluster.plane.members.kill();
+    cluster.tenant("team-c", json!({}));
     let wanted = ["UsageKnown", "Unknown", "ControlPlaneUnreachable"];
-    let said = plane.lab.wait_condition("CacheTenant", "team-c", wanted);
+    let said = cluster.lab.wait_condition("CacheTenant", "team-c", wanted);
     assert!(said.contains("cache/c") && said.contains("refused"), "{said}");
-    let status = plane.lab.get("CacheTenant", "team-c").expect("it is there").data["status"].clone();
+    let status = cluster.lab.get("CacheTenant", "team-c").expect("it is there").data["status"].clone();
     assert_eq!(status["usage"], Value::Null);
     operator.kill();
 }

@@ -162,7 +162,7 @@ impl Lives {
     }
 }
 
-/// A cluster with two pools is made.
+/// A cluster with two pools and an etcd of its own is made.
 struct FromNothing;
 
 impl Story for FromNothing {
@@ -173,7 +173,14 @@ impl Story for FromNothing {
         clear(&lives.lab);
     }
 
-    fn check(&self, _: &Lives) {}
+    /// No certificates of etcd are there without the authority that they are of.
+    fn check(&self, lives: &Lives) {
+        let entry =
+            |secret: &str, entry: &str| Some(lives.lab.get("Secret", secret)?.data["data"][entry].clone());
+        if let Some(of) = entry("c-etcd-tls", "ca.crt") {
+            assert_eq!(entry("c-etcd-ca", "tls.crt"), Some(of));
+        }
+    }
 }
 
 fn tell_from_nothing(name: &str, moment: fn(u64) -> Moment) {
@@ -181,7 +188,7 @@ fn tell_from_nothing(name: &str, moment: fn(u64) -> Moment) {
     let lab = &lives.lab;
     lab.pool("p", "/var/lib/pool", json!({}));
     lab.pool("q", "/var/lib/other", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }] }));
+    lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }], "etcd": { "mode": "Managed" } }));
     lives.tell(name, &mut FromNothing, moment);
 }
 

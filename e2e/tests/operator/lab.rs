@@ -4,12 +4,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use k8s_openapi::ByteString;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams};
 use kube::core::GroupVersionKind;
 use kube::{Client, ResourceExt};
 use reprise_e2e::{ApiServer, Etcd, Operator, OperatorFiles, PATIENCE, World, wait_until};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 /// Namespace of the clusters.
 pub(crate) const SPACE: &str = "cache";
@@ -337,15 +339,33 @@ impl Lab {
 
     /// The same, of any StatefulSet.
     pub(crate) fn all_are_ready(&self, name: &str) {
-        let found = self.wait_for("StatefulSet", name);
+        assert!(self.has_its_pods(&self.wait_for("StatefulSet", name)), "StatefulSet {name} has gone");
+    }
+
+    /// Plays the controller of StatefulSets and all kubelets: every one has the pods that it wants by now.
+    pub(crate) fn play_stateful_sets(&self) {
+        let is_new = |set: &&DynamicObject| {
+            set.data["status"]["observedGeneration"].as_i64() != set.metadata.generation
+        };
+        for set in self.list("StatefulSet").iter().filter(is_new) {
+            self.has_its_pods(set);
+        }
+    }
+
+    /// All pods of a StatefulSet are ready from now on; false when it is not there any more.
+    fn has_its_pods(&self, found: &DynamicObject) -> bool {
+        let name = found.name_any();
         let replicas = found.data["spec"]["replicas"].clone();
         let status = json!({ "status": {
             "observedGeneration": found.metadata.generation,
             "replicas": replicas, "readyReplicas": replicas, "updatedReplicas": replicas, "availableReplicas": replicas,
         } });
         let (api, params) = (self.api("StatefulSet"), PatchParams::default());
-        let patched = self.server.block_on(api.patch_status(name, &params, &Patch::Merge(&status)));
-        patched.expect("a status is taken");
+        match self.server.block_on(api.patch_status(&name, &params, &Patch::Merge(&status))) {
+            Ok(_) => true,
+            Err(kube::Error::Api(status)) if status.is_not_found() => false,
+            Err(error) => panic!("the status of {name} is not taken: {error}"),
+        }
     }
 
     /// Plays the agent of a node: it does what its CacheNode says, and each claim has one device in this state.
@@ -400,13 +420,38 @@ fn device(claim: &Value, state: &str) -> Value {
     device
 }
 
+/// Digests of what was drawn, and where it is.
+fn drawn(objects: &Objects) -> BTreeMap<String, String> {
+    let mut drawn = BTreeMap::new();
+    for (key, secret) in objects.iter().filter(|(key, _)| key.starts_with("Secret/")) {
+        if let Some(applied) = secret.annotations().get(APPLIED) {
+            drawn.insert(applied.clone(), format!("as {key}"));
+        }
+        if let Ok(certificate) = serde_json::from_value::<ByteString>(secret.data["data"]["ca.crt"].clone()) {
+            drawn.insert(sha256(&certificate.0), format!("as ca.crt of {key}"));
+        }
+    }
+    drawn
+}
+
+/// As the operator writes digests.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    let digest: String = Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("sha256:{digest}")
+}
+
 /// Versions of objects: equal ones have not been written.
 pub(crate) fn versions(objects: &Objects) -> BTreeMap<String, String> {
     objects.iter().map(|(key, object)| (key.clone(), object.resource_version().unwrap_or_default())).collect()
 }
 
-/// What is wanted of objects, without what differs from one time to the other: ids, versions, times, keys that were drawn.
+/// Annotation of a Secret: the digest of what the operator has put into it.
+const APPLIED: &str = "reprise.dev/applied";
+
+/// What is wanted of objects, without what differs from one time to the other: ids, versions, times, keys that were drawn. Of what was drawn it
+/// is told where else it is.
 pub(crate) fn essence(objects: &Objects) -> BTreeMap<String, Value> {
+    let drawn = drawn(objects);
     let of = |key: &str, object: &DynamicObject| {
         let mut whole = serde_json::to_value(object).expect("objects are JSON");
         let kind = key.split_once('/').expect("kind and name").0;
@@ -419,6 +464,14 @@ pub(crate) fn essence(objects: &Objects) -> BTreeMap<String, Value> {
         if kind == "Secret" {
             let names: Vec<String> = whole["data"].as_object().expect("data").keys().cloned().collect();
             whole["data"] = json!(names);
+        }
+        if kind == "StatefulSet" {
+            let annotations = whole["spec"]["template"]["metadata"]["annotations"].as_object_mut();
+            for value in annotations.into_iter().flatten().map(|(_, value)| value) {
+                if let Some(place) = value.as_str().and_then(|digest| drawn.get(digest)) {
+                    *value = json!(place);
+                }
+            }
         }
         if kind == "Service" {
             // Drawn by the API server.

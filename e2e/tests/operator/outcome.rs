@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 
 use crate::lab::{Lab, Objects, THEIRS, essence};
 
+/// Behind the name of an object: what is said of it.
+const SAYS: &str = " says";
+
 /// By kind and name, and of what is said with a word for that behind it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Outcome {
@@ -22,6 +25,20 @@ impl Outcome {
     pub(crate) fn is_current(&self) -> bool {
         self.outdated.is_empty()
     }
+
+    /// With something else that was come to.
+    pub(crate) fn with(mut self, name: &str, what: Value) -> Outcome {
+        self.parts.insert(name.to_owned(), what);
+        self
+    }
+
+    /// Whether any condition has this reason.
+    pub(crate) fn says(&self, reason: &str) -> bool {
+        let said = self.parts.iter().filter(|(key, _)| key.ends_with(SAYS));
+        let mut conditions =
+            said.flat_map(|(_, said)| said.as_object().into_iter().flat_map(|all| all.values()));
+        conditions.any(|condition| condition[1] == reason)
+    }
 }
 
 /// As it is now. Of conditions all is compared but words and times; reasons say what the words are about.
@@ -32,7 +49,7 @@ pub(crate) fn outcome(lab: &Lab) -> Outcome {
     let mut parts = essence(&made);
     let cache_nodes = made.iter().filter(|(key, _)| key.starts_with("CacheNode/"));
     for (key, object) in theirs.iter().chain(&nodes).chain(cache_nodes) {
-        parts.insert(format!("{key} says"), said(object));
+        parts.insert(format!("{key}{SAYS}"), said(object));
         parts.insert(format!("{key} waits for"), json!(object.finalizers()));
     }
     let is_old = |object: &&DynamicObject| {

@@ -1,11 +1,12 @@
 //! Plays people and engines: objects of all kinds that are theirs, made, changed, used and deleted at random.
 //!
-//! A deletion may wait: for engines with sessions, for a pod with queues, for a wipe, for a control plane that nobody can ask. What waits for engines
+//! A deletion may wait: for engines with sessions, for a pod with queues, for a wipe, for a control plane that does not answer. What waits for engines
 //! or a pod is looked at while it does: it must not go before they have gone. In the end everybody lets go, and then nothing may wait any more.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use k8s_openapi::ByteString;
 use kube::ResourceExt;
 use kube::api::{DynamicObject, Patch, PatchParams};
 use rand::RngExt;
@@ -16,7 +17,13 @@ use serde_json::{Value, json};
 use crate::agents::{Agents, PRODUCT};
 use crate::in_use::FINALIZER;
 use crate::lab::{Lab, SPACE};
+use crate::plane::Plane;
 use crate::queues::{KIND as ALLOCATION, ask};
+
+/// What a tenant may have, where that is limited.
+const LIMIT: &str = "1Gi";
+/// The same in bytes.
+pub(crate) const LIMIT_BYTES: u64 = 1 << 30;
 
 /// All that they make.
 const OBJECTS: [(&str, &str); 10] = [
@@ -32,15 +39,21 @@ const OBJECTS: [(&str, &str); 10] = [
     (ALLOCATION, "b"),
 ];
 
+/// What the operator draws for an etcd that it runs.
+const AUTHORITY: &str = "c-etcd-ca";
+const CERTIFICATES: &str = "c-etcd-tls";
+/// What a key is replaced by.
+const SPOILED: &str = "spoiled";
+
 /// Everything that waits rightly is gone so long after nothing holds it any more: twice what is waited for engines, and what operators that are busy take.
 const GOES_WITHIN: Duration = Duration::from_secs(60);
 
 /// A session is known to operators by then: one that begins at the moment of a deletion is not waited for.
 const KNOWN_AFTER: Duration = Duration::from_secs(2);
 
-/// People, and the agents of their nodes.
-#[derive(Default)]
+/// People, the agents of their nodes, and the control plane that a cluster has.
 pub(crate) struct People {
+    pub(crate) plane: Plane,
     pub(crate) agents: Agents,
     /// Since when engines have had sessions, or none, by node.
     since: BTreeMap<String, Instant>,
@@ -54,10 +67,22 @@ pub(crate) struct People {
 }
 
 impl People {
+    pub(crate) fn new(plane: Plane) -> People {
+        People {
+            plane,
+            agents: Agents::default(),
+            since: BTreeMap::new(),
+            held: BTreeMap::new(),
+            waited: 0,
+            deleted: 0,
+            clusters_deleted: false,
+        }
+    }
+
     /// Makes all objects, of specs that are drawn. Those that are there get another spec, as far as they can be changed.
     pub(crate) fn make_all(&mut self, lab: &Lab, random: &mut StdRng) {
         for object in OBJECTS {
-            make(lab, object, random);
+            self.make(lab, object, random);
         }
     }
 
@@ -72,7 +97,7 @@ impl People {
     /// Something that may happen to what is theirs, to what the operator makes of it, and to who uses it.
     pub(crate) fn act(&mut self, lab: &Lab, random: &mut StdRng) {
         let object = OBJECTS[random.random_range(0..OBJECTS.len())];
-        match random.random_range(0..20) {
+        match random.random_range(0..21) {
             0..6 => self.change(lab, object, random),
             6..12 => self.delete(lab, object),
             12..15 => {
@@ -87,10 +112,17 @@ impl People {
                 self.held.clear();
                 let value = if random.random_bool(0.5) { "fast" } else { "slow" };
                 lab.merge("Node", "n2", &json!({ "metadata": { "labels": { "disk": value } } }));
+                let is_cordoned = random.random_bool(0.5);
+                lab.merge("Node", "n1", &json!({ "spec": { "unschedulable": is_cordoned } }));
             }
             16..18 => {
                 let node = if random.random_bool(0.5) { "n1" } else { "n2" };
                 self.connect(node, if random.random_bool(0.6) { 2 } else { 0 });
+            }
+            18 => {
+                let secret = if random.random_bool(0.5) { AUTHORITY } else { CERTIFICATES };
+                let entry = if secret == AUTHORITY { "tls.key" } else { "server.key" };
+                merge_if_there(lab, "Secret", secret, &json!({ "stringData": { entry: SPOILED } }));
             }
             _ => {
                 let pod = random.random_bool(0.7).then(|| json!({ "name": "engine", "uid": "u-1" }));
@@ -103,6 +135,7 @@ impl People {
     /// The agents do and say what is new, or again what sessions there are, and what must not go is there.
     pub(crate) fn look(&mut self, lab: &Lab) {
         self.agents.repeat(lab);
+        lab.play_stateful_sets();
         if self.clusters_deleted {
             lab.collect_garbage();
         }
@@ -116,6 +149,18 @@ impl People {
         }
     }
 
+    /// Agents and pods of others do what is wanted of them, and people what they are told to: an authority that is lost for good is given up.
+    pub(crate) fn attend(&mut self, lab: &Lab) {
+        self.agents.obey(lab);
+        lab.play_stateful_sets();
+        lab.collect_garbage();
+        // Without its certificates as well it is drawn anew.
+        let entry = lab.get("Secret", AUTHORITY).map(|found| found.data["data"]["tls.key"].clone());
+        if entry.is_none_or(|key| key == json!(ByteString(SPOILED.into()))) {
+            lab.delete_if_there("Secret", CERTIFICATES);
+        }
+    }
+
     /// Those who use something were not heard for a while, as when the API server was away.
     pub(crate) fn were_not_heard(&mut self) {
         self.held.clear();
@@ -124,6 +169,15 @@ impl People {
     fn change(&mut self, lab: &Lab, object: (&str, &str), random: &mut StdRng) {
         if object.0 == "KVCacheCluster" {
             self.held.clear();
+        }
+        self.make(lab, object, random);
+    }
+
+    /// Makes an object with a spec that is drawn, or gives it another one.
+    fn make(&mut self, lab: &Lab, object: (&str, &str), random: &mut StdRng) {
+        if object.0 == "KVCacheCluster" && has_managed_store(lab).is_none() {
+            // The store went with the cluster of before.
+            self.plane.clear();
         }
         make(lab, object, random);
     }
@@ -171,8 +225,7 @@ impl People {
                 return;
             }
             assert!(begun.elapsed() < GOES_WITHIN, "what nobody holds does not go: {:#?}", lab.theirs());
-            self.agents.obey(lab);
-            lab.collect_garbage();
+            self.attend(lab);
             for (_, name) in leaving.iter().filter(|(kind, _)| kind == ALLOCATION) {
                 reserve(lab, name, &Value::Null);
             }
@@ -182,10 +235,8 @@ impl People {
                 if lab.get("SSDPool", "p").is_some() {
                     lab.merge("SSDPool", "p", &json!({ "spec": { "queueDepth": 64 } }));
                 }
-                lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }, { "name": "r" }] }));
-            } else if leaving.iter().all(|(kind, _)| kind == "CacheTenant") {
-                // Nobody can be told that their budgets end: they wait until there is nobody to be told.
-                lab.delete_if_there("KVCacheCluster", "c");
+                let pools = json!({ "pools": [{ "name": "p" }, { "name": "q" }, { "name": "r" }] });
+                lab.cluster(with_store(pools, has_managed_store(lab).unwrap_or_default()));
             }
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -207,7 +258,7 @@ impl People {
                 self.agents.obey(lab);
                 lab.get(ALLOCATION, name).is_none().then_some(())
             });
-            make(lab, (ALLOCATION, name), random);
+            self.make(lab, (ALLOCATION, name), random);
         }
         !over.is_empty()
     }
@@ -221,16 +272,29 @@ fn leaving(lab: &Lab) -> Vec<(String, String)> {
         .collect()
 }
 
+/// Changes some fields of an object that may be gone.
+fn merge_if_there(lab: &Lab, kind: &str, name: &str, fields: &Value) {
+    let (api, params) = (lab.api(kind), PatchParams::default());
+    match lab.server.block_on(api.patch(name, &params, &Patch::Merge(fields))) {
+        Ok(_) => {}
+        Err(kube::Error::Api(status)) if status.is_not_found() => {}
+        Err(error) => panic!("{kind} {name} does not take {fields}: {error}"),
+    }
+}
+
 /// Says that a pod uses an allocation, or none; it may be gone.
 fn reserve(lab: &Lab, name: &str, pod: &Value) {
     let body = Patch::Merge(json!({ "status": { "reservedFor": pod } }));
     let _ = lab.server.block_on(lab.api(ALLOCATION).patch_status(name, &PatchParams::default(), &body));
 }
 
-/// Makes an object with a spec that is drawn, or gives it another one.
 fn make(lab: &Lab, (kind, name): (&str, &str), random: &mut StdRng) {
     match (kind, name) {
-        ("KVCacheCluster", _) => lab.cluster(cluster(random)),
+        ("KVCacheCluster", _) => {
+            // It is drawn again for another cluster of this name.
+            let managed = has_managed_store(lab).unwrap_or_else(|| random.random_bool(0.5));
+            lab.cluster(with_store(cluster(random), managed));
+        }
         ("SSDPool", "p") => {
             let depth = if random.random_bool(0.2) { 128 } else { 64 };
             let wiped =
@@ -265,6 +329,19 @@ fn make(lab: &Lab, (kind, name): (&str, &str), random: &mut StdRng) {
             ask(lab, name, more);
         }
     }
+}
+
+/// Whether the operator runs the etcd of the cluster, if there is a cluster.
+fn has_managed_store(lab: &Lab) -> Option<bool> {
+    Some(lab.get("KVCacheCluster", "c")?.data["spec"]["etcd"]["mode"] == "Managed")
+}
+
+/// The spec of a cluster with an etcd that the operator runs, or without.
+fn with_store(mut spec: Value, managed: bool) -> Value {
+    if managed {
+        spec["etcd"] = json!({ "mode": "Managed" });
+    }
+    spec
 }
 
 /// The pool of nodes with fast disks.
@@ -314,6 +391,6 @@ fn tenant(name: &str, random: &mut StdRng) -> Value {
             json!({ "namespaceSelector": { "matchLabels": { "kubernetes.io/metadata.name": SPACE } } })
         }
         2 => json!({ "serviceAccounts": [{ "namespace": SPACE, "name": "batch" }] }),
-        _ => json!({ "budget": { "ssd": { "limit": "1Gi" } } }),
+        _ => json!({ "budget": { "ssd": { "limit": LIMIT } } }),
     }
 }

@@ -2,9 +2,8 @@
 
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
-use crate::lab::Lab;
+use crate::lab::{Lab, sha256};
 
 fn tenant(lab: &Lab, name: &str, spec: &Value) {
     lab.apply(&json!({
@@ -51,8 +50,7 @@ fn reservations_of_tenants_are_compared_with_what_the_nodes_have() {
 fn told(lab: &Lab) -> Option<(Value, String)> {
     let data = lab.get("ConfigMap", "c-agent-tenants")?.data["data"].clone();
     let text = data["_tenants.json"].as_str()?;
-    let digest: String = Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
-    Some((serde_json::from_str(text).expect("JSON"), format!("sha256:{digest}")))
+    Some((serde_json::from_str(text).expect("JSON"), sha256(text.as_bytes())))
 }
 
 #[test]
