@@ -59,10 +59,10 @@ test-quick: lint
 	cargo test --locked --workspace --exclude reprise-e2e
 	cargo test --locked -p reprise-e2e --test tidy
 
-# The end-to-end tests start the binaries that lie beside them, so those are built first. Always with all tests: what is asked for with other
-# words has other features of dependencies, and is compiled again.
+# The end-to-end tests start the binaries that lie beside them, so those are built first. Always with some test of the workspace: without any,
+# dependencies have other features, and are compiled again.
 PROGRAMS := cargo build --locked --workspace --bins --tests
-# All programs and the tests of a whole Kubernetes, without those of every crate. Its dependencies have the same features, and are compiled once.
+# All programs and the tests of a whole Kubernetes, without those of every crate.
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
 test: lint etcd cluster helm
@@ -96,7 +96,7 @@ e2e-scale: etcd cluster images-test
 # Programs of an older commit, which are built once for it, beside those of this tree.
 OLD ?=
 e2e-skew: etcd cluster images-test
-	$(PROGRAMS)
+	$(CLUSTER_PROGRAMS)
 	@[ -n "$(OLD)" ] || { echo "say which commit is the older one: make e2e-skew OLD=COMMIT" >&2; exit 2; }
 	REPRISE_OLDER_IMAGES="$$(e2e/skew/build.sh $(OLD))" && export REPRISE_OLDER_IMAGES && \
 	    cargo test --locked --workspace --test cluster -- an_older_version

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, select, tick};
 use reprise_agent_core::event::Event as CoreEvent;
-use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, GpuFact, Trouble};
+use reprise_agent_kubernetes::{ControllerFact, Desired, Facts, GpuFact, Reason, Trouble};
 use reprise_io::HealthLog;
 use tokio::sync::watch;
 
@@ -145,6 +145,8 @@ struct Worker {
     missed: BTreeSet<String>,
     /// What is kept on disk of which pools devices are of.
     kept: Known,
+    /// Why it could not be kept at the last try, if so.
+    unkept: Option<String>,
     profiles: Profiles,
     /// Which devices are slower than their pools allow.
     slow: Slow,
@@ -188,6 +190,7 @@ impl Claims {
             resolved: Instant::now(),
             missed: BTreeSet::new(),
             kept,
+            unkept: None,
             controllers: Vec::new(),
             drives: BTreeMap::new(),
         };
@@ -272,7 +275,8 @@ impl Worker {
         for action in self.board.decide(retry) {
             self.act(action);
         }
-        self.keep_known();
+        // Said there, and tried again at the next turn.
+        let _ = self.keep_known();
         self.ask_drives();
         // Without the core's word nothing is known. It has taken what was attached before it was asked.
         let (Some(desired), Some(view)) = (&self.desired, view) else { return };
@@ -309,14 +313,21 @@ impl Worker {
         }
     }
 
-    /// Keeps on disk which pools devices are of, when that has changed.
-    fn keep_known(&mut self) {
+    /// Keeps on disk which pools devices are of, when that has changed. What cannot be kept is said once, and tried again.
+    fn keep_known(&mut self) -> Result<(), String> {
         if *self.board.known() != self.kept {
-            self.kept = self.board.known().clone();
-            if let Err(error) = self.parts.known.save(&self.kept) {
-                tracing::warn!(%error, "which pools devices are of cannot be kept on this node");
+            let known = self.board.known().clone();
+            if let Err(error) = self.parts.known.save(&known) {
+                let words = error.to_string();
+                if self.unkept.as_ref() != Some(&words) {
+                    tracing::warn!(%error, "which pools devices are of cannot be kept on this node");
+                    self.unkept = Some(words.clone());
+                }
+                return Err(words);
             }
+            (self.kept, self.unkept) = (known, None);
         }
+        Ok(())
     }
 
     fn take_wish(&mut self) {
@@ -425,7 +436,12 @@ impl Worker {
             Ended::Erased { path, at, result: Ok(Left::File) } => {
                 // Noted before it goes: otherwise it would be missed after a restart in between.
                 self.board.erased(&path);
-                self.keep_known();
+                if let Err(words) = self.keep_known() {
+                    let message = format!("it is erased, which cannot be noted on this node: {words}");
+                    let trouble = Trouble { reason: Reason::DeviceFailed, message };
+                    self.say(&path, &trouble);
+                    return self.board.refused(&path, None, trouble);
+                }
                 let (ended, name) = (self.ended.0.clone(), path.clone());
                 let body = move || {
                     let _ = ended.send(Ended::Wiped { path, result: opening::remove(&at) });

@@ -130,14 +130,14 @@ async fn a_node_that_is_forgotten_is_gone_with_all_members_and_comes_back_as_ano
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_member_that_starts_does_not_wait_for_a_node_that_was_forgotten() {
     let directory = tempfile::tempdir().expect("a directory");
-    let config = || harness::config_with_store(&directory.path().join("store"));
-    let member = ControlPlane::start(config()).await.expect("started");
+    let path = directory.path().join("store");
+    let member = ControlPlane::start(harness::config_with_store(&path)).await.expect("started");
     let _stays = Node::register(&member, "a").await;
     let _leaves = Node::register(&member, "b").await;
     forget_silent(&member, "b").await;
     member.shutdown().await;
 
-    let member = ControlPlane::start(config()).await.expect("started again");
+    let member = harness::start_again(&path).await;
     let started = Instant::now();
     assert_eq!(names(&member).await, ["a"]);
     let mut stays = Node::register(&member, "a").await;

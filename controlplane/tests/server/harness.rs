@@ -33,6 +33,21 @@ pub(crate) fn config_with_store(path: &Path) -> Config {
     Config { store: StoreConfig::Embedded { path: path.to_owned() }, ..config() }
 }
 
+/// Starts one with the store of another that was shut down: calls that end with it hold the file for a moment longer.
+pub(crate) async fn start_again(path: &Path) -> ControlPlane {
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        match ControlPlane::start(config_with_store(path)).await {
+            Ok(member) => return member,
+            Err(error) => {
+                let is_held = format!("{error:#}").contains("is in use by another process");
+                assert!(is_held && Instant::now() < give_up, "it does not start again: {error:#}");
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 pub(crate) async fn start() -> ControlPlane {
     ControlPlane::start(config()).await.expect("started")
 }

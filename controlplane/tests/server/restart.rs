@@ -15,7 +15,7 @@ async fn numbers_stay_epochs_rise_and_agents_are_told_to_announce_again() {
     before.announce(harness::keys(0..5), 2).await;
     member.shutdown().await;
 
-    let member = ControlPlane::start(harness::config_with_store(&path)).await.expect("started again");
+    let member = harness::start_again(&path).await;
     let mut membership = harness::membership(&member).await;
     let listed = membership.list_nodes(ListNodesRequest {}).await.expect("answered").into_inner().nodes;
     assert_eq!(

@@ -77,11 +77,14 @@ pub(crate) fn of_three(cluster: &mut Cluster) {
         (said(logs("--previous=false")) || said(logs("--previous"))).then_some(())
     });
     limit(cluster, "2Gi");
-    let said = release.object("kvcc", NAME);
-    let etcd =
-        said["status"]["conditions"].as_array().into_iter().flatten().find(|one| one["type"] == "EtcdReady");
-    let etcd = etcd.expect("it is said");
-    assert!(etcd["status"] == "True" && etcd["message"] == "2 of 3 members are ready", "{etcd}");
+    wait_until("the cluster to say that one is missing", PODS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        let said = release.object("kvcc", NAME);
+        let mut conditions = said["status"]["conditions"].as_array().into_iter().flatten();
+        let etcd = conditions.find(|one| one["type"] == "EtcdReady").expect("it is said");
+        assert_eq!(etcd["status"], "True", "it answers: {etcd}");
+        (etcd["message"] == "2 of 3 members are ready").then_some(())
+    });
 
     let started = Instant::now();
     begin_anew(release);
@@ -112,8 +115,13 @@ fn lose_its_data(cluster: &Cluster, pod: &Pod) {
     let volume = release.object("pv", claim["spec"]["volumeName"].as_str().expect("it is bound"));
     let path = volume["spec"]["local"]["path"].as_str().expect("volumes of tests are folders");
     let node = cluster.nodes().iter().find(|node| node.name() == pod.node).expect("one of them");
-    std::fs::remove_dir_all(node.root().join(path.trim_start_matches('/')).join("data"))
-        .expect("it has data");
+    let data = node.root().join(path.trim_start_matches('/')).join("data");
+    assert!(data.exists(), "{} is where it is", data.display());
+    // It may write something just then.
+    wait_until("it to be gone", PODS_WITHIN, || {
+        let _ = std::fs::remove_dir_all(&data);
+        (!data.exists()).then_some(())
+    });
 }
 
 /// As docs/KUBERNETES.md says it.
@@ -123,6 +131,8 @@ fn begin_anew(release: Release<'_>) {
         release.kubectl(&["patch", "kvcc", NAME, "--type=merge", &format!("--patch={patch}")]);
     };
     pause("true");
+    let is_paused = r#"--for=jsonpath={.status.conditions[?(@.type=="Progressing")].reason}=Paused"#;
+    release.kubectl(&["wait", &format!("kvcc/{NAME}"), is_paused, TIMEOUT]);
     release.kubectl(&["scale", "statefulset", "trio-etcd", "--replicas=0"]);
     release.kubectl(&["wait", "pod", &format!("--selector={ETCD}"), "--for=delete", TIMEOUT]);
     release.kubectl(&["delete", "pvc", &format!("--selector={ETCD}")]);

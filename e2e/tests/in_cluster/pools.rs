@@ -135,7 +135,7 @@ pub(crate) fn a_wiped_pool_is_destroyed_and_said_so(server: &ApiServer) {
     node.wait_ready();
     let mut wiped = claims.clone();
     wiped["claims"][0]["wipe"] = json!(true);
-    node.bring("the file is missed", wiped, |status| {
+    node.bring("the file is missed", wiped.clone(), |status| {
         let told = device(status, "/p1-file").and_then(|told| told["message"].as_str());
         told.is_some_and(|told| told.contains("nobody can destroy its data"))
     });
@@ -145,7 +145,10 @@ pub(crate) fn a_wiped_pool_is_destroyed_and_said_so(server: &ApiServer) {
     // Whether it was there when the agent comes back makes no difference.
     node.agent.stop();
     node.agent.start();
-    node.wait_status("the pool is wiped still", |status| state(status, "/p1-file") == Some("Wiped"));
+    wiped["claims"][0]["generation"] = json!(2);
+    node.bring("the pool is wiped still", wiped, |status| {
+        state(status, "/p1-file") == Some("Wiped") && status["applied"]["pools"][0]["generation"] == 2
+    });
     node.bring("the claim is gone", json!({}), |status| status["devices"].is_null());
 
     node.bring("a new pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));

@@ -253,6 +253,7 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
     while people.renew_allocations(&lab, &mut random) {
         after_faults = come_to_rest(&lab, &mut people);
     }
+    seed::say(&format!("{NAME}: {} budgets that had come too late were removed by hand", people.removed));
     for replica in &mut replicas {
         replica.kill();
     }

@@ -463,7 +463,9 @@ pub(crate) fn essence(objects: &Objects) -> BTreeMap<String, Value> {
         metadata.insert("owners".to_owned(), owners.collect());
         if kind == "Secret" {
             let names: Vec<String> = whole["data"].as_object().expect("data").keys().cloned().collect();
-            whole["data"] = json!(names);
+            let digest = sha256(whole["data"].to_string().as_bytes());
+            let as_applied = object.annotations().get(APPLIED).map(|applied| *applied == digest);
+            whole["data"] = json!({ "entries": names, "as applied": as_applied });
         }
         if kind == "StatefulSet" {
             let annotations = whole["spec"]["template"]["metadata"]["annotations"].as_object_mut();

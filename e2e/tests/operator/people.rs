@@ -62,6 +62,8 @@ pub(crate) struct People {
     /// How often something was seen to wait.
     pub(crate) waited: usize,
     pub(crate) deleted: usize,
+    /// How many budgets were removed by hand.
+    pub(crate) removed: usize,
     /// Whether something may be left of a cluster that is gone.
     clusters_deleted: bool,
 }
@@ -75,6 +77,7 @@ impl People {
             held: BTreeMap::new(),
             waited: 0,
             deleted: 0,
+            removed: 0,
             clusters_deleted: false,
         }
     }
@@ -158,6 +161,14 @@ impl People {
         let entry = lab.get("Secret", AUTHORITY).map(|found| found.data["data"]["tls.key"].clone());
         if entry.is_none_or(|key| key == json!(ByteString(SPOILED.into()))) {
             lab.delete_if_there("Secret", CERTIFICATES);
+        }
+        // What one operator has asked for may come after another one has taken it back.
+        for tenant in ["t", "u"] {
+            let is_said = lab.says(("CacheTenant", tenant), ["BudgetApplied", "False", "Conflict"]);
+            if is_said && self.plane.budgets().contains_key(tenant) {
+                self.plane.reprise(&["tenant", "remove", tenant]);
+                self.removed += 1;
+            }
         }
     }
 

@@ -404,7 +404,7 @@ pub(super) fn missing_file() -> Trouble {
 /// Why a file that is not there does not count as destroyed.
 pub(super) fn not_destroyed() -> Trouble {
     let message = "the file that this node had is not there, so nobody can destroy its data: bring it back (mount its file system, then restart \
-        the agent's pod). If it is gone for good, let the pool go without: take the finalizer reprise.dev/wipe from its SSDPool";
+        the agent's pod). If it is gone for good, take the node out of the pool's nodeSelector";
     Trouble { reason: Reason::DeviceFailed, message: message.to_owned() }
 }
 

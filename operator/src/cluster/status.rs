@@ -149,7 +149,7 @@ fn etcd(cluster: &KVCacheCluster, found: &Found) -> Finding {
         (None, EtcdMode::Managed) => {
             if found.etcd.as_deref().is_some_and(is_replaced) {
                 let message = "no member of etcd is wanted just now: all are replaced at once for a new authority of certificates, or \
-                               somebody has scaled it to 0, whom a FieldConflict names";
+                               somebody has scaled it to 0";
                 return Finding::no(kind, Reason::Progressing, message);
             }
             let members = etcd_members(cluster, found.etcd.as_deref());
@@ -346,16 +346,19 @@ fn degraded(
     }
 }
 
-/// What to say of an etcd of the operator's that answers without some of its members, once all have had the time to come.
+/// What to say of an etcd of the operator's that answers without some of its members, once all have had the time to come, and unless they are
+/// replaced one after the other.
 fn missing_member(cluster: &KVCacheCluster, found: &Found) -> Option<Refusal> {
+    let etcd = found.etcd.as_deref();
     let said = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
     let has_settled = said.is_some_and(|said| {
         said.status == ConditionStatus::True
             && clock::since(&said.last_transition_time) >= MEMBERS_COME_WITHIN
     });
     let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed;
-    let members = etcd_members(cluster, found.etcd.as_deref());
-    members.missing(&found.referred.names).filter(|_| is_managed && has_settled)
+    let members = etcd_members(cluster, etcd);
+    let is_updated = updated(etcd, &found.images.etcd, "updatedReplicas") >= members.desired;
+    members.missing(&found.referred.names).filter(|_| is_managed && has_settled && is_updated)
 }
 
 fn ready(works: &[Finding], applied: Option<&Applied>) -> Finding {

@@ -118,7 +118,9 @@ fn a_cluster_with_raw_devices_is_told_when_nothing_gives_them_to_the_pods() {
 fn with_etcd(found: &mut Found, wanted: u32, ready: u32) {
     found.plan.nodes.push("n1".to_owned());
     let etcd = json!({
-        "metadata": { "name": "c-etcd" }, "spec": { "replicas": wanted }, "status": { "readyReplicas": ready },
+        "metadata": { "name": "c-etcd", "generation": 1 },
+        "spec": { "replicas": wanted, "template": { "spec": { "containers": [{ "image": found.images.etcd }] } } },
+        "status": { "observedGeneration": 1, "readyReplicas": ready, "updatedReplicas": wanted },
     });
     found.etcd = Some(Arc::new(serde_json::from_value(etcd).expect("an object")));
 }
@@ -174,6 +176,26 @@ fn an_etcd_that_answers_without_a_member_is_ready_and_the_cluster_degraded_once_
         assert_eq!((said.status, said.reason), (ConditionStatus::True, Reason::MembersMissing));
         assert!(said.message.contains(more) && said.message.contains("c-etcd"), "{}", said.message);
     }
+}
+
+#[test]
+fn an_etcd_whose_members_are_replaced_one_after_the_other_makes_no_cluster_degraded() {
+    let (mut cluster, mut found) = found(json!({}), directory());
+    with_etcd(&mut found, 3, 2);
+    let managed = json!({ "mode": "Managed", "managed": { "replicas": 3 } });
+    cluster.spec.etcd = serde_json::from_value(managed).expect("a store");
+    let mut conditions = Vec::new();
+    let began = Time(Timestamp::now() - SignedDuration::from_hours(1));
+    set(&mut conditions, &Finding::yes(Type::EtcdReady, Reason::AsDesired, ""), 1, &began);
+    cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
+    assert!(missing_member(&cluster, &found).is_some());
+    found.images.etcd = "etcd:2".to_owned();
+    assert_eq!(missing_member(&cluster, &found), None, "another image is wanted");
+    with_etcd(&mut found, 3, 2);
+    let mut etcd = (*found.etcd.clone().expect("set above")).clone();
+    etcd.data["status"]["updatedReplicas"] = json!(1);
+    found.etcd = Some(Arc::new(etcd));
+    assert_eq!(missing_member(&cluster, &found), None, "one of three has it");
 }
 
 #[test]
