@@ -11,8 +11,8 @@ packages=(reprise-agent reprise-controlplane reprise-operator reprise)
 mkdir -p "$folder/libraries"
 executables() { sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
 case $profile in
-    # As whoever runs tests builds them (Makefile): what is asked for with other words may be compiled again.
-    dev) build=(cargo build --locked --workspace --bins --test cluster --message-format json-render-diagnostics) ;;
+    # As whoever runs tests builds them: with some test (Makefile), and not one that asks for images itself, which would be replaced while it runs.
+    dev) build=(cargo build --locked --workspace --bins --test tidy --message-format json-render-diagnostics) ;;
     *)
         . images/toolchain.sh
         build=(cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}"
