@@ -243,9 +243,7 @@ impl People {
             // A pool is wiped by the agents of its cluster, and refused it would have none.
             if leaving.iter().any(|(kind, _)| kind == "SSDPool") {
                 pool(lab, "q", 64);
-                if lab.get("SSDPool", "p").is_some() {
-                    lab.merge("SSDPool", "p", &json!({ "spec": { "queueDepth": 64 } }));
-                }
+                merge_if_there(lab, "SSDPool", "p", &json!({ "spec": { "queueDepth": 64 } }));
                 let pools = json!({ "pools": [{ "name": "p" }, { "name": "q" }, { "name": "r" }] });
                 lab.cluster(with_store(pools, has_managed_store(lab).unwrap_or_default()));
             }
