@@ -156,7 +156,7 @@ choice! {
     MonitoringMode {
         /// Nothing; the ports are there all the same.
         None,
-        /// A PodMonitor each for agents and control plane; needs Prometheus' operator.
+        /// A PodMonitor each for agents, control plane and a managed etcd; needs Prometheus' operator.
         PodMonitor,
     }
     default None

@@ -75,7 +75,7 @@ pub struct SSDPoolSpec {
     #[serde(default)]
     pub engine: Engine,
     /// What happens on nodes that cannot have `engine`, for example because a seccomp profile forbids io_uring. Never silent: the
-    /// condition `EngineFallback` says which nodes.
+    /// condition `EngineFallback` says which nodes use another one, `Degraded` which keep devices closed.
     #[serde(default)]
     pub fallback_engine: FallbackEngine,
     /// Unit of allocation on a device, bytes: at least one block and its header of 4 KiB, a multiple of 2 MiB. Cannot be changed.
@@ -86,7 +86,7 @@ pub struct SSDPoolSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("segmentSize is on the devices and cannot be changed: make a new SSDPool"))]
     pub segment_size: Quantity,
-    /// Operations under way for each device. A change reopens the devices.
+    /// Operations under way for each device. All pools of a cluster have the same; a change restarts its agents, once all have it.
     #[serde(default = "queue_depth")]
     #[schemars(range(min = 1, max = 1024))]
     pub queue_depth: u32,
@@ -178,7 +178,8 @@ pub struct VolumeClaim {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Watermarks {
-    /// Thousandths of the pool kept free ahead of writes. Below it blocks are evicted. 30 of 30 TB are 15 minutes of writing at 1 GB/s.
+    /// Thousandths of the pool kept free ahead of writes. Below it blocks are evicted. 30 of 30 TB are 15 minutes of writing at 1 GB/s. All pools of a
+    /// cluster have the same; a change restarts its agents, once all have it.
     #[serde(default = "free_permille")]
     #[schemars(range(min = 0, max = 900))]
     pub free_permille: Permille,

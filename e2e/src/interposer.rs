@@ -26,11 +26,11 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use futures_util::{StreamExt, stream};
 use http::header::{ACCEPT, CONTENT_TYPE};
-use http::{HeaderMap, Method, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use kube::Client;
 use rand::RngExt;
 use rand::rngs::StdRng;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -82,6 +82,8 @@ struct Book {
     weather: Option<Weather>,
     /// Writes whose path has these words get this fault, so many times.
     due: Option<(String, Fault, u32)>,
+    /// Objects that were applied or created, if they are kept.
+    written: Option<Vec<Value>>,
 }
 
 #[derive(Debug, Default)]
@@ -174,6 +176,16 @@ impl Interposer {
         self.gate.stalled.send_replace(words.map(str::to_owned));
     }
 
+    /// From now on objects are kept as they are asked to be made: applied or created.
+    pub fn keep_written(&self) {
+        self.gate.book().written.get_or_insert_default();
+    }
+
+    /// Those that were kept, in the order of the requests.
+    pub fn written(&self) -> Vec<Value> {
+        self.gate.book().written.clone().unwrap_or_default()
+    }
+
     /// Whether everything that was to fail has.
     pub fn has_failed(&self) -> bool {
         self.gate.book().due.is_none()
@@ -261,6 +273,15 @@ impl Book {
         Course::Pass(is_of_object.then_some(self.writes))
     }
 
+    /// Keeps what is to be made by a request, if it is kept: other patches are parts of objects.
+    fn keep(&mut self, method: &Method, kind: Option<&HeaderValue>, body: &[u8]) {
+        let Some(written) = &mut self.written else { return };
+        let is_apply = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/apply-patch"));
+        if method == Method::POST || is_apply {
+            written.extend(serde_json::from_slice::<Value>(body));
+        }
+    }
+
     fn fault(&mut self, is_write: bool, path: &str) -> Option<Fault> {
         if let Some((words, fault, times)) = &mut self.due
             && is_write
@@ -288,6 +309,9 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let Ok(body) = to_bytes(body, BODY_MAX).await else { return said(StatusCode::PAYLOAD_TOO_LARGE, "") };
     let course = shared.gate.admit(&parts.method, parts.uri.path());
+    if let Course::Pass(Some(_)) = course {
+        shared.gate.book().keep(&parts.method, parts.headers.get(CONTENT_TYPE), &body);
+    }
     let pass_on = pass_on(&shared, &parts.method, &parts.uri, &parts.headers, body.to_vec());
     match course {
         Course::Pass(write) => {

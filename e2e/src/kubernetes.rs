@@ -44,6 +44,7 @@ pub mod node;
 pub mod programs;
 pub mod release;
 pub mod requests;
+mod schemas;
 mod users;
 mod volumes;
 
@@ -56,6 +57,7 @@ pub use image::Image;
 pub use node::Node;
 pub use release::Release;
 pub use requests::Workers;
+pub use schemas::Schemas;
 
 /// A start takes some 3 s on a machine that does nothing else.
 const READY_WITHIN: Duration = Duration::from_secs(120);

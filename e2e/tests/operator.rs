@@ -17,6 +17,8 @@ mod children;
 mod control_planes;
 #[path = "operator/convergence.rs"]
 mod convergence;
+#[path = "operator/established.rs"]
+mod established;
 #[path = "operator/in_use.rs"]
 mod in_use;
 #[path = "operator/injection.rs"]
@@ -47,6 +49,8 @@ mod readiness;
 mod replicas;
 #[path = "operator/rights.rs"]
 mod rights;
+#[path = "operator/schemas.rs"]
+mod schemas;
 #[path = "operator/secured_store.rs"]
 mod secured_store;
 #[path = "operator/stores.rs"]

@@ -307,6 +307,7 @@ fn join_cluster(
         node: pod.node,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pod: pod.pod,
+        cluster: pod.cluster,
         access,
         status_every,
     };

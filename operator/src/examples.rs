@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use crate::child::ChildKind;
 use crate::names::ClusterNames;
 use crate::optional::Access;
+use crate::plan::held::Held;
 use crate::plan::{ClusterPlan, Plan, PoolPlan, Refusal};
 use crate::profile::source::Source;
 use crate::settings::DefaultImages;
@@ -85,7 +86,7 @@ fn plan(objects: &[Value]) -> Plan {
     .expect("a node");
     let clusters: Vec<Arc<KVCacheCluster>> = of_kind(objects, "KVCacheCluster");
     let pools: Vec<Arc<SSDPool>> = of_kind(objects, "SSDPool");
-    Plan::make(&clusters, &pools, &[Arc::new(node)])
+    Plan::make(&clusters, &pools, &[Arc::new(node)], &Held::default())
 }
 
 fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {

@@ -1,10 +1,19 @@
 //! Which node belongs to which cluster, which pools are on it, and which clusters and pools are refused for what others claim.
 //!
-//! What is older stays: of two clusters that select one node, and of two pools that contradict each other, the younger is refused as
-//! a whole, so that nothing is half applied. A pool is on those nodes of its cluster that it selects.
+//! What nodes have stays with them: nobody loses a node or a device because somebody else is edited, or because a label is. Who comes first:
 //!
-//! Pure, and made anew when specs, or names and labels of nodes have changed (`crate::world`): nodes × pools comparisons of labels,
-//! some 20 ms for 1,000 nodes and 20 pools.
+//! | claimed | comes first | then |
+//! |---|---|---|
+//! | a node | the cluster of its `CacheNode`, as long as it selects the node | the oldest cluster |
+//! | a pool | the cluster whose nodes have it, as long as it names the pool | the oldest cluster that is accepted |
+//! | a device, and what all pools of a cluster share | the pool that nodes have as its spec says | one that was edited since, then one that no node has; of equals the oldest |
+//!
+//! Who comes later is refused as a whole, so that nothing is half applied, and nodes keep what they have of it, as it was ([`NodePlan::kept`]).
+//! A pool is on those nodes of its cluster that it selects.
+//!
+//! Pure, and made anew when specs, or names and labels of nodes have changed, and, while something is refused, when nodes have come to have something
+//! else (`crate::world`): nodes × pools comparisons of labels, some 20 ms for 1,000 nodes and 20 pools. What nodes have and the plan gives them
+//! changes nothing of it, whoever comes first.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,11 +23,13 @@ use kube::{Resource, ResourceExt};
 use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, SSDPool};
 
+use self::held::Held;
 use crate::names::ClusterNames;
 use crate::pool::validate::unsupported;
 use crate::selection::{has_all, selects};
 
 mod contradictions;
+pub mod held;
 
 pub use contradictions::globs_overlap;
 
@@ -43,12 +54,14 @@ pub struct NodePlan {
     pub cluster: Option<String>,
     /// Pools on it, by name.
     pub pools: Vec<String>,
+    /// Pools by name that are refused and that it has: their claims stay as they are.
+    pub kept: Vec<String>,
 }
 
 /// What a cluster has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClusterPlan {
-    /// Its nodes.
+    /// Its nodes; of one that is refused those that it has already.
     pub nodes: Vec<String>,
     /// Why it is refused.
     pub refused: Option<Refusal>,
@@ -59,10 +72,39 @@ pub struct ClusterPlan {
 pub struct PoolPlan {
     /// `namespace/name` of its cluster.
     pub cluster: Option<String>,
-    /// Nodes that it selects; those that it has, unless it is refused.
+    /// Nodes that it selects; of one that is refused those that have it already, as it was.
     pub nodes: Vec<String>,
     /// Why it is refused.
     pub refused: Option<Refusal>,
+}
+
+impl PoolPlan {
+    /// Whether agents of its cluster are made for it: it is accepted, or nodes have it as it was.
+    pub fn is_used(&self) -> bool {
+        self.refused.is_none() || !self.nodes.is_empty()
+    }
+}
+
+/// A pool before it is decided about.
+struct Candidate<'a> {
+    pool: &'a SSDPool,
+    /// `namespace/name` of its cluster.
+    cluster: String,
+    /// Nodes of the cluster that have it.
+    having: Vec<String>,
+    /// How it comes in the order of pools.
+    rank: Rank,
+}
+
+/// The order of pools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    /// A node has it as its spec says.
+    Had,
+    /// Nodes have it as its spec said before.
+    Edited,
+    /// No node has it.
+    New,
 }
 
 /// Why something is refused.
@@ -82,8 +124,13 @@ impl Refusal {
 }
 
 impl Plan {
-    /// Decides.
-    pub fn make(clusters: &[Arc<KVCacheCluster>], pools: &[Arc<SSDPool>], nodes: &[Arc<Node>]) -> Plan {
+    /// Decides, by what there is and by what nodes have.
+    pub fn make(
+        clusters: &[Arc<KVCacheCluster>],
+        pools: &[Arc<SSDPool>],
+        nodes: &[Arc<Node>],
+        held: &Held,
+    ) -> Plan {
         let mut plan = Plan::default();
         // What is said of nodes must not change with the order in which they are stored.
         let mut nodes = nodes.to_vec();
@@ -93,100 +140,187 @@ impl Plan {
             plan.nodes.insert(node.name_any(), NodePlan::default());
         }
         let clusters = by_age(clusters, |cluster| cluster.meta());
+        let holders = holders(&clusters, nodes, held);
         for cluster in &clusters {
-            plan.give_nodes(cluster, nodes);
+            plan.give_nodes(cluster, nodes, held, &holders);
         }
-        let mut accepted: Vec<(&SSDPool, Vec<String>)> = Vec::new();
+        let mut candidates = Vec::new();
         for pool in by_age(pools, |pool| pool.meta()) {
-            let name = pool.name_any();
-            let decided = plan.decide(pool, &clusters, nodes, &accepted);
-            if decided.refused.is_none() {
-                for node in &decided.nodes {
-                    plan.nodes.entry(node.clone()).or_default().pools.push(name.clone());
+            match plan.candidate(pool, &clusters, held) {
+                Some(candidate) => candidates.push(candidate),
+                None => {
+                    plan.pools.insert(pool.name_any(), PoolPlan::default());
                 }
-                accepted.push((pool, decided.nodes.clone()));
             }
-            plan.pools.insert(name, decided);
+        }
+        // Those of one rank stay in the order of their ages.
+        candidates.sort_by_key(|candidate| candidate.rank);
+        for (at, candidate) in candidates.iter().enumerate() {
+            plan.decide(candidate, nodes, held, (&candidates[..at], &candidates[at + 1..]));
         }
         plan
     }
 
-    /// Gives a cluster the nodes that it selects, unless an older one has one of them.
-    fn give_nodes(&mut self, cluster: &KVCacheCluster, nodes: &[Arc<Node>]) {
+    /// Whether anything is refused for what others claim.
+    pub fn refuses(&self) -> bool {
+        self.clusters.values().any(|cluster| cluster.refused.is_some())
+            || self.pools.values().any(|pool| pool.refused.is_some())
+    }
+
+    /// Gives a cluster the nodes that it selects, unless another one has one of them: then it keeps those that it has.
+    fn give_nodes(
+        &mut self,
+        cluster: &KVCacheCluster,
+        nodes: &[Arc<Node>],
+        held: &Held,
+        holders: &BTreeMap<String, String>,
+    ) {
         let key = ClusterNames::of(cluster).key();
-        let wanted = nodes.iter().filter(|node| has_all(&cluster.spec.agents.node_selector, node.labels()));
-        let wanted: Vec<String> = wanted.map(|node| node.name_any()).collect();
+        let wanted: Vec<String> = selected(cluster, nodes).map(|node| node.name_any()).collect();
         let taken = wanted.iter().find_map(|node| {
-            let owner = self.nodes.get(node).and_then(|plan| plan.cluster.clone());
-            owner.map(|owner| (node.clone(), owner))
+            let given = self.nodes.get(node).and_then(|plan| plan.cluster.as_ref());
+            let owner = given.or_else(|| holders.get(node)).filter(|owner| **owner != key)?;
+            Some((node.clone(), owner.clone()))
         });
         let decided = match taken {
             Some((node, owner)) => {
                 let message = format!(
-                    "node {node} has the agent of KVCacheCluster {owner} already, which is older: set agents.nodeSelector \
-                     so that no node is selected by both"
+                    "node {node} has the agent of KVCacheCluster {owner} already: set agents.nodeSelector of both so that no node                      is selected by both"
                 );
-                ClusterPlan { nodes: Vec::new(), refused: Some(Refusal::new(Reason::Conflict, message)) }
+                // Also those that an edit does not select any more, unless somebody else has got them.
+                let is_free = |node: &String| self.nodes.get(node).is_some_and(|plan| plan.cluster.is_none());
+                let has = |node: &String| held.cluster(node) == Some(key.as_str());
+                let names = nodes.iter().map(|node| node.name_any());
+                let kept = names.filter(|node| has(node) && is_free(node)).collect();
+                ClusterPlan { nodes: kept, refused: Some(Refusal::new(Reason::Conflict, message)) }
             }
-            None => {
-                for node in &wanted {
-                    self.nodes.entry(node.clone()).or_default().cluster = Some(key.clone());
-                }
-                ClusterPlan { nodes: wanted, refused: None }
-            }
+            None => ClusterPlan { nodes: wanted, refused: None },
         };
+        for node in &decided.nodes {
+            self.nodes.entry(node.clone()).or_default().cluster = Some(key.clone());
+        }
         self.clusters.insert(key, decided);
     }
 
-    fn decide(
+    /// A pool of which a cluster is known.
+    fn candidate<'a>(
         &self,
-        pool: &SSDPool,
+        pool: &'a SSDPool,
         clusters: &[&KVCacheCluster],
+        held: &Held,
+    ) -> Option<Candidate<'a>> {
+        let (name, uid) = (pool.name_any(), pool.uid().unwrap_or_default());
+        let names_it =
+            |cluster: &&&KVCacheCluster| cluster.spec.pools.iter().any(|named| named.name.as_str() == name);
+        let naming: Vec<String> =
+            clusters.iter().filter(names_it).map(|cluster| ClusterNames::of(cluster).key()).collect();
+        let having = |key: &String| -> Vec<String> {
+            let nodes = self.clusters.get(key).map(|plan| plan.nodes.as_slice()).unwrap_or_default();
+            nodes.iter().filter(|node| held.claim(node, key, &uid).is_some()).cloned().collect()
+        };
+        let has_it = naming.iter().map(|key| (key, having(key))).find(|(_, having)| !having.is_empty());
+        if let Some((key, having)) = has_it {
+            let generation = pool.metadata.generation.unwrap_or_default();
+            let mut claims = having.iter().filter_map(|node| held.claim(node, key, &uid));
+            let rank =
+                if claims.any(|claim| claim.generation == generation) { Rank::Had } else { Rank::Edited };
+            return Some(Candidate { pool, cluster: key.clone(), having, rank });
+        }
+        let is_accepted = |key: &&String| self.clusters.get(*key).is_some_and(|plan| plan.refused.is_none());
+        let cluster = naming.iter().find(is_accepted)?.clone();
+        Some(Candidate { pool, cluster, having: Vec::new(), rank: Rank::New })
+    }
+
+    /// Decides about a pool, between those before and those after it.
+    fn decide(
+        &mut self,
+        candidate: &Candidate,
         nodes: &[Arc<Node>],
-        accepted: &[(&SSDPool, Vec<String>)],
-    ) -> PoolPlan {
+        held: &Held,
+        (before, after): (&[Candidate], &[Candidate]),
+    ) {
+        let Candidate { pool, cluster: key, having, .. } = candidate;
         let name = pool.name_any();
-        let names_it = |cluster: &&&KVCacheCluster| {
-            let accepted = self.cluster(cluster).is_some_and(|plan| plan.refused.is_none());
-            accepted && cluster.spec.pools.iter().any(|named| named.name.as_str() == name)
-        };
-        let Some(cluster) = clusters.iter().find(names_it) else { return PoolPlan::default() };
-        let key = ClusterNames::of(cluster).key();
         let of_cluster = |node: &&Arc<Node>| {
-            self.nodes.get(&node.name_any()).is_some_and(|plan| plan.cluster.as_ref() == Some(&key))
+            self.nodes.get(&node.name_any()).is_some_and(|plan| plan.cluster.as_ref() == Some(key))
         };
-        let selected = nodes.iter().filter(of_cluster);
-        let selected = selected.filter(|node| selects(&pool.spec.node_selector, node.labels()));
-        let selected: Vec<String> = selected.map(|node| node.name_any()).collect();
+        let wanted = nodes.iter().filter(of_cluster);
+        let wanted = wanted.filter(|node| selects(&pool.spec.node_selector, node.labels()));
+        let wanted: Vec<String> = wanted.map(|node| node.name_any()).collect();
+        let accepted = |other: &&Candidate| {
+            other.cluster == *key
+                && self.pools.get(&other.pool.name_any()).is_some_and(|plan| plan.refused.is_none())
+        };
         let contradicts = || {
-            let of_the_same = |older: &&(&SSDPool, Vec<String>)| {
-                let plan = self.pools.get(&older.0.name_any());
-                plan.is_some_and(|plan| plan.cluster.as_ref() == Some(&key))
-            };
-            accepted.iter().filter(of_the_same).find_map(|(older, theirs)| {
-                let shared = selected.iter().find(|node| theirs.contains(node));
-                contradictions::between(pool, older, shared.map(String::as_str))
+            before.iter().filter(accepted).find_map(|first| {
+                let theirs = &self.pools[&first.pool.name_any()].nodes;
+                let shared = wanted.iter().find(|node| theirs.contains(node));
+                contradictions::between(pool, first.pool, shared.map(String::as_str))
+            })
+        };
+        // What nodes have of others that were refused, or are decided about later, is there.
+        let occupied = || {
+            let others = before.iter().filter(|other| !accepted(other)).chain(after);
+            let mut others = others.filter(|other| other.cluster == *key && !other.having.is_empty());
+            others.find_map(|other| {
+                let uid = other.pool.uid().unwrap_or_default();
+                wanted.iter().filter(|node| other.having.contains(node)).find_map(|node| {
+                    contradictions::occupied(pool, &other.pool.name_any(), held.claim(node, key, &uid)?, node)
+                })
             })
         };
         let crowded = || {
             let full = |node: &&String| {
-                self.nodes.get(*node).is_some_and(|plan| plan.pools.len() >= POOLS_PER_NODE_MAX)
+                let plan = self.nodes.get(*node);
+                plan.is_some_and(|plan| plan.pools.len() + plan.kept.len() >= POOLS_PER_NODE_MAX)
             };
-            selected.iter().find(full).map(|node| {
+            wanted.iter().find(full).map(|node| {
                 let message = format!(
                     "node {node} has {POOLS_PER_NODE_MAX} pools already: set nodeSelector so that the node is not selected"
                 );
                 Refusal::new(Reason::Conflict, message)
             })
         };
-        let refused = unsupported(pool).or_else(contradicts).or_else(crowded);
-        PoolPlan { cluster: Some(key), nodes: selected, refused }
+        let refused = unsupported(pool).or_else(contradicts).or_else(occupied).or_else(crowded);
+        let decided = match refused {
+            None => PoolPlan { cluster: Some(key.clone()), nodes: wanted, refused: None },
+            Some(mut refused) => {
+                if !having.is_empty() {
+                    refused.message.push_str("; until then nodes keep the pool as it was");
+                }
+                PoolPlan { cluster: Some(key.clone()), nodes: having.clone(), refused: Some(refused) }
+            }
+        };
+        for node in &decided.nodes {
+            let plan = self.nodes.entry(node.clone()).or_default();
+            let list = if decided.refused.is_none() { &mut plan.pools } else { &mut plan.kept };
+            list.push(name.clone());
+        }
+        self.pools.insert(name, decided);
     }
 
     /// What was decided of a cluster.
     pub fn cluster(&self, cluster: &KVCacheCluster) -> Option<&ClusterPlan> {
         self.clusters.get(&ClusterNames::of(cluster).key())
     }
+}
+
+/// Nodes that a cluster selects.
+fn selected<'a>(cluster: &KVCacheCluster, nodes: &'a [Arc<Node>]) -> impl Iterator<Item = &'a Arc<Node>> {
+    let selector = cluster.spec.agents.node_selector.clone();
+    nodes.iter().filter(move |node| has_all(&selector, node.labels()))
+}
+
+/// By node the cluster that has it and selects it still, as `namespace/name`.
+fn holders(clusters: &[&KVCacheCluster], nodes: &[Arc<Node>], held: &Held) -> BTreeMap<String, String> {
+    let mut holders = BTreeMap::new();
+    for cluster in clusters {
+        let key = ClusterNames::of(cluster).key();
+        let theirs = selected(cluster, nodes).map(|node| node.name_any());
+        let theirs = theirs.filter(|node| held.cluster(node) == Some(key.as_str()));
+        holders.extend(theirs.map(|node| (node, key.clone())));
+    }
+    holders
 }
 
 /// The oldest first. What is being deleted counts as long as a finalizer holds it: a pool that is wiped has its devices still.

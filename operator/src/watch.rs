@@ -8,6 +8,7 @@
 //! | anything else of these | it |
 //! | a child | its cluster |
 //! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
+//! | spec of a CacheNode, if the plan has changed by what its node had | everything |
 //! | spec of a CacheNode, its GPUs, or what it says of profiles and of whose pods are whose | profiles of its cluster's namespace, tenants that name pods |
 //! | anything of a profile | allocations that name it |
 //! | spec of an allocation | another one of its node: one that is gone decides nothing |
@@ -214,6 +215,9 @@ impl Triggers {
     }
 
     async fn cache_node(&self, world: &World, cache_node: &CacheNode, news: News) {
+        if news == News::Spec && world.held_changed(&cache_node.name_any()) {
+            self.everything(world).await;
+        }
         self.one_allocation(world, &cache_node.name_any()).await;
         if let Some(node) = world.nodes.get(&ObjectRef::new(&cache_node.name_any())) {
             self.send(&self.nodes, &*node).await;

@@ -16,6 +16,7 @@ use crate::child::ChildKind;
 use crate::names::CLUSTER_UID;
 use crate::optional::Access;
 use crate::plan::Plan;
+use crate::plan::held::Held;
 
 /// The stores, for readers.
 #[derive(Debug)]
@@ -44,7 +45,17 @@ pub struct World {
     orphans: Notify,
     /// Counts changes that the plan depends on.
     version: AtomicU64,
-    plan: Mutex<(u64, Arc<Plan>)>,
+    plan: Mutex<Planned>,
+}
+
+/// A plan, and what it was made of.
+#[derive(Debug, Default)]
+struct Planned {
+    /// How many changes are in it.
+    version: u64,
+    /// What nodes had.
+    held: Held,
+    plan: Arc<Plan>,
 }
 
 /// The stores, for the watches.
@@ -180,12 +191,27 @@ impl World {
     /// The plan of what is stored.
     pub fn plan(&self) -> Arc<Plan> {
         let version = self.version.load(Ordering::Acquire);
-        let mut plan = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
-        if plan.0 != version {
-            let made = Plan::make(&self.clusters.state(), &self.pools.state(), &self.nodes.state());
-            *plan = (version, Arc::new(made));
+        let mut planned = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        if planned.version != version {
+            let held = Held::of(&self.cache_nodes.state());
+            let made = Plan::make(&self.clusters.state(), &self.pools.state(), &self.nodes.state(), &held);
+            *planned = Planned { version, held, plan: Arc::new(made) };
         }
-        Arc::clone(&plan.1)
+        Arc::clone(&planned.plan)
+    }
+
+    /// A `CacheNode` has changed. Whether the plan is another one now, since what is refused may have waited for that.
+    pub fn held_changed(&self, node: &str) -> bool {
+        let before = {
+            let planned = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = self.cache_nodes.get(&ObjectRef::new(node));
+            if !planned.plan.refuses() || !planned.held.has_lost(node, now.as_deref()) {
+                return false;
+            }
+            Arc::clone(&planned.plan)
+        };
+        self.changed();
+        *self.plan() != *before
     }
 
     /// A cluster by `namespace/name`.

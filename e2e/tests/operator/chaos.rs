@@ -249,6 +249,7 @@ fn whatever_happens_they_end_in_what_a_fresh_one_makes_and_write_nothing_more() 
     }
     people.let_go(&lab);
     people.make_all(&lab, &mut random);
+    people.agree(&lab);
     let mut after_faults = come_to_rest(&lab, &mut people);
     while people.renew_allocations(&lab, &mut random) {
         after_faults = come_to_rest(&lab, &mut people);

@@ -3,7 +3,7 @@
 //! A deletion may wait: for engines with sessions, for a pod with queues, for a wipe, for a control plane that does not answer. What waits for engines
 //! or a pod is looked at while it does: it must not go before they have gone. In the end everybody lets go, and then nothing may wait any more.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::ByteString;
@@ -248,6 +248,36 @@ impl People {
                 lab.cluster(with_store(pools, has_managed_store(lab).unwrap_or_default()));
             }
             std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Of pools that nodes have and that contradict each other those are refused that were edited last. Who looks at all of it for the first time goes by their
+    /// ages, so all but the oldest are made anew, as they are.
+    pub(crate) fn agree(&mut self, lab: &Lab) {
+        let mut pools = lab.list("SSDPool");
+        let depths: BTreeSet<String> =
+            pools.iter().map(|pool| pool.data["spec"]["queueDepth"].to_string()).collect();
+        if depths.len() == 1 {
+            return;
+        }
+        pools.sort_by_key(|pool| (pool.creation_timestamp(), pool.name_any()));
+        let younger: Vec<DynamicObject> = pools.into_iter().skip(1).collect();
+        for pool in &younger {
+            let retained = json!({ "spec": { "deletionPolicy": "Retain" } });
+            lab.merge("SSDPool", &pool.name_any(), &retained);
+            lab.delete("SSDPool", &pool.name_any());
+        }
+        wait_until("they go", GOES_WITHIN, || {
+            self.attend(lab);
+            younger.iter().all(|pool| lab.get("SSDPool", &pool.name_any()).is_none()).then_some(())
+        });
+        for pool in &younger {
+            // Times of making are whole seconds, and who comes first is by them.
+            std::thread::sleep(Duration::from_millis(1100));
+            lab.apply(&json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": { "name": pool.name_any() },
+                "spec": pool.data["spec"],
+            }));
         }
     }
 

@@ -151,7 +151,7 @@ fn a_managed_store_has_certificates_that_are_made_anew_when_they_are_spoiled() {
 }
 
 /// Deletes the authority of a managed etcd, and waits until that is said.
-fn lose_the_authority(lab: &Lab) {
+pub(crate) fn lose_the_authority(lab: &Lab) {
     lab.delete("Secret", AUTHORITY);
     let said = lab.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "SecretInvalid"]);
     for words in ["Secret c-etcd-ca", "is not there", "put it back", "deletes Secret c-etcd-tls as well"] {

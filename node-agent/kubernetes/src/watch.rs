@@ -42,6 +42,8 @@ pub struct NodeSettings {
     pub version: String,
     /// The agent's pod, where it is known.
     pub pod: Option<String>,
+    /// `namespace/name` of the cluster whose agent it is, where it is known: an object of another one is not followed.
+    pub cluster: Option<String>,
     /// How the API server is reached.
     pub access: Access,
     /// Where the last spec is kept.
@@ -69,6 +71,8 @@ pub struct NodeWatch {
     refused: Option<String>,
     /// Who else writes the status.
     contested: Contested,
+    /// The other cluster that has the node.
+    other: Option<String>,
 }
 
 /// What is thought of the API server.
@@ -104,6 +108,7 @@ impl NodeWatch {
             server: Server::Unknown,
             refused: None,
             contested: Contested::default(),
+            other: None,
         };
         this.tell_kept();
         Ok(this)
@@ -122,7 +127,7 @@ impl NodeWatch {
                 biased;
                 // Without a word the agent has ended as well.
                 _ = &mut leave => {
-                    let last = facts.borrow().clone();
+                    let last = facts.borrow().clone().filter(|_| self.told.is_some());
                     if let Some(last) = last {
                         self.write(&Facts { phase: Phase::Leaving, ..last }, LAST_WRITE_TIMEOUT).await;
                     }
@@ -181,7 +186,7 @@ impl NodeWatch {
 
     fn tell_kept(&mut self) {
         match self.settings.state.load() {
-            Ok(Some(kept)) => {
+            Ok(Some(kept)) if self.other_cluster(&kept.spec).is_none() => {
                 tracing::info!(
                     generation = kept.generation,
                     "starting from the spec that was kept on this node"
@@ -189,7 +194,7 @@ impl NodeWatch {
                 self.told = Some((kept.generation, None));
                 (self.tell)(Desired::read(kept.generation, &kept.spec).without_destruction());
             }
-            Ok(None) => {}
+            Ok(_) => {}
             Err(error) => tracing::warn!(error, "the kept spec cannot be used; waiting for the API server's"),
         }
     }
@@ -197,6 +202,20 @@ impl NodeWatch {
     /// The object, as it is now.
     fn seen(&mut self, object: &DynamicObject) {
         self.answers();
+        let other = self.other_cluster(&object.data["spec"]);
+        if other != self.other {
+            if let (Some(other), Some(own)) = (&other, &self.settings.cluster) {
+                tracing::warn!(
+                    node = self.settings.node,
+                    "KVCacheCluster {other} has this node, and this is the agent of {own}: it goes on as it is and follows nothing. Set \
+                     agents.nodeSelector of both so that no node is selected by both"
+                );
+            }
+            self.other = other;
+        }
+        if self.other.is_some() {
+            return self.gone();
+        }
         if self.found.is_empty() {
             let conditions = object.data["status"]["conditions"].clone();
             self.found = serde_json::from_value(conditions).unwrap_or_default();
@@ -215,7 +234,15 @@ impl NodeWatch {
         (self.tell)(Desired::read(generation, spec));
     }
 
-    /// There is no object: no status to write, and nothing to start from another time. One that is made anew is told in any case.
+    /// The cluster that a spec is of, if that is not the agent's.
+    fn other_cluster(&self, spec: &Value) -> Option<String> {
+        let own = self.settings.cluster.as_ref()?;
+        let named = &spec["clusterRef"];
+        let named = format!("{}/{}", named["namespace"].as_str()?, named["name"].as_str()?);
+        (named != *own).then_some(named)
+    }
+
+    /// There is no object of ours: no status to write, and nothing to start from another time. One that is made anew is told in any case.
     fn gone(&mut self) {
         (self.told, self.written) = (None, None);
         self.found.clear();

@@ -112,6 +112,7 @@ mod tests {
             node: "n".to_owned(),
             ip: std::net::Ipv4Addr::LOCALHOST.into(),
             pod: None,
+            cluster: None,
             tenants_file: None,
         };
         let followed = FollowedConfig::read(path.clone(), pod).expect("readable");

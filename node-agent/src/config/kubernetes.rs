@@ -40,6 +40,8 @@ pub(crate) struct PodPlace {
     pub(crate) ip: IpAddr,
     /// Its name, where it is told.
     pub(crate) pod: Option<String>,
+    /// `namespace/name` of its cluster, where it is told.
+    pub(crate) cluster: Option<String>,
     /// The file that says which pods are which tenant's, where there is one.
     pub(crate) tenants_file: Option<PathBuf>,
 }
@@ -81,7 +83,7 @@ impl PodPlace {
         let ip = ip.parse().map_err(|error| refuse("POD_IP", &ip, "an address").because(error))?;
         let given = |name: &str| variable(name).filter(|value| !value.is_empty());
         let tenants_file = given("TENANTS_FILE").map(PathBuf::from);
-        Ok(PodPlace { node, ip, pod: given("POD_NAME"), tenants_file })
+        Ok(PodPlace { node, ip, pod: given("POD_NAME"), cluster: given("CLUSTER"), tenants_file })
     }
 
     /// Where others reach what listens at an address.

@@ -100,7 +100,11 @@ enum Decision {
 /// The API server did not take them; another operator may have been first.
 pub async fn ensure(cluster: &KVCacheCluster, context: &Context) -> Result<Drawn, OperatorError> {
     let names = ClusterNames::of(cluster);
-    let secrets = Secrets::read(context, &names).await?;
+    let mut secrets = Secrets::known(context, &names);
+    if let Decision::Keep(found) = secrets.decide(today()) {
+        return Ok(Drawn::of(&found));
+    }
+    secrets.ask_for_rest(context, &names).await?;
     let authority = match secrets.decide(today()) {
         Decision::Keep(found) => return Ok(Drawn::of(&found)),
         Decision::Issue(authority) => authority,
@@ -121,19 +125,12 @@ pub async fn ensure(cluster: &KVCacheCluster, context: &Context) -> Result<Drawn
 }
 
 /// What to say of an authority that is lost while its certificates are good.
-pub async fn lost(cluster: &KVCacheCluster, context: &Context) -> Option<Refusal> {
+pub fn lost(cluster: &KVCacheCluster, context: &Context) -> Option<Refusal> {
     if cluster.spec.etcd.mode != EtcdMode::Managed {
         return None;
     }
     let names = ClusterNames::of(cluster);
-    match Secrets::read(context, &names).await {
-        Ok(secrets) => secrets.lost(&names, today()),
-        Err(error) => {
-            // Who makes them meets the same, and says so.
-            tracing::debug!(words = error.words(), "Secrets of etcd cannot be looked at");
-            None
-        }
-    }
+    Secrets::known(context, &names).lost(&names, today())
 }
 
 impl Drawn {
@@ -147,11 +144,24 @@ impl Drawn {
 }
 
 impl Secrets {
-    async fn read(context: &Context, names: &ClusterNames) -> Result<Secrets, OperatorError> {
-        Ok(Secrets {
-            authority: secret(context, names, &names.etcd_authority()).await?,
-            certificates: secret(context, names, &names.etcd_tls()).await?,
-        })
+    /// As far as the store has them. Their watch tells of them in the order of their writes: of an authority before its certificates.
+    fn known(context: &Context, names: &ClusterNames) -> Secrets {
+        let find = |name: &str| {
+            let found = context.world.child(ChildKind::Secret, Some(&names.namespace), name)?;
+            Some((*found).clone())
+        };
+        Secrets { authority: find(&names.etcd_authority()), certificates: find(&names.etcd_tls()) }
+    }
+
+    /// Asks the API server for what the store does not have, since a store may be late.
+    async fn ask_for_rest(&mut self, context: &Context, names: &ClusterNames) -> Result<(), OperatorError> {
+        if self.authority.is_none() {
+            self.authority = secret(context, names, &names.etcd_authority()).await?;
+        }
+        if self.certificates.is_none() {
+            self.certificates = secret(context, names, &names.etcd_tls()).await?;
+        }
+        Ok(())
     }
 
     /// The authority, unless it is lost.
@@ -201,15 +211,12 @@ impl Secrets {
     }
 }
 
-/// A Secret of this cluster; from the store, else, since a store may be late, from the API server.
+/// A Secret of this cluster, as the API server has it.
 async fn secret(
     context: &Context,
     names: &ClusterNames,
     name: &str,
 ) -> Result<Option<DynamicObject>, OperatorError> {
-    if let Some(found) = context.world.child(ChildKind::Secret, Some(&names.namespace), name) {
-        return Ok(Some((*found).clone()));
-    }
     let api = api(&context.client, ChildKind::Secret, Some(&names.namespace));
     let found = api.get_opt(name).await.map_err(OperatorError::api(format!("look at Secret {name}")))?;
     Ok(found.filter(|found| found.labels().get(CLUSTER_UID) == Some(&names.uid)))

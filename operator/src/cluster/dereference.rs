@@ -92,7 +92,7 @@ pub struct NamedPool {
 impl NamedPool {
     /// The pool, if the cluster has it.
     pub fn bound(&self, cluster: &str) -> Option<&SSDPool> {
-        let has = self.plan.refused.is_none() && self.plan.cluster.as_deref() == Some(cluster);
+        let has = self.plan.is_used() && self.plan.cluster.as_deref() == Some(cluster);
         self.pool.as_deref().filter(|_| has)
     }
 }
@@ -136,7 +136,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Found {
         members,
         said_by_members,
         volumes: context.class_looks.missing(cluster, etcd.as_deref(), context).await,
-        authority: certificates::lost(cluster, context).await,
+        authority: certificates::lost(cluster, context),
         etcd,
         access: optional.map(|kind| (kind, world.access(kind))).collect(),
         plan: own,

@@ -251,7 +251,7 @@ fn pools(cluster: &KVCacheCluster, found: &Found) -> Finding {
         }
         let other = named.plan.cluster.as_ref().filter(|cluster| **cluster != key)?;
         let message =
-            format!("SSDPool {name} belongs to KVCacheCluster {other}, which is older: make one of its own");
+            format!("SSDPool {name} belongs to KVCacheCluster {other} already: make one of its own");
         Some((Reason::Conflict, message))
     });
     match wrong {

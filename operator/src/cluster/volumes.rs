@@ -58,7 +58,8 @@ impl ClassLooks {
         etcd: Option<&DynamicObject>,
         context: &Context,
     ) -> Option<String> {
-        if !wait(cluster, etcd) {
+        // Claims are made by the controller of its StatefulSet; a cluster that is refused may have none.
+        if etcd.is_none() || !wait(cluster, etcd) {
             return None;
         }
         let pending = pending(cluster, &context.client).await?;

@@ -33,7 +33,8 @@ pub fn build(node: &Node, found: &Found) -> Wanted {
         return Wanted::Unchanged;
     }
     let cluster = &own.cluster;
-    let mut claims: Vec<PoolClaim> = found.pools.iter().map(|pool| claim(pool)).collect();
+    let kept = found.kept.iter().map(|kept| kept.claim.clone());
+    let mut claims: Vec<PoolClaim> = found.pools.iter().map(|pool| claim(pool)).chain(kept).collect();
     claims.sort_by(|a, b| a.pool.cmp(&b.pool));
     let spec = CacheNodeSpec {
         node_name: NodeName::new(node.name_any()),
@@ -49,13 +50,14 @@ pub fn build(node: &Node, found: &Found) -> Wanted {
     Wanted::Spec(Box::new(spec))
 }
 
-/// The most cautious of what pools say and what Kubernetes does: a node that takes no pods is being drained.
+/// The most cautious of what pools say, also of those that are refused, and what Kubernetes does: a node that takes no pods is being drained.
 fn mode(node: &Node, found: &Found) -> NodeMode {
     let unschedulable = node.spec.as_ref().and_then(|spec| spec.unschedulable).unwrap_or_default();
     if unschedulable {
         return NodeMode::Draining;
     }
-    found.pools.iter().map(|pool| pool.spec.mode).max().unwrap_or_default()
+    let pools = found.pools.iter().chain(found.kept.iter().map(|kept| &kept.pool));
+    pools.map(|pool| pool.spec.mode).max().unwrap_or_default()
 }
 
 fn claim(pool: &SSDPool) -> PoolClaim {
@@ -93,7 +95,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::node::dereference::NodeCluster;
+    use crate::node::dereference::{KeptPool, NodeCluster};
 
     fn object<K: DeserializeOwned>(value: Value) -> K {
         serde_json::from_value(value).expect("an object")
@@ -116,7 +118,7 @@ mod tests {
         let own = NodeCluster { cluster: Arc::new(cluster), configuration: digest, state };
         let digest = Digest::new(crate::digest::of("a profile"));
         let profiles = vec![ProfileClaim { name: Name::new("slack"), digest }];
-        Found { cluster: Some(own), pools, profiles, live: None }
+        Found { cluster: Some(own), pools, kept: Vec::new(), profiles, live: None }
     }
 
     fn spec(node: Value, pools: Vec<Arc<SSDPool>>) -> CacheNodeSpec {
@@ -173,10 +175,22 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_that_is_refused_keeps_the_claim_that_the_node_has() {
+        let was = claim(&pool("p", json!({ "directory": { "path": "/p", "size": "2Gi" } }), json!({})));
+        let edited = json!({ "directory": { "path": "/p", "size": "3Gi" }, "mode": "Cordoned" });
+        let kept = KeptPool { pool: pool("p", edited, json!({ "generation": 5 })), claim: was.clone() };
+        let node = object(json!({ "metadata": { "name": "n1" } }));
+        let found = Found { kept: vec![kept], ..found(Vec::new(), ClusterState::Kept) };
+        let Wanted::Spec(spec) = build(&node, &found) else { panic!("a cluster has the node") };
+        assert_eq!((spec.claims, spec.mode), (vec![was], NodeMode::Cordoned));
+    }
+
+    #[test]
     fn a_node_without_a_cluster_has_nothing_and_one_of_a_paused_cluster_is_left() {
         let node: Node = object(json!({ "metadata": { "name": "n1" } }));
         assert_eq!(build(&node, &found(Vec::new(), ClusterState::Left)), Wanted::Unchanged);
-        let none = Found { cluster: None, pools: Vec::new(), profiles: Vec::new(), live: None };
+        let none =
+            Found { cluster: None, pools: Vec::new(), kept: Vec::new(), profiles: Vec::new(), live: None };
         assert_eq!(build(&node, &none), Wanted::Nothing);
     }
 }

@@ -6,13 +6,14 @@ use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::fields::{Digest, Name};
-use reprise_crds::node::ProfileClaim;
+use reprise_crds::node::{PoolClaim, ProfileClaim};
 use reprise_crds::status::{ConditionType, holds};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
 use crate::cluster::build::configuration::agent_digest;
 use crate::cluster::dereference::referred;
 use crate::context::Context;
+use crate::plan::Plan;
 use crate::profile::PROFILES_MAX;
 use crate::profile::order::selected;
 
@@ -21,12 +22,23 @@ use crate::profile::order::selected;
 pub struct Found {
     /// Its cluster.
     pub cluster: Option<NodeCluster>,
-    /// Pools on it, the oldest first.
+    /// Pools on it.
     pub pools: Vec<Arc<SSDPool>>,
+    /// Pools that are refused and that it has.
+    pub kept: Vec<KeptPool>,
     /// Profiles that it should have now, by name.
     pub profiles: Vec<ProfileClaim>,
     /// What is there of it.
     pub live: Option<Arc<CacheNode>>,
+}
+
+/// A pool that is refused, on a node that has it as it was.
+#[derive(Clone, Debug)]
+pub struct KeptPool {
+    /// It, as it is refused.
+    pub pool: Arc<SSDPool>,
+    /// The claim, as it stays.
+    pub claim: PoolClaim,
 }
 
 /// The cluster of a node.
@@ -45,15 +57,17 @@ pub struct NodeCluster {
 pub enum ClusterState {
     /// It is kept as its spec says.
     Kept,
-    /// It is paused, or its spec was not accepted, or not yet: what is there stays.
+    /// It is paused, or it is refused, or its spec was not accepted yet: what is there stays.
     Left,
 }
 
 /// Whether a cluster may be changed.
-pub fn state(cluster: &KVCacheCluster) -> ClusterState {
+pub fn state(cluster: &KVCacheCluster, plan: &Plan) -> ClusterState {
     let conditions = cluster.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     let generation = cluster.metadata.generation.unwrap_or_default();
-    let left = cluster.spec.paused || !holds(conditions, ConditionType::Accepted, generation);
+    // A label of a node may have it refused before its status says so.
+    let is_refused = plan.cluster(cluster).is_some_and(|plan| plan.refused.is_some());
+    let left = cluster.spec.paused || is_refused || !holds(conditions, ConditionType::Accepted, generation);
     if left { ClusterState::Left } else { ClusterState::Kept }
 }
 
@@ -64,7 +78,7 @@ pub fn dereference(node: &Node, context: &Context) -> Found {
     let own = plan.nodes.get(&node.name_any()).cloned().unwrap_or_default();
     let cluster = own.cluster.as_ref().and_then(|key| world.cluster(key)).map(|cluster| NodeCluster {
         configuration: agent_digest(&cluster, &referred(&cluster, context)),
-        state: state(&cluster),
+        state: state(&cluster, &plan),
         cluster,
     });
     let live = world.cache_nodes.get(&ObjectRef::new(&node.name_any()));
@@ -74,8 +88,17 @@ pub fn dereference(node: &Node, context: &Context) -> Found {
         profiles: profiles.unwrap_or_default(),
         cluster,
         pools: own.pools.iter().filter_map(|pool| world.pools.get(&ObjectRef::new(pool))).collect(),
+        kept: own.kept.iter().filter_map(|pool| kept(pool, live.as_deref()?, context)).collect(),
         live,
     }
+}
+
+/// A pool whose claim stays.
+fn kept(pool: &str, live: &CacheNode, context: &Context) -> Option<KeptPool> {
+    let pool = context.world.pools.get(&ObjectRef::new(pool))?;
+    let is_it = |claim: &&PoolClaim| pool.metadata.uid.as_deref() == Some(claim.uid.as_str());
+    let claim = live.spec.claims.iter().find(is_it)?.clone();
+    Some(KeptPool { pool, claim })
 }
 
 /// What was decided of the profiles that the cluster selects. Of one that nobody has looked at yet the node keeps what it has.

@@ -2,18 +2,53 @@
 
 use kube::ResourceExt;
 use reprise_crds::SSDPool;
+use reprise_crds::fields::DeviceGlob;
+use reprise_crds::node::PoolClaim;
 use reprise_crds::status::Reason;
 
 use super::Refusal;
 
-/// Why a pool cannot be beside an older one of its cluster; `shared` is a node that both select.
-pub(super) fn between(pool: &SSDPool, older: &SSDPool, shared: Option<&str>) -> Option<Refusal> {
-    settings(pool, older).or_else(|| devices(pool, older, shared?))
+/// Why a pool cannot be beside one of its cluster that comes first; `shared` is a node that both select.
+pub(super) fn between(pool: &SSDPool, first: &SSDPool, shared: Option<&str>) -> Option<Refusal> {
+    settings(pool, first).or_else(|| {
+        let theirs = Place::of(first)?;
+        devices(&Place::of(pool)?, &theirs, &first.name_any(), shared?)
+    })
+}
+
+/// Why a pool cannot be on a node that has a claim of another one.
+pub(super) fn occupied(pool: &SSDPool, other: &str, claim: &PoolClaim, node: &str) -> Option<Refusal> {
+    devices(&Place::of(pool)?, &Place::of_claim(claim), other, node)
+}
+
+/// Where a pool is on a node.
+enum Place<'a> {
+    Directory(&'a str),
+    Devices(&'a [DeviceGlob]),
+}
+
+impl Place<'_> {
+    fn of(pool: &SSDPool) -> Option<Place<'_>> {
+        let directory =
+            pool.spec.directory.as_ref().map(|directory| Place::Directory(directory.path.as_str()));
+        directory.or_else(|| Some(Place::Devices(&pool.spec.devices.as_ref()?.globs)))
+    }
+
+    fn of_claim(claim: &PoolClaim) -> Place<'_> {
+        match &claim.file {
+            // The pool's file lies in its directory.
+            Some(file) => {
+                let file = file.as_str();
+                Place::Directory(file.rsplit_once('/').map_or(file, |(directory, _)| directory))
+            }
+            None => Place::Devices(&claim.globs),
+        }
+    }
 }
 
 /// An agent has one configuration, which all agents of the cluster share: what is in it is said by all pools alike.
-fn settings(pool: &SSDPool, older: &SSDPool) -> Option<Refusal> {
-    let (ours, theirs) = (&pool.spec, &older.spec);
+fn settings(pool: &SSDPool, first: &SSDPool) -> Option<Refusal> {
+    let (ours, theirs) = (&pool.spec, &first.spec);
     let differing = [
         ("segmentSize", ours.segment_size.to_string(), theirs.segment_size.to_string()),
         ("queueDepth", ours.queue_depth.to_string(), theirs.queue_depth.to_string()),
@@ -28,10 +63,10 @@ fn settings(pool: &SSDPool, older: &SSDPool) -> Option<Refusal> {
     };
     differing.into_iter().find(|(field, ours, theirs)| ours != theirs && !same_bytes(field)).map(
         |(field, ours, theirs)| {
-            let other = older.name_any();
+            let other = first.name_any();
             let message = format!(
-                "{field} is {ours} here and {theirs} in SSDPool {other}, which is older and of the same cluster; an agent has one \
-                 value for all its pools: write {theirs}, or put the pools into different clusters"
+                "{field} is {ours} here and {theirs} in SSDPool {other} of the same cluster; an agent has one value for all its \
+                 pools: write {theirs}, or {ours} to all pools of the cluster, or put the pools into different clusters"
             );
             Refusal::new(Reason::Conflict, message)
         },
@@ -39,29 +74,26 @@ fn settings(pool: &SSDPool, older: &SSDPool) -> Option<Refusal> {
 }
 
 /// One device or file is one pool's.
-fn devices(pool: &SSDPool, older: &SSDPool, node: &str) -> Option<Refusal> {
-    let other = older.name_any();
-    let what = match (&pool.spec, &older.spec) {
-        (ours, theirs) if ours.directory.is_some() && theirs.directory.is_some() => {
-            let (ours, theirs) =
-                (ours.directory.as_ref()?.path.as_str(), theirs.directory.as_ref()?.path.as_str());
+fn devices(ours: &Place, theirs: &Place, other: &str, node: &str) -> Option<Refusal> {
+    let what = match (ours, theirs) {
+        (Place::Directory(ours), Place::Directory(theirs)) => {
             let within = |inner: &str, outer: &str| inner == outer || inner.starts_with(&format!("{outer}/"));
             (within(ours, theirs) || within(theirs, ours)).then(|| format!("directory {ours}"))
         }
-        (ours, theirs) => {
-            let (ours, theirs) = (&ours.devices.as_ref()?.globs, &theirs.devices.as_ref()?.globs);
-            let overlaps = |glob: &&_| theirs.iter().any(|other| overlap_of(glob, other));
+        (Place::Devices(ours), Place::Devices(theirs)) => {
+            let overlaps = |glob: &&DeviceGlob| theirs.iter().any(|other| overlap_of(glob, other));
             ours.iter().find(overlaps).map(|glob| format!("devices {glob}"))
         }
+        _ => None,
     }?;
     let message = format!(
-        "{what} on node {node} may be those of SSDPool {other}, which is older: claim other ones, or set nodeSelector so that no node \
+        "{what} on node {node} may be those of SSDPool {other}, which has them: claim other ones, or set nodeSelector so that no node \
          is selected by both"
     );
     Some(Refusal::new(Reason::Conflict, message))
 }
 
-fn overlap_of(one: &reprise_crds::fields::DeviceGlob, other: &reprise_crds::fields::DeviceGlob) -> bool {
+fn overlap_of(one: &DeviceGlob, other: &DeviceGlob) -> bool {
     globs_overlap(one.as_str(), other.as_str())
 }
 

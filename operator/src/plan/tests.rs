@@ -2,9 +2,11 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
+use reprise_crds::CacheNode;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::names::{MANAGED_BY, OPERATOR};
 
 fn object<K: serde::de::DeserializeOwned>(
     kind: &str,
@@ -59,7 +61,7 @@ fn a_pool_is_on_the_nodes_of_its_cluster_that_it_selects() {
         pool("q", 3, directory("/q", json!({}))),
         pool("unnamed", 2, directory("/u", json!({}))),
     ];
-    let plan = Plan::make(&clusters, &pools, &nodes());
+    let plan = Plan::make(&clusters, &pools, &nodes(), &Held::default());
     assert_eq!(plan.pools["p"].nodes, ["n1", "n2"]);
     assert_eq!(plan.nodes["n1"].pools, ["p", "q"]);
     assert_eq!(plan.nodes["n3"].pools, ["q"]);
@@ -70,7 +72,8 @@ fn a_pool_is_on_the_nodes_of_its_cluster_that_it_selects() {
 #[test]
 fn of_two_clusters_on_one_node_the_younger_is_refused_whole() {
     let selector = json!({ "agents": { "nodeSelector": { "name": "n1" } } });
-    let plan = Plan::make(&[cluster("young", 1, json!({})), cluster("old", 9, selector)], &[], &nodes());
+    let clusters = [cluster("young", 1, json!({})), cluster("old", 9, selector)];
+    let plan = Plan::make(&clusters, &[], &nodes(), &Held::default());
     assert_eq!(plan.clusters["n/old"].nodes, ["n1"]);
     let young = &plan.clusters["n/young"];
     assert!(young.nodes.is_empty());
@@ -102,7 +105,7 @@ fn of_two_pools_that_contradict_each_other_the_younger_is_refused() {
     ] {
         // In the order of their ages, whatever the order of the list is.
         let pools = [pool("young", 1, young.clone()), pool("old", 5, old.clone())];
-        let plan = Plan::make(&clusters, &pools, &nodes());
+        let plan = Plan::make(&clusters, &pools, &nodes(), &Held::default());
         assert_eq!(refusal(&plan, "old"), "", "{old} {young}");
         let said = refusal(&plan, "young");
         assert!(
@@ -112,6 +115,196 @@ fn of_two_pools_that_contradict_each_other_the_younger_is_refused() {
         let on_nodes = plan.nodes.values().any(|node| node.pools.iter().any(|name| name == "young"));
         assert_eq!(on_nodes, words.is_empty(), "a refused pool is on no node");
     }
+}
+
+/// What a node of a cluster has: pools by name and generation, with their globs or none, which stands for the directory of that name.
+fn having(node: &str, cluster: &str, claims: &[(&str, i64, Option<&str>)]) -> Arc<CacheNode> {
+    let claim = |(name, generation, glob): &(&str, i64, Option<&str>)| {
+        let mut claim = json!({ "pool": name, "uid": format!("uid-{name}"), "generation": generation });
+        match glob {
+            Some(glob) => claim["globs"] = json!([glob]),
+            None => claim["file"] = json!(format!("/{name}/pool")),
+        }
+        claim
+    };
+    let claims: Vec<Value> = claims.iter().map(claim).collect();
+    let spec = json!({
+        "nodeName": node, "clusterRef": { "namespace": "n", "name": cluster }, "claims": claims,
+    });
+    object("CacheNode", node, 0, spec, json!({ "labels": { MANAGED_BY: OPERATOR } }))
+}
+
+/// A pool whose spec is of this generation.
+fn pool_of(name: &str, age: u32, generation: i64, spec: Value) -> Arc<SSDPool> {
+    object("SSDPool", name, age, spec, json!({ "generation": generation }))
+}
+
+#[test]
+fn a_node_stays_with_the_cluster_that_has_it_and_whoever_selects_it_too_keeps_what_it_has() {
+    let on = |label: &str, value: &str| json!({ "agents": { "nodeSelector": { label: value } } });
+    let clusters = [cluster("old", 9, json!({})), cluster("young", 1, on("name", "n2"))];
+    let held = Held::of(&[having("n1", "old", &[]), having("n2", "young", &[])]);
+    let plan = Plan::make(&clusters, &[], &nodes(), &held);
+    let old = &plan.clusters["n/old"];
+    let refused = old.refused.as_ref().expect("it selects n2 as well");
+    assert!(refused.message.contains("n2") && refused.message.contains("n/young"), "{}", refused.message);
+    assert_eq!(old.nodes, ["n1"], "what it has, and no new one");
+    assert_eq!(plan.clusters["n/young"], ClusterPlan { nodes: vec!["n2".to_owned()], refused: None });
+    assert_eq!(plan.nodes["n3"].cluster, None);
+    assert!(plan.refuses());
+    // Both were made to select a node of the other: both go on.
+    let clusters = [cluster("old", 9, json!({})), cluster("young", 1, on("disk", "fast"))];
+    let plan = Plan::make(&clusters, &[], &nodes(), &held);
+    for (key, node) in [("n/old", "n1"), ("n/young", "n2")] {
+        assert!(plan.clusters[key].refused.is_some(), "{key}");
+        assert_eq!(plan.clusters[key].nodes, [node]);
+        assert_eq!(plan.nodes[node].cluster.as_deref(), Some(key));
+    }
+    // An edit that is refused takes no node away from who made it.
+    let clusters = [cluster("old", 9, on("name", "n2")), cluster("young", 1, on("name", "n2"))];
+    let plan = Plan::make(&clusters, &[], &nodes(), &held);
+    assert!(plan.clusters["n/old"].refused.is_some());
+    assert_eq!(plan.clusters["n/old"].nodes, ["n1"]);
+    // One that is selected no more by who has it is free.
+    let clusters = [cluster("old", 9, json!({})), cluster("young", 1, on("name", "none"))];
+    let plan = Plan::make(&clusters, &[], &nodes(), &held);
+    assert_eq!(plan.clusters["n/old"].nodes, ["n1", "n2", "n3"]);
+    // Of a cluster that is gone as well, and what somebody wrote by hand gives nobody anything.
+    let by_hand: Arc<CacheNode> = object(
+        "CacheNode",
+        "n1",
+        0,
+        json!({
+            "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "young" },
+        }),
+        json!({}),
+    );
+    let held = Held::of(&[by_hand, having("n2", "gone", &[])]);
+    let plan =
+        Plan::make(&[cluster("old", 9, json!({})), cluster("young", 1, json!({}))], &[], &nodes(), &held);
+    assert_eq!(plan.clusters["n/old"].nodes, ["n1", "n2", "n3"]);
+    assert!(plan.clusters["n/young"].nodes.is_empty());
+}
+
+#[test]
+fn of_pools_that_contradict_each_other_who_was_edited_is_refused_and_nodes_keep_it_as_it_was() {
+    let clusters = [cluster("c", 9, json!({ "pools": [{ "name": "old" }, { "name": "young" }] }))];
+    let held = Held::of(&[having("n1", "c", &[("old", 1, None), ("young", 1, None)])]);
+    let both = |old: (i64, u32), young: (i64, u32)| {
+        let spec = |name: &str, depth: u32| directory(&format!("/{name}"), json!({ "queueDepth": depth }));
+        let pools = [
+            pool_of("old", 5, old.0, spec("old", old.1)),
+            pool_of("young", 1, young.0, spec("young", young.1)),
+        ];
+        Plan::make(&clusters, &pools, &nodes(), &held)
+    };
+    let plan = both((2, 8), (1, 128));
+    assert!(refusal(&plan, "old").contains("queueDepth is 8 here and 128 in SSDPool young"), "{plan:?}");
+    assert!(refusal(&plan, "old").ends_with("nodes keep the pool as it was"));
+    assert_eq!(plan.pools["old"].nodes, ["n1"], "new nodes do not get it");
+    assert!(plan.pools["old"].is_used());
+    assert_eq!(
+        (&plan.nodes["n1"].pools, &plan.nodes["n1"].kept),
+        (&vec!["young".to_owned()], &vec!["old".to_owned()])
+    );
+    assert_eq!(plan.pools["young"].nodes, ["n1", "n2", "n3"]);
+    assert!(!refusal(&both((1, 128), (2, 8)), "young").is_empty());
+    // When all agree again all of it is applied.
+    let plan = both((2, 8), (2, 8));
+    assert!(!plan.refuses() && plan.nodes["n1"].kept.is_empty(), "{plan:?}");
+    // Both edited: the older comes first.
+    let plan = both((2, 8), (2, 16));
+    assert!(refusal(&plan, "old").is_empty() && !refusal(&plan, "young").is_empty());
+}
+
+#[test]
+fn what_a_node_has_of_a_pool_is_given_to_no_other() {
+    let clusters = [cluster("c", 9, json!({ "pools": [{ "name": "a" }, { "name": "b" }] }))];
+    let on = |glob: &str, disk: &str| {
+        json!({
+            "devices": { "globs": [glob] }, "nodeSelector": { "matchLabels": { "disk": disk } },
+        })
+    };
+    let nvme = "/dev/disk/by-id/nvme-1";
+    // The older one was on slow nodes, and by a label is on a node of the other's now.
+    let held =
+        Held::of(&[having("n1", "c", &[("b", 1, Some(nvme))]), having("n3", "c", &[("a", 1, Some(nvme))])]);
+    let pools = [pool("a", 5, json!({ "devices": { "globs": [nvme] } })), pool("b", 1, on(nvme, "fast"))];
+    let plan = Plan::make(&clusters, &pools, &nodes(), &held);
+    assert!(refusal(&plan, "a").contains("on node n1 may be those of SSDPool b"), "{plan:?}");
+    assert_eq!(
+        (&plan.pools["a"].nodes, &plan.nodes["n3"].kept),
+        (&vec!["n3".to_owned()], &vec!["a".to_owned()])
+    );
+    assert_eq!(plan.pools["b"].nodes, ["n1", "n2"]);
+    // One that is refused has its devices still: nobody else gets them.
+    let broken = json!({
+        "devices": { "globs": ["/dev/disk/by-id/nvme-2"] }, "engine": "Gds",
+        "nodeSelector": { "matchLabels": { "disk": "fast" } },
+    });
+    let pools = [pool_of("b", 1, 2, broken), pool("a", 5, on(nvme, "fast"))];
+    let held = Held::of(&[having("n1", "c", &[("b", 1, Some(nvme))])]);
+    let plan = Plan::make(&clusters, &pools, &nodes(), &held);
+    assert_eq!(plan.nodes["n1"].kept, ["b"]);
+    assert!(refusal(&plan, "a").contains("on node n1 may be those of SSDPool b"), "{plan:?}");
+    assert!(!plan.pools["a"].is_used());
+}
+
+#[test]
+fn a_pool_stays_with_the_cluster_whose_nodes_have_it() {
+    let named = json!([{ "name": "p" }]);
+    let on = |name: &str| json!({ "agents": { "nodeSelector": { "name": name } }, "pools": named });
+    let clusters = [cluster("old", 9, on("n1")), cluster("young", 1, on("n2"))];
+    let pools = [pool("p", 5, directory("/p", json!({})))];
+    let held = Held::of(&[having("n2", "young", &[("p", 1, None)])]);
+    let plan = Plan::make(&clusters, &pools, &nodes(), &held);
+    assert_eq!(plan.pools["p"].cluster.as_deref(), Some("n/young"));
+    let plan = Plan::make(&clusters, &pools, &nodes(), &Held::default());
+    assert_eq!(plan.pools["p"].cluster.as_deref(), Some("n/old"));
+    // It names it no more.
+    let clusters = [
+        cluster("old", 9, on("n1")),
+        cluster("young", 1, json!({ "agents": { "nodeSelector": { "name": "n2" } } })),
+    ];
+    let plan = Plan::make(&clusters, &pools, &nodes(), &held);
+    assert_eq!(plan.pools["p"].cluster.as_deref(), Some("n/old"));
+}
+
+#[test]
+fn what_nodes_have_as_it_was_planned_changes_no_plan() {
+    let named = json!([{ "name": "a" }, { "name": "b" }, { "name": "d" }]);
+    let clusters = [
+        cluster("old", 9, json!({ "agents": { "nodeSelector": { "disk": "fast" } }, "pools": named })),
+        cluster("young", 1, json!({})),
+    ];
+    let pools = [
+        pool("a", 5, directory("/a", json!({}))),
+        pool("b", 4, directory("/a/inner", json!({}))),
+        pool("d", 3, directory("/d", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }))),
+    ];
+    let first = Plan::make(&clusters, &pools, &nodes(), &Held::default());
+    assert!(!refusal(&first, "b").is_empty() && first.clusters["n/young"].refused.is_some());
+    let all =
+        [having("n1", "old", &[("a", 1, None), ("d", 1, None)]), having("n2", "old", &[("a", 1, None)])];
+    for some in 0..=all.len() {
+        assert_eq!(Plan::make(&clusters, &pools, &nodes(), &Held::of(&all[..some])), first);
+    }
+}
+
+#[test]
+fn a_node_has_lost_what_it_has_no_more() {
+    let node = |claims: &[(&str, i64, Option<&str>)]| having("n1", "c", claims);
+    let held = Held::of(&[node(&[("p", 1, None), ("q", 1, Some("/dev/q"))])]);
+    for (now, lost) in [
+        (Some(node(&[("p", 2, None), ("q", 1, Some("/dev/q")), ("r", 1, None)])), false),
+        (Some(node(&[("p", 1, None), ("q", 1, Some("/dev/other"))])), true),
+        (Some(node(&[("p", 1, None)])), true),
+        (Some(having("n1", "d", &[("p", 1, None), ("q", 1, Some("/dev/q"))])), true),
+        (None, true),
+    ] {
+        assert_eq!(held.has_lost("n1", now.as_deref()), lost, "{now:?}");
+    }
+    assert!(!held.has_lost("n2", None), "it had nothing");
 }
 
 #[test]

@@ -96,7 +96,8 @@ struct Counts {
 impl Counts {
     fn of(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Counts {
         let mut counts = Counts::default();
-        if refused.is_some() {
+        // Nodes may have one that is refused, as it was.
+        if refused.is_some() && found.plan.nodes.is_empty() {
             return counts;
         }
         counts.selected = number(found.plan.nodes.len());
@@ -223,7 +224,8 @@ fn drained(pool: &SSDPool, found: &Found, refused: Option<&Refusal>) -> Option<F
         return None;
     }
     if let Some(refused) = refused {
-        let message = "the pool is refused, so no node is emptied for it: condition Accepted says why";
+        let message =
+            "the pool is refused, so nobody says that nodes are empty of it: condition Accepted says why";
         return Some(Finding::unknown(kind, refused.reason, message));
     }
     let nodes = &found.plan.nodes;
@@ -288,6 +290,17 @@ fn fallback(pool: &SSDPool, found: &Found) -> Finding {
     let nodes = found.nodes.iter().filter(|node| node.devices().any(other));
     let names: Vec<String> = nodes.filter_map(|node| node.node.metadata.name.clone()).collect();
     if names.is_empty() {
+        // Closed, as `fallbackEngine: None` says.
+        let is_closed = |device: &Device| {
+            device.state == DeviceState::Refused && refusal(device) == Reason::EngineUnavailable
+        };
+        if found.nodes.iter().any(|node| node.devices().any(is_closed)) {
+            let message = format!(
+                "{} cannot be had, and fallbackEngine allows no other: the devices stay closed, see Degraded",
+                pool.spec.engine
+            );
+            return Finding::no(kind, Reason::EngineUnavailable, message);
+        }
         return Finding::no(kind, Reason::AsDesired, format!("devices are driven by {}", pool.spec.engine));
     }
     let message = format!(

@@ -89,7 +89,7 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Fo
         let all = selected(&cluster, context);
         let ahead = all.iter().take_while(|other| other.metadata.uid != profile.metadata.uid).count();
         found.clusters.push(Selecting { cluster: names.key(), ahead });
-        let left = state(&cluster) == ClusterState::Left;
+        let left = state(&cluster, &plan) == ClusterState::Left;
         // What is left as it is keeps what it has.
         let crowded = ahead >= PROFILES_MAX && !left;
         for name in plan.cluster(&cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {

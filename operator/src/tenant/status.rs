@@ -5,7 +5,7 @@ use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reas
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
 use super::budget::{self, Outcome, Settled};
-use super::dereference::Room;
+use super::dereference::{Place, Room};
 use crate::control_plane;
 use crate::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 use crate::plan::Refusal;
@@ -151,23 +151,28 @@ fn feasible(rooms: &[Room], settled: &[Settled]) -> Finding {
     }
 }
 
-/// Whether the reservations of all tenants together fit every node that has said what it has.
+/// Whether the reservations of all tenants together fit every node: as clusters say that they are made, and as each has said what it has.
 fn fits_nodes(rooms: &[Room]) -> Finding {
     let kind = Type::QuotaFeasible;
-    if rooms.is_empty() {
-        return Finding::unknown(kind, Reason::NotReported, "no node has said yet what it has");
-    }
     let Some(room) = rooms.iter().find(|room| room.reserved > room.there) else {
-        return Finding::yes(kind, Reason::AsDesired, "the reservations of all tenants fit every node");
+        if rooms.iter().any(|room| matches!(room.place, Place::Node(_))) {
+            return Finding::yes(kind, Reason::AsDesired, "the reservations of all tenants fit every node");
+        }
+        return Finding::unknown(kind, Reason::NotReported, "no node has said yet what it has");
     };
-    let message = format!(
-        "node {} has {} and {} of all tenants together is {}: lower that of {}, or give the node more",
-        room.node,
-        Quantity::of_bytes(room.there),
-        room.field,
-        Quantity::of_bytes(room.reserved),
-        room.tenants.join(", "),
-    );
+    let (field, there, reserved) =
+        (room.field, Quantity::of_bytes(room.there), Quantity::of_bytes(room.reserved));
+    let tenants = room.tenants.join(", ");
+    let message = match &room.place {
+        Place::Node(node) => format!(
+            "node {node} has {there} and {field} of all tenants together is {reserved}: lower that of {tenants}, or give the node more"
+        ),
+        Place::Cluster(cluster, left_out) => format!(
+            "cache.dram of KVCacheCluster {cluster} is {there} and {field} of all tenants together, each in whole regions, is {reserved}: lower \
+             that of {tenants}, or raise cache.dram. Until then its agents reserve nothing for {}",
+            left_out.join(", ")
+        ),
+    };
     Finding::no(kind, Reason::OverCapacity, message)
 }
 
@@ -178,7 +183,7 @@ mod tests {
     #[test]
     fn reservations_above_what_a_node_has_are_not_feasible() {
         let room = |reserved: u64| Room {
-            node: "n1".to_owned(),
+            place: Place::Node("n1".to_owned()),
             field: "perNode.ssd.reserved",
             there: 1 << 30,
             reserved,
@@ -189,6 +194,16 @@ mod tests {
         let not = feasible(&[room(0), room(3 << 30)], &[]);
         assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
         assert!(not.message.contains("has 1Gi") && not.message.contains("a, b"), "{}", not.message);
+        let of_cluster = |reserved: u64| {
+            let place = Place::Cluster("n/c".to_owned(), vec!["b".to_owned()]);
+            Room { place, field: "perNode.dram.reserved", ..room(reserved) }
+        };
+        assert_eq!(feasible(&[of_cluster(1)], &[]).status, ConditionStatus::Unknown, "no node has said it");
+        let not = feasible(&[of_cluster(3 << 30), room(0)], &[]);
+        assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
+        for words in ["cache.dram of KVCacheCluster n/c is 1Gi", "is 3Gi", "reserve nothing for b"] {
+            assert!(not.message.contains(words), "{words}: {}", not.message);
+        }
     }
 
     fn at(outcome: Outcome) -> Settled {

@@ -36,6 +36,7 @@ impl Watched {
             node: NODE.to_owned(),
             version: "0.1.0".to_owned(),
             pod: None,
+            cluster: Some("n/c".to_owned()),
             access: Access::Kubeconfig(kubeconfig),
             state: StateDirectory::new(folder.path(), NODE),
             status_every: Duration::from_secs(10),
@@ -108,4 +109,22 @@ fn a_deleted_object_is_not_started_from_again_and_one_that_is_made_anew_is_told(
     assert!(watched.watch.told.is_none(), "there is nothing to write a status of");
     watched.watch.seen(&object(1, &spec));
     assert_eq!((watched.told().len(), watched.kept()), (1, Some(1)));
+}
+
+#[test]
+fn the_object_of_another_cluster_is_not_followed_nor_what_was_kept_of_it() {
+    let spec = |cluster: &str| {
+        json!({
+            "nodeName": NODE, "clusterRef": { "namespace": "n", "name": cluster }, "claims": [claim("p", &json!({}))],
+        })
+    };
+    let mut watched = Watched::start(Some((1, &spec("other"))));
+    assert!(watched.told().is_empty(), "it was kept by another one's agent");
+    watched.watch.seen(&object(1, &spec("c")));
+    assert_eq!((watched.told().len(), watched.kept()), (1, Some(1)));
+    watched.watch.seen(&object(2, &spec("other")));
+    assert_eq!((watched.told().len(), watched.kept()), (0, None), "the node goes on as it is");
+    assert!(watched.watch.told.is_none(), "there is nothing to write a status of");
+    watched.watch.seen(&object(3, &spec("c")));
+    assert_eq!((watched.told().len(), watched.kept()), (1, Some(3)));
 }

@@ -120,6 +120,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
             field("NODE_NAME", "spec.nodeName"),
             field("POD_IP", "status.podIP"),
             field("POD_NAME", "metadata.name"),
+            json!({ "name": "CLUSTER", "value": found.referred.names.key() }),
             identities::variable(),
         ],
         "ports": [

@@ -11,6 +11,7 @@ use crate::cluster::dereference::Referred;
 use crate::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
 use crate::digest;
 use crate::names::ClusterNames;
+use crate::tenant::dereference::left_out;
 
 /// Where pods find their configuration.
 pub const FOLDER: &str = "/etc/reprise";
@@ -73,14 +74,21 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
         "kubernetes": { "state_directory": state_directory(&referred.names) },
         "log": log(&agents.log),
     });
-    // All pools of a cluster agree about these (`crate::plan`).
+    // All pools of a cluster agree about these (`crate::plan`) but for those that are refused, which come last.
     let key = referred.names.key();
-    if let Some(pool) = referred.pools.iter().find_map(|named| named.bound(&key)) {
+    let (accepted, refused): (Vec<_>, Vec<_>) =
+        referred.pools.iter().partition(|named| named.plan.refused.is_none());
+    if let Some(pool) = accepted.into_iter().chain(refused).find_map(|named| named.bound(&key)) {
         let spec = &pool.spec;
         whole["pool"] = json!({ "segment_bytes": size(&spec.segment_size), "queue_depth": spec.queue_depth });
         whole["cache"]["pool_free_permille"] = json!(spec.watermarks.free_permille);
     }
-    let tenants: Vec<Value> = referred.tenants.iter().filter_map(|tenant| tenant_section(tenant)).collect();
+    let left_out = left_out(cluster, &referred.tenants);
+    let tenants = referred.tenants.iter().filter_map(|tenant| {
+        let reserves = !left_out.contains(tenant.metadata.name.as_deref().unwrap_or_default());
+        tenant_section(tenant, reserves)
+    });
+    let tenants: Vec<Value> = tenants.collect();
     if !tenants.is_empty() {
         whole["tenants"] = json!(tenants);
     }
@@ -92,8 +100,8 @@ pub fn state_directory(names: &ClusterNames) -> String {
     format!("{STATE_FOLDER}/{}", names.name)
 }
 
-/// What an agent has to know of a tenant; nothing of one whose limits are those of everybody.
-fn tenant_section(tenant: &reprise_crds::CacheTenant) -> Option<Value> {
+/// What an agent has to know of a tenant, and whether it reserves memory for it; nothing of one whose limits are those of everybody.
+fn tenant_section(tenant: &reprise_crds::CacheTenant, reserves: bool) -> Option<Value> {
     let (quotas, number) = (&tenant.spec.per_node, tenant.spec.number);
     if *quotas == Quotas::default() && number.is_none() {
         return None;
@@ -103,6 +111,9 @@ fn tenant_section(tenant: &reprise_crds::CacheTenant) -> Option<Value> {
         "dram": quota(&quotas.dram),
         "nvme": quota(&quotas.ssd),
     });
+    if !reserves {
+        section["dram"]["reserved"] = json!(ByteSize(0));
+    }
     if let Some(number) = number {
         section["number"] = json!(number);
     }
