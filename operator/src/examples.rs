@@ -92,7 +92,12 @@ fn plan(objects: &[Value]) -> Plan {
 fn cluster_refused(one: &KVCacheCluster, plan: ClusterPlan) -> Option<Refusal> {
     let names = ClusterNames::of(one);
     let found = cluster::dereference::Found {
-        referred: cluster::dereference::Referred { names, pools: Vec::new(), tenants: Vec::new() },
+        referred: cluster::dereference::Referred {
+            names,
+            pools: Vec::new(),
+            tenants: Vec::new(),
+            running: None,
+        },
         plan,
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),

@@ -4,15 +4,15 @@
 //!
 //! | claimed | comes first | then |
 //! |---|---|---|
-//! | a node | the cluster of its `CacheNode`, as long as it selects the node | the oldest cluster |
+//! | a node | the cluster of its `CacheNode`, as long as it selects the node or is refused | the oldest cluster |
 //! | a pool | the cluster whose nodes have it, as long as it names the pool | the oldest cluster that is accepted |
-//! | a device, and what all pools of a cluster share | the pool that nodes have as its spec says | one that was edited since, then one that no node has; of equals the oldest |
+//! | a device, and what all pools of a cluster share | the pool that nodes have as its spec says | one that was edited since, one that is refused since, one that no node has; of equals the oldest |
 //!
 //! Who comes later is refused as a whole, so that nothing is half applied, and nodes keep what they have of it, as it was ([`NodePlan::kept`]).
 //! A pool is on those nodes of its cluster that it selects.
 //!
-//! Pure, and made anew when specs, or names and labels of nodes have changed, and, while something is refused, when nodes have come to have something
-//! else (`crate::world`): nodes × pools comparisons of labels, some 20 ms for 1,000 nodes and 20 pools. What nodes have and the plan gives them
+//! Pure, and made anew when specs, or names and labels of nodes have changed, and, while something is contested, when a node has lost what it had
+//! (`crate::world`): nodes × pools comparisons of labels, some 20 ms for 1,000 nodes and 20 pools. What nodes have and the plan gives them
 //! changes nothing of it, whoever comes first.
 
 use std::collections::BTreeMap;
@@ -20,7 +20,8 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{Resource, ResourceExt};
-use reprise_crds::status::Reason;
+use reprise_crds::node::PoolClaim;
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use reprise_crds::{KVCacheCluster, SSDPool};
 
 use self::held::Held;
@@ -37,7 +38,7 @@ pub use contradictions::globs_overlap;
 const POOLS_PER_NODE_MAX: usize = 8;
 
 /// What was decided.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// By name of the node.
     pub nodes: BTreeMap<String, NodePlan>,
@@ -45,17 +46,28 @@ pub struct Plan {
     pub clusters: BTreeMap<String, ClusterPlan>,
     /// By name.
     pub pools: BTreeMap<String, PoolPlan>,
+    /// Whether anything of it is by what nodes have: something is refused for what others have, or a pool is named by several clusters.
+    pub is_contested: bool,
 }
 
 /// What is on a node.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct NodePlan {
     /// `namespace/name` of its cluster.
     pub cluster: Option<String>,
     /// Pools on it, by name.
     pub pools: Vec<String>,
-    /// Pools by name that are refused and that it has: their claims stay as they are.
-    pub kept: Vec<String>,
+    /// Pools that are refused and that it has, with their claims, which stay as they are.
+    pub kept: Vec<KeptPool>,
+}
+
+/// A pool that is refused, on a node that has it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KeptPool {
+    /// Its name.
+    pub name: String,
+    /// What the node has.
+    pub claim: PoolClaim,
 }
 
 /// What a cluster has.
@@ -90,7 +102,7 @@ struct Candidate<'a> {
     pool: &'a SSDPool,
     /// `namespace/name` of its cluster.
     cluster: String,
-    /// Nodes of the cluster that have it.
+    /// Nodes of the cluster that have it, by name.
     having: Vec<String>,
     /// How it comes in the order of pools.
     rank: Rank,
@@ -103,6 +115,8 @@ enum Rank {
     Had,
     /// Nodes have it as its spec said before.
     Edited,
+    /// The same, and it was refused: who is edited for another reason later does not lose to it.
+    Refused,
     /// No node has it.
     New,
 }
@@ -140,10 +154,7 @@ impl Plan {
             plan.nodes.insert(node.name_any(), NodePlan::default());
         }
         let clusters = by_age(clusters, |cluster| cluster.meta());
-        let holders = holders(&clusters, nodes, held);
-        for cluster in &clusters {
-            plan.give_nodes(cluster, nodes, held, &holders);
-        }
+        plan.share_nodes(&clusters, nodes, held);
         let mut candidates = Vec::new();
         for pool in by_age(pools, |pool| pool.meta()) {
             match plan.candidate(pool, &clusters, held) {
@@ -161,10 +172,28 @@ impl Plan {
         plan
     }
 
-    /// Whether anything is refused for what others claim.
-    pub fn refuses(&self) -> bool {
-        self.clusters.values().any(|cluster| cluster.refused.is_some())
-            || self.pools.values().any(|pool| pool.refused.is_some())
+    /// Gives nodes to clusters. Who is refused keeps all that it has, also what an edit does not select any more: that is known after a first try only, and
+    /// may have others refused.
+    fn share_nodes(&mut self, clusters: &[&KVCacheCluster], nodes: &[Arc<Node>], held: &Held) {
+        let mut holders = holders(clusters, nodes, held);
+        loop {
+            for plan in self.nodes.values_mut() {
+                plan.cluster = None;
+            }
+            for cluster in clusters {
+                self.give_nodes(cluster, nodes, held, &holders);
+            }
+            let before = holders.len();
+            for (key, _) in self.clusters.iter().filter(|(_, plan)| plan.refused.is_some()) {
+                let names = nodes.iter().map(|node| node.name_any());
+                let theirs = names.filter(|node| held.cluster(node) == Some(key.as_str()));
+                holders.extend(theirs.map(|node| (node, key.clone())));
+            }
+            if holders.len() == before {
+                break;
+            }
+        }
+        self.is_contested |= self.clusters.values().any(|plan| plan.refused.is_some());
     }
 
     /// Gives a cluster the nodes that it selects, unless another one has one of them: then it keeps those that it has.
@@ -187,7 +216,7 @@ impl Plan {
                 let message = format!(
                     "node {node} has the agent of KVCacheCluster {owner} already: set agents.nodeSelector of both so that no node                      is selected by both"
                 );
-                // Also those that an edit does not select any more, unless somebody else has got them.
+                // Also those that an edit does not select any more.
                 let is_free = |node: &String| self.nodes.get(node).is_some_and(|plan| plan.cluster.is_none());
                 let has = |node: &String| held.cluster(node) == Some(key.as_str());
                 let names = nodes.iter().map(|node| node.name_any());
@@ -204,7 +233,7 @@ impl Plan {
 
     /// A pool of which a cluster is known.
     fn candidate<'a>(
-        &self,
+        &mut self,
         pool: &'a SSDPool,
         clusters: &[&KVCacheCluster],
         held: &Held,
@@ -214,6 +243,7 @@ impl Plan {
             |cluster: &&&KVCacheCluster| cluster.spec.pools.iter().any(|named| named.name.as_str() == name);
         let naming: Vec<String> =
             clusters.iter().filter(names_it).map(|cluster| ClusterNames::of(cluster).key()).collect();
+        self.is_contested |= naming.len() > 1;
         let having = |key: &String| -> Vec<String> {
             let nodes = self.clusters.get(key).map(|plan| plan.nodes.as_slice()).unwrap_or_default();
             nodes.iter().filter(|node| held.claim(node, key, &uid).is_some()).cloned().collect()
@@ -222,8 +252,11 @@ impl Plan {
         if let Some((key, having)) = has_it {
             let generation = pool.metadata.generation.unwrap_or_default();
             let mut claims = having.iter().filter_map(|node| held.claim(node, key, &uid));
-            let rank =
-                if claims.any(|claim| claim.generation == generation) { Rank::Had } else { Rank::Edited };
+            let rank = match claims.any(|claim| claim.generation == generation) {
+                _ if was_refused(pool) => Rank::Refused,
+                true => Rank::Had,
+                false => Rank::Edited,
+            };
             return Some(Candidate { pool, cluster: key.clone(), having, rank });
         }
         let is_accepted = |key: &&String| self.clusters.get(*key).is_some_and(|plan| plan.refused.is_none());
@@ -254,25 +287,27 @@ impl Plan {
         let contradicts = || {
             before.iter().filter(accepted).find_map(|first| {
                 let theirs = &self.pools[&first.pool.name_any()].nodes;
-                let shared = wanted.iter().find(|node| theirs.contains(node));
+                let shared = wanted.iter().find(|node| is_in(theirs, node));
                 contradictions::between(pool, first.pool, shared.map(String::as_str))
             })
         };
+        let of_the_same = |other: &&Candidate| other.cluster == *key && !other.having.is_empty();
         // What nodes have of others that were refused, or are decided about later, is there.
         let occupied = || {
             let others = before.iter().filter(|other| !accepted(other)).chain(after);
-            let mut others = others.filter(|other| other.cluster == *key && !other.having.is_empty());
-            others.find_map(|other| {
+            others.filter(of_the_same).find_map(|other| {
                 let uid = other.pool.uid().unwrap_or_default();
-                wanted.iter().filter(|node| other.having.contains(node)).find_map(|node| {
-                    contradictions::occupied(pool, &other.pool.name_any(), held.claim(node, key, &uid)?, node)
-                })
+                let shared = wanted.iter().filter(|node| is_in(&other.having, node));
+                let claims = shared.filter_map(|node| Some((node.as_str(), held.claim(node, key, &uid)?)));
+                contradictions::occupied(pool, &other.pool.name_any(), claims)
             })
         };
         let crowded = || {
             let full = |node: &&String| {
+                let later =
+                    after.iter().filter(of_the_same).filter(|other| is_in(&other.having, node)).count();
                 let plan = self.nodes.get(*node);
-                plan.is_some_and(|plan| plan.pools.len() + plan.kept.len() >= POOLS_PER_NODE_MAX)
+                plan.is_some_and(|plan| plan.pools.len() + plan.kept.len() + later >= POOLS_PER_NODE_MAX)
             };
             wanted.iter().find(full).map(|node| {
                 let message = format!(
@@ -291,10 +326,16 @@ impl Plan {
                 PoolPlan { cluster: Some(key.clone()), nodes: having.clone(), refused: Some(refused) }
             }
         };
+        self.is_contested |=
+            decided.refused.as_ref().is_some_and(|refused| refused.reason == Reason::Conflict);
+        let uid = pool.uid().unwrap_or_default();
         for node in &decided.nodes {
             let plan = self.nodes.entry(node.clone()).or_default();
-            let list = if decided.refused.is_none() { &mut plan.pools } else { &mut plan.kept };
-            list.push(name.clone());
+            if decided.refused.is_none() {
+                plan.pools.push(name.clone());
+            } else if let Some(claim) = held.claim(node, key, &uid) {
+                plan.kept.push(KeptPool { name: name.clone(), claim: claim.clone() });
+            }
         }
         self.pools.insert(name, decided);
     }
@@ -303,6 +344,18 @@ impl Plan {
     pub fn cluster(&self, cluster: &KVCacheCluster) -> Option<&ClusterPlan> {
         self.clusters.get(&ClusterNames::of(cluster).key())
     }
+}
+
+/// Whether a name is in a list that is sorted, as all lists of nodes here are.
+fn is_in(sorted: &[String], name: &String) -> bool {
+    sorted.binary_search(name).is_ok()
+}
+
+/// Whether a pool is refused, as far as was said of it.
+fn was_refused(pool: &SSDPool) -> bool {
+    let conditions = pool.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    find(conditions, ConditionType::Accepted)
+        .is_some_and(|accepted| accepted.status == ConditionStatus::False)
 }
 
 /// Nodes that a cluster selects.

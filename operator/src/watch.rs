@@ -2,7 +2,7 @@
 //!
 //! | changed | reconciled |
 //! |---|---|
-//! | spec of a cluster, pool, tenant or profile, or whether a cluster is accepted | everything: the plan may have changed |
+//! | spec of a cluster, pool, tenant or profile, or whether a cluster or pool is accepted | everything: the plan may have changed |
 //! | name or labels of a node | it, all clusters, pools, profiles and allocations |
 //! | name or labels of a namespace | all clusters, and tenants that name pods, if there are such tenants |
 //! | anything else of these | it |
@@ -33,7 +33,7 @@ use kube::runtime::utils::Backoff;
 use kube::runtime::watcher::{DefaultBackoff, Event};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, Resource, ResourceExt};
-use reprise_crds::status::{ConditionType, find};
+use reprise_crds::status::{ConditionStatus, ConditionType, find};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -382,9 +382,14 @@ impl Watched for KVCacheCluster {
 }
 
 impl Watched for SSDPool {
-    /// A pool that is to be wiped is, once engines hold its deletion no more. Before a deletion nobody depends on it.
+    /// A pool that is to be wiped is, once engines hold its deletion no more. Before a deletion nobody depends on that. Nodes of one that is refused, or is
+    /// refused no more, may be many, and a label of one of them may have done it.
     fn more(&self) -> Option<String> {
-        self.metadata.deletion_timestamp.as_ref().map(|_| format!("{}", in_use::holds(self)))
+        let goes = self.metadata.deletion_timestamp.as_ref().map(|_| in_use::holds(self));
+        let conditions = self.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+        let accepted = find(conditions, ConditionType::Accepted);
+        let is_refused = accepted.is_some_and(|accepted| accepted.status == ConditionStatus::False);
+        (goes.is_some() || is_refused).then(|| format!("{goes:?} {is_refused}"))
     }
 }
 impl Watched for CacheTenant {}

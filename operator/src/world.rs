@@ -200,12 +200,12 @@ impl World {
         Arc::clone(&planned.plan)
     }
 
-    /// A `CacheNode` has changed. Whether the plan is another one now, since what is refused may have waited for that.
+    /// A `CacheNode` has changed. Whether the plan is another one now, since what is contested may have waited for that.
     pub fn held_changed(&self, node: &str) -> bool {
         let before = {
             let planned = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
             let now = self.cache_nodes.get(&ObjectRef::new(node));
-            if !planned.plan.refuses() || !planned.held.has_lost(node, now.as_deref()) {
+            if !planned.plan.is_contested || !planned.held.has_lost(node, now.as_deref()) {
                 return false;
             }
             Arc::clone(&planned.plan)

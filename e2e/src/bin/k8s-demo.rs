@@ -131,3 +131,25 @@ fn say(out: &mut Stdout, text: &str) -> Result<()> {
     writeln!(out, "{}", text.trim_end())?;
     Ok(out.flush()?)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_example_but_the_engines_is_applied_and_has_what_is_changed() {
+        for (file, of_example, here) in EXAMPLES {
+            let text = example(file);
+            assert!(text.contains(of_example), "{file}: {of_example}");
+            assert_ne!(of_example, here);
+        }
+        let folder = std::fs::read_dir(tree().join("charts/reprise/examples/resources")).expect("a folder");
+        let there = folder.map(|entry| entry.expect("readable").file_name().into_string().expect("a text"));
+        let there: BTreeSet<String> = there.map(|name| format!("resources/{name}")).collect();
+        let applied = EXAMPLES.iter().map(|(file, ..)| (*file).to_owned());
+        let all: BTreeSet<String> = applied.chain(["resources/engine.yaml".to_owned()]).collect();
+        assert_eq!(there, all);
+    }
+}

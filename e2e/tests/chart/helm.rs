@@ -119,8 +119,13 @@ pub(crate) fn sets() -> Vec<(&'static str, Vec<PathBuf>)> {
 
 /// Renders a set of [`sets`].
 pub(crate) fn render_set(files: &[PathBuf]) -> Vec<Document> {
+    render_set_with(files, &[])
+}
+
+/// The same, with more arguments.
+pub(crate) fn render_set_with(files: &[PathBuf], more: &[&str]) -> Vec<Document> {
     let files: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
-    render(&files, &[])
+    render(&files, more)
 }
 
 /// As an argument.

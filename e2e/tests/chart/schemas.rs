@@ -2,32 +2,38 @@
 //! schemas; their names stand here.
 
 use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 use reprise_e2e::kubernetes::Schemas;
 use serde_json::Value;
 
-use crate::helm::{render_set, sets};
+use crate::helm::{render_set_with, sets, template};
 
 /// Kinds that Kubernetes does not have.
 const OF_OTHERS: [&str; 3] = ["ServiceMonitor", "PodMonitor", "SeccompProfile"];
 
 #[test]
 fn every_object_fits_kubernetes_from_1_34_to_1_37() {
-    let objects: Vec<Value> =
-        sets().iter().flat_map(|(_, files)| render_set(files)).map(|document| document.object).collect();
     let mut kinds = BTreeSet::new();
     for schemas in Schemas::all() {
-        for object in &objects {
+        // As Helm renders it for this version.
+        let version = ["--kube-version", schemas.version.as_str()];
+        for document in sets().iter().flat_map(|(_, files)| render_set_with(files, &version)) {
+            let object = document.object;
             let kind = object["kind"].as_str().expect("a kind");
-            let Some(faults) = schemas.faults(object) else {
+            let Some(faults) = schemas.faults(&object) else {
                 assert!(OF_OTHERS.contains(&kind), "{} has no {kind}", schemas.version);
                 continue;
             };
-            kinds.insert(kind);
+            kinds.insert(kind.to_owned());
             assert!(faults.is_empty(), "{}: {} of {object}", schemas.version, faults.join(", "));
         }
     }
     assert!(kinds.len() >= 14, "{kinds:?}");
+    let (_, default) = sets().remove(0);
+    let files: Vec<&Path> = default.iter().map(PathBuf::as_path).collect();
+    let said = template(&files, &["--kube-version", "1.33.9"]);
+    assert!(!said.worked && said.errors.contains("1.33.9"), "an older one is refused: {}", said.errors);
 }
 
 #[test]

@@ -9,9 +9,9 @@ use rand::seq::SliceRandom;
 use reprise_e2e::{Interposer, Moment, Operator, OperatorFiles, PATIENCE, seed, wait_until};
 use serde_json::json;
 
-use crate::agents::Agents;
+use crate::agents::{Agents, PRODUCT};
 use crate::in_use::TOO_SHORT;
-use crate::lab::Lab;
+use crate::lab::{Lab, SPACE};
 use crate::outcome::{Outcome, assert_same, clear, outcome};
 use crate::queues::{KIND as ALLOCATION, ask};
 
@@ -162,7 +162,7 @@ impl Lives {
     }
 }
 
-/// A cluster with two pools and an etcd of its own is made.
+/// A cluster with two pools, an etcd of its own, and an object of every kind that the operator can make, is made.
 struct FromNothing;
 
 impl Story for FromNothing {
@@ -186,9 +186,22 @@ impl Story for FromNothing {
 fn tell_from_nothing(name: &str, moment: fn(u64) -> Moment) {
     let mut lives = Lives::new();
     let lab = &lives.lab;
+    lab.serve_pod_monitors();
+    // Claims of devices that others have may be made.
+    let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
+    lab.apply(
+        &json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": SPACE, "labels": labels } }),
+    );
     lab.pool("p", "/var/lib/pool", json!({}));
     lab.pool("q", "/var/lib/other", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }, { "name": "q" }], "etcd": { "mode": "Managed" } }));
+    lab.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
+    lab.profile("s", PRODUCT, 60);
+    lab.cluster(json!({
+        "pools": [{ "name": "p" }, { "name": "q" }], "etcd": { "mode": "Managed" }, "slackProfiles": {},
+        "agents": { "gpuAccess": { "mode": "Dra", "deviceClassName": "gpu.example.com" } },
+        "injection": { "mode": "AdmissionPolicy", "namespaceSelector": { "matchLabels": { "engines": "yes" } } },
+        "monitoring": { "mode": "PodMonitor" },
+    }));
     lives.tell(name, &mut FromNothing, moment);
 }
 

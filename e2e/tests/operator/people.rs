@@ -263,7 +263,7 @@ impl People {
         pools.sort_by_key(|pool| (pool.creation_timestamp(), pool.name_any()));
         let younger: Vec<DynamicObject> = pools.into_iter().skip(1).collect();
         for pool in &younger {
-            let retained = json!({ "spec": { "deletionPolicy": "Retain" } });
+            let retained = json!({ "spec": { "deletionPolicy": "Retain", "wipeConfirmation": null } });
             lab.merge("SSDPool", &pool.name_any(), &retained);
             lab.delete("SSDPool", &pool.name_any());
         }

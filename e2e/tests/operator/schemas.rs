@@ -7,7 +7,7 @@ use reprise_e2e::kubernetes::Schemas;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, MADE, SPACE};
+use crate::lab::{Lab, MADE, SETTLED, SPACE};
 
 /// Kinds that Kubernetes does not have.
 const OF_OTHERS: [&str; 2] = ["CacheNode", "PodMonitor"];
@@ -92,7 +92,7 @@ fn asked_for(spec: Value) -> Vec<Value> {
     });
     // Children come in the order of kinds, agents last but for those that stand alone.
     wait_until("all is asked for", PATIENCE, || {
-        gate.quiet_for().is_some_and(|quiet| quiet > crate::lab::SETTLED).then_some(())
+        gate.quiet_for().is_some_and(|quiet| quiet > 3 * SETTLED).then_some(())
     });
     assert!(lab.says(("KVCacheCluster", "c"), ["Accepted", "True", "AsDesired"]), "{:#?}", lab.theirs());
     operator.kill();

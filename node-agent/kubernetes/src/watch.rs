@@ -212,9 +212,12 @@ impl NodeWatch {
                 );
             }
             self.other = other;
+            if self.other.is_some() {
+                self.taken();
+            }
         }
         if self.other.is_some() {
-            return self.gone();
+            return;
         }
         if self.found.is_empty() {
             let conditions = object.data["status"]["conditions"].clone();
@@ -234,6 +237,17 @@ impl NodeWatch {
         (self.tell)(Desired::read(generation, spec));
     }
 
+    /// The node is another cluster's: nothing is followed or said of it. What its agent has kept in the same directory is not ours to forget.
+    fn taken(&mut self) {
+        (self.told, self.written) = (None, None);
+        self.found.clear();
+        if let Ok(Some(kept)) = self.settings.state.load()
+            && self.other_cluster(&kept.spec).is_none()
+        {
+            self.forget();
+        }
+    }
+
     /// The cluster that a spec is of, if that is not the agent's.
     fn other_cluster(&self, spec: &Value) -> Option<String> {
         let own = self.settings.cluster.as_ref()?;
@@ -246,6 +260,10 @@ impl NodeWatch {
     fn gone(&mut self) {
         (self.told, self.written) = (None, None);
         self.found.clear();
+        self.forget();
+    }
+
+    fn forget(&self) {
         if let Err(error) = self.settings.state.forget() {
             tracing::warn!(%error, "the kept spec of this node cannot be removed: the agent would start from it");
         }

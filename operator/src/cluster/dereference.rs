@@ -11,6 +11,7 @@ use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
 use reprise_policy::identity::PodBindings;
 
+use super::build::configuration::AGENT_FILE;
 use super::certificates;
 use super::store::StoreLook;
 use super::versions::has_ready_pods;
@@ -33,6 +34,8 @@ pub struct Referred {
     pub pools: Vec<NamedPool>,
     /// Tenants that its agents know.
     pub tenants: Vec<Arc<CacheTenant>>,
+    /// The configuration that its agents have: of pools that are all refused only this says what was accepted before.
+    pub running: Option<String>,
 }
 
 impl Referred {
@@ -106,7 +109,9 @@ pub fn referred(cluster: &KVCacheCluster, context: &Context) -> Referred {
         pool: world.pools.get(&ObjectRef::new(pool.name.as_str())),
         plan: plan.pools.get(pool.name.as_str()).cloned().unwrap_or_default(),
     });
-    Referred { pools: pools.collect(), tenants: tenants(context, &names), names }
+    let map = world.child(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
+    let running = map.and_then(|map| Some(map.data["data"][AGENT_FILE].as_str()?.to_owned()));
+    Referred { pools: pools.collect(), tenants: tenants(context, &names), running, names }
 }
 
 /// Reads all of it; a store of somebody else is asked, and members which versions they are.

@@ -33,7 +33,7 @@ pub fn build(node: &Node, found: &Found) -> Wanted {
         return Wanted::Unchanged;
     }
     let cluster = &own.cluster;
-    let kept = found.kept.iter().map(|kept| kept.claim.clone());
+    let kept = found.kept.iter().map(|(pool, claim)| kept(pool, claim));
     let mut claims: Vec<PoolClaim> = found.pools.iter().map(|pool| claim(pool)).chain(kept).collect();
     claims.sort_by(|a, b| a.pool.cmp(&b.pool));
     let spec = CacheNodeSpec {
@@ -56,15 +56,29 @@ fn mode(node: &Node, found: &Found) -> NodeMode {
     if unschedulable {
         return NodeMode::Draining;
     }
-    let pools = found.pools.iter().chain(found.kept.iter().map(|kept| &kept.pool));
+    let pools = found.pools.iter().chain(found.kept.iter().map(|(pool, _)| pool));
     pools.map(|pool| pool.spec.mode).max().unwrap_or_default()
+}
+
+/// The claim of a pool that is refused, as it was; but what is deleted goes, with the devices that it has.
+fn kept(pool: &SSDPool, claim: &PoolClaim) -> PoolClaim {
+    let generation = match pool.metadata.deletion_timestamp {
+        Some(_) => pool.metadata.generation.unwrap_or_default(),
+        None => claim.generation,
+    };
+    PoolClaim { generation, wipe: is_wiped(pool), ..claim.clone() }
+}
+
+/// Whether what is on a pool's devices is destroyed.
+fn is_wiped(pool: &SSDPool) -> bool {
+    let spec = &pool.spec;
+    let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
+    pool.metadata.deletion_timestamp.is_some() && confirmed && !in_use::holds(pool)
 }
 
 fn claim(pool: &SSDPool) -> PoolClaim {
     let spec = &pool.spec;
     let (devices, directory) = (spec.devices.as_ref(), spec.directory.as_ref());
-    let deleted = pool.metadata.deletion_timestamp.is_some();
-    let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
     let size = devices.and_then(|devices| devices.size.clone());
     PoolClaim {
         pool: ShortName::new(pool.name_any()),
@@ -80,7 +94,7 @@ fn claim(pool: &SSDPool) -> PoolClaim {
         max_read_latency: spec.health.max_read_latency.clone(),
         max_media_errors: spec.health.max_media_errors,
         min_spare_percent: spec.health.min_spare_percent,
-        wipe: deleted && confirmed && !in_use::holds(pool),
+        wipe: is_wiped(pool),
     }
 }
 
@@ -95,7 +109,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::node::dereference::{KeptPool, NodeCluster};
+    use crate::node::dereference::NodeCluster;
 
     fn object<K: DeserializeOwned>(value: Value) -> K {
         serde_json::from_value(value).expect("an object")
@@ -178,11 +192,20 @@ mod tests {
     fn a_pool_that_is_refused_keeps_the_claim_that_the_node_has() {
         let was = claim(&pool("p", json!({ "directory": { "path": "/p", "size": "2Gi" } }), json!({})));
         let edited = json!({ "directory": { "path": "/p", "size": "3Gi" }, "mode": "Cordoned" });
-        let kept = KeptPool { pool: pool("p", edited, json!({ "generation": 5 })), claim: was.clone() };
-        let node = object(json!({ "metadata": { "name": "n1" } }));
-        let found = Found { kept: vec![kept], ..found(Vec::new(), ClusterState::Kept) };
-        let Wanted::Spec(spec) = build(&node, &found) else { panic!("a cluster has the node") };
-        assert_eq!((spec.claims, spec.mode), (vec![was], NodeMode::Cordoned));
+        let made = |edited: &Value, more: Value| {
+            let kept = (pool("p", edited.clone(), more), was.clone());
+            let node = object(json!({ "metadata": { "name": "n1" } }));
+            let found = Found { kept: vec![kept], ..found(Vec::new(), ClusterState::Kept) };
+            let Wanted::Spec(spec) = build(&node, &found) else { panic!("a cluster has the node") };
+            (spec.claims[0].clone(), spec.mode)
+        };
+        assert_eq!(made(&edited, json!({ "generation": 5 })), (was.clone(), NodeMode::Cordoned));
+        let mut wiped = edited;
+        wiped["deletionPolicy"] = json!("Wipe");
+        wiped["wipeConfirmation"] = json!("yes-really-destroy-the-data");
+        let deleted = json!({ "generation": 6, "deletionTimestamp": "2026-01-01T00:00:00Z" });
+        let goes = PoolClaim { generation: 6, wipe: true, ..was.clone() };
+        assert_eq!(made(&wiped, deleted).0, goes, "what it has is destroyed, and nothing else");
     }
 
     #[test]

@@ -24,21 +24,12 @@ pub struct Found {
     pub cluster: Option<NodeCluster>,
     /// Pools on it.
     pub pools: Vec<Arc<SSDPool>>,
-    /// Pools that are refused and that it has.
-    pub kept: Vec<KeptPool>,
+    /// Pools that are refused and that it has, with the claims that it has.
+    pub kept: Vec<(Arc<SSDPool>, PoolClaim)>,
     /// Profiles that it should have now, by name.
     pub profiles: Vec<ProfileClaim>,
     /// What is there of it.
     pub live: Option<Arc<CacheNode>>,
-}
-
-/// A pool that is refused, on a node that has it as it was.
-#[derive(Clone, Debug)]
-pub struct KeptPool {
-    /// It, as it is refused.
-    pub pool: Arc<SSDPool>,
-    /// The claim, as it stays.
-    pub claim: PoolClaim,
 }
 
 /// The cluster of a node.
@@ -88,17 +79,13 @@ pub fn dereference(node: &Node, context: &Context) -> Found {
         profiles: profiles.unwrap_or_default(),
         cluster,
         pools: own.pools.iter().filter_map(|pool| world.pools.get(&ObjectRef::new(pool))).collect(),
-        kept: own.kept.iter().filter_map(|pool| kept(pool, live.as_deref()?, context)).collect(),
+        kept: own
+            .kept
+            .iter()
+            .filter_map(|kept| Some((world.pools.get(&ObjectRef::new(&kept.name))?, kept.claim.clone())))
+            .collect(),
         live,
     }
-}
-
-/// A pool whose claim stays.
-fn kept(pool: &str, live: &CacheNode, context: &Context) -> Option<KeptPool> {
-    let pool = context.world.pools.get(&ObjectRef::new(pool))?;
-    let is_it = |claim: &&PoolClaim| pool.metadata.uid.as_deref() == Some(claim.uid.as_str());
-    let claim = live.spec.claims.iter().find(is_it)?.clone();
-    Some(KeptPool { pool, claim })
 }
 
 /// What was decided of the profiles that the cluster selects. Of one that nobody has looked at yet the node keeps what it has.

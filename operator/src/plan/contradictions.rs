@@ -16,9 +16,25 @@ pub(super) fn between(pool: &SSDPool, first: &SSDPool, shared: Option<&str>) -> 
     })
 }
 
-/// Why a pool cannot be on a node that has a claim of another one.
-pub(super) fn occupied(pool: &SSDPool, other: &str, claim: &PoolClaim, node: &str) -> Option<Refusal> {
-    devices(&Place::of(pool)?, &Place::of_claim(claim), other, node)
+/// Why a pool cannot be on nodes that have claims of another one. Most are the same, which are compared once.
+pub(super) fn occupied<'a>(
+    pool: &SSDPool,
+    other: &str,
+    claims: impl Iterator<Item = (&'a str, &'a PoolClaim)>,
+) -> Option<Refusal> {
+    let ours = Place::of(pool)?;
+    let mut looked_at: Vec<&PoolClaim> = Vec::new();
+    for (node, claim) in claims {
+        let is_same = |known: &&PoolClaim| known.file == claim.file && known.globs == claim.globs;
+        if looked_at.iter().any(is_same) {
+            continue;
+        }
+        looked_at.push(claim);
+        if let Some(refusal) = devices(&ours, &Place::of_claim(claim), other, node) {
+            return Some(refusal);
+        }
+    }
+    None
 }
 
 /// Where a pool is on a node.

@@ -48,6 +48,11 @@ fn nodes() -> Vec<Arc<Node>> {
     vec![node("n1", "fast"), node("n2", "fast"), node("n3", "slow")]
 }
 
+/// Pools that are refused and that a node has.
+fn kept<'a>(plan: &'a Plan, node: &str) -> Vec<&'a str> {
+    plan.nodes[node].kept.iter().map(|kept| kept.name.as_str()).collect()
+}
+
 fn refusal(plan: &Plan, pool: &str) -> String {
     let refused = plan.pools[pool].refused.as_ref();
     refused.map(|refused| refused.message.clone()).unwrap_or_default()
@@ -151,7 +156,7 @@ fn a_node_stays_with_the_cluster_that_has_it_and_whoever_selects_it_too_keeps_wh
     assert_eq!(old.nodes, ["n1"], "what it has, and no new one");
     assert_eq!(plan.clusters["n/young"], ClusterPlan { nodes: vec!["n2".to_owned()], refused: None });
     assert_eq!(plan.nodes["n3"].cluster, None);
-    assert!(plan.refuses());
+    assert!(plan.is_contested);
     // Both were made to select a node of the other: both go on.
     let clusters = [cluster("old", 9, json!({})), cluster("young", 1, on("disk", "fast"))];
     let plan = Plan::make(&clusters, &[], &nodes(), &held);
@@ -165,6 +170,22 @@ fn a_node_stays_with_the_cluster_that_has_it_and_whoever_selects_it_too_keeps_wh
     let plan = Plan::make(&clusters, &[], &nodes(), &held);
     assert!(plan.clusters["n/old"].refused.is_some());
     assert_eq!(plan.clusters["n/old"].nodes, ["n1"]);
+    for (first, second) in [(9, 1), (1, 9)] {
+        // One that is refused for a third one's node keeps what it selects no more from who is older as well.
+        let clusters = [
+            cluster("old", first, on("name", "n2")),
+            cluster("young", 5, on("name", "n2")),
+            cluster(
+                "third",
+                second,
+                json!({ "agents": { "nodeSelector": { "disk": "fast", "name": "n1" } } }),
+            ),
+        ];
+        let plan = Plan::make(&clusters, &[], &nodes(), &held);
+        assert_eq!(plan.clusters["n/old"].nodes, ["n1"]);
+        assert!(plan.clusters["n/third"].refused.is_some() && plan.clusters["n/third"].nodes.is_empty());
+        assert_eq!(plan.clusters["n/young"].nodes, ["n2"]);
+    }
     // One that is selected no more by who has it is free.
     let clusters = [cluster("old", 9, json!({})), cluster("young", 1, on("name", "none"))];
     let plan = Plan::make(&clusters, &[], &nodes(), &held);
@@ -203,18 +224,58 @@ fn of_pools_that_contradict_each_other_who_was_edited_is_refused_and_nodes_keep_
     assert!(refusal(&plan, "old").ends_with("nodes keep the pool as it was"));
     assert_eq!(plan.pools["old"].nodes, ["n1"], "new nodes do not get it");
     assert!(plan.pools["old"].is_used());
-    assert_eq!(
-        (&plan.nodes["n1"].pools, &plan.nodes["n1"].kept),
-        (&vec!["young".to_owned()], &vec!["old".to_owned()])
-    );
+    assert_eq!((&plan.nodes["n1"].pools, kept(&plan, "n1")), (&vec!["young".to_owned()], vec!["old"]));
     assert_eq!(plan.pools["young"].nodes, ["n1", "n2", "n3"]);
     assert!(!refusal(&both((1, 128), (2, 8)), "young").is_empty());
     // When all agree again all of it is applied.
     let plan = both((2, 8), (2, 8));
-    assert!(!plan.refuses() && plan.nodes["n1"].kept.is_empty(), "{plan:?}");
+    assert!(!plan.is_contested && plan.nodes["n1"].kept.is_empty(), "{plan:?}");
     // Both edited: the older comes first.
     let plan = both((2, 8), (2, 16));
     assert!(refusal(&plan, "old").is_empty() && !refusal(&plan, "young").is_empty());
+}
+
+#[test]
+fn an_edit_that_was_refused_does_not_win_by_another_edit_of_who_was_there() {
+    let clusters = [cluster("c", 9, json!({ "pools": [{ "name": "old" }, { "name": "young" }] }))];
+    let held = Held::of(&[having("n1", "c", &[("old", 1, None), ("young", 1, None)])]);
+    let refused = json!({
+        "conditions": [{
+            "type": "Accepted", "status": "False", "reason": "Conflict", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }],
+    });
+    let mut old = serde_json::to_value(&*pool_of("old", 5, 2, directory("/old", json!({ "queueDepth": 8 }))))
+        .expect("JSON");
+    old["status"] = refused;
+    let old: Arc<SSDPool> = Arc::new(serde_json::from_value(old).expect("a pool"));
+    let young = |more: Value| pool_of("young", 1, 2, directory("/young", more));
+    let plan = Plan::make(&clusters, &[old.clone(), young(json!({ "mode": "Cordoned" }))], &nodes(), &held);
+    assert!(!refusal(&plan, "old").is_empty() && refusal(&plan, "young").is_empty(), "{plan:?}");
+    let plan = Plan::make(&clusters, &[old, young(json!({ "queueDepth": 8 }))], &nodes(), &held);
+    assert!(!plan.is_contested, "all agree: {plan:?}");
+}
+
+#[test]
+fn a_node_that_is_full_gets_no_pool_that_comes_first_elsewhere() {
+    let names: Vec<String> = (0..9).map(|index| format!("p{index}")).collect();
+    let named: Vec<Value> = names.iter().map(|name| json!({ "name": name })).collect();
+    let clusters = [cluster("c", 9, json!({ "pools": named }))];
+    let of_n1 = json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } });
+    let pools: Vec<Arc<SSDPool>> = names
+        .iter()
+        .enumerate()
+        .map(|(index, name)| {
+            let more = if index == 0 { json!({}) } else { of_n1.clone() };
+            pool(name, 20 - u32::try_from(index).expect("few"), directory(&format!("/{name}"), more))
+        })
+        .collect();
+    let on_n1: Vec<(&str, i64, Option<&str>)> =
+        names[1..].iter().map(|name| (name.as_str(), 1, None)).collect();
+    let held = Held::of(&[having("n1", "c", &on_n1), having("n3", "c", &[("p0", 1, None)])]);
+    let plan = Plan::make(&clusters, &pools, &nodes(), &held);
+    assert_eq!(plan.nodes["n1"].pools, names[1..]);
+    assert!(refusal(&plan, "p0").contains("node n1 has 8 pools already"), "{}", refusal(&plan, "p0"));
+    assert_eq!(plan.pools["p0"].nodes, ["n3"]);
 }
 
 #[test]
@@ -232,10 +293,7 @@ fn what_a_node_has_of_a_pool_is_given_to_no_other() {
     let pools = [pool("a", 5, json!({ "devices": { "globs": [nvme] } })), pool("b", 1, on(nvme, "fast"))];
     let plan = Plan::make(&clusters, &pools, &nodes(), &held);
     assert!(refusal(&plan, "a").contains("on node n1 may be those of SSDPool b"), "{plan:?}");
-    assert_eq!(
-        (&plan.pools["a"].nodes, &plan.nodes["n3"].kept),
-        (&vec!["n3".to_owned()], &vec!["a".to_owned()])
-    );
+    assert_eq!((&plan.pools["a"].nodes, kept(&plan, "n3")), (&vec!["n3".to_owned()], vec!["a"]));
     assert_eq!(plan.pools["b"].nodes, ["n1", "n2"]);
     // One that is refused has its devices still: nobody else gets them.
     let broken = json!({
@@ -245,7 +303,7 @@ fn what_a_node_has_of_a_pool_is_given_to_no_other() {
     let pools = [pool_of("b", 1, 2, broken), pool("a", 5, on(nvme, "fast"))];
     let held = Held::of(&[having("n1", "c", &[("b", 1, Some(nvme))])]);
     let plan = Plan::make(&clusters, &pools, &nodes(), &held);
-    assert_eq!(plan.nodes["n1"].kept, ["b"]);
+    assert_eq!(kept(&plan, "n1"), ["b"]);
     assert!(refusal(&plan, "a").contains("on node n1 may be those of SSDPool b"), "{plan:?}");
     assert!(!plan.pools["a"].is_used());
 }

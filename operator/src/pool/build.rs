@@ -36,7 +36,7 @@ pub fn wipe(pool: &SSDPool, found: &Found) -> Wipe {
     if !pool.finalizers().iter().any(|one| one == WIPE_FINALIZER) {
         return Wipe::TooLate;
     }
-    if found.plan.cluster.is_none() || found.plan.refused.is_some() {
+    if found.plan.cluster.is_none() || !found.plan.is_used() {
         return Wipe::Nobody;
     }
     if pool.spec.wipe_confirmation.is_none() {

@@ -72,6 +72,12 @@ impl PoolNode {
         devices.filter(|device| device.pool.as_str() == self.pool)
     }
 
+    /// The generation of the claim that the node has.
+    pub fn claimed(&self) -> Option<i64> {
+        let mut claims = self.node.spec.claims.iter();
+        claims.find(|claim| claim.uid.as_str() == self.pool_uid).map(|claim| claim.generation)
+    }
+
     /// The claim that the agent follows.
     pub fn applied(&self) -> Option<&AppliedPool> {
         let applied = self.node.status.as_ref()?.applied.as_ref()?;

@@ -103,7 +103,12 @@ impl Counts {
         counts.selected = number(found.plan.nodes.len());
         counts.silent = found.plan.nodes.iter().cloned().collect();
         for node in &found.nodes {
-            counts.add(node, pool.metadata.generation.unwrap_or_default());
+            // What is refused is not asked of nodes: they are to have what they had.
+            let generation = match refused {
+                Some(_) => node.claimed().unwrap_or_default(),
+                None => pool.metadata.generation.unwrap_or_default(),
+            };
+            counts.add(node, generation);
         }
         counts
     }

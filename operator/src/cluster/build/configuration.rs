@@ -1,9 +1,9 @@
 //! Configurations of agents and members, in their own TOML. Every field of the cluster that stands for one of theirs is here.
 
-use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, EvictionPolicy, HugePages};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Quota, Quotas};
+use reprise_crds::{KVCacheCluster, SSDPool};
 use reprise_policy::ByteSize;
 use serde_json::{Map, Value, json};
 
@@ -74,14 +74,9 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
         "kubernetes": { "state_directory": state_directory(&referred.names) },
         "log": log(&agents.log),
     });
-    // All pools of a cluster agree about these (`crate::plan`) but for those that are refused, which come last.
-    let key = referred.names.key();
-    let (accepted, refused): (Vec<_>, Vec<_>) =
-        referred.pools.iter().partition(|named| named.plan.refused.is_none());
-    if let Some(pool) = accepted.into_iter().chain(refused).find_map(|named| named.bound(&key)) {
-        let spec = &pool.spec;
-        whole["pool"] = json!({ "segment_bytes": size(&spec.segment_size), "queue_depth": spec.queue_depth });
-        whole["cache"]["pool_free_permille"] = json!(spec.watermarks.free_permille);
+    if let Some((pool, free_permille)) = pool_settings(referred) {
+        whole["pool"] = pool;
+        whole["cache"]["pool_free_permille"] = free_permille;
     }
     let left_out = left_out(cluster, &referred.tenants);
     let tenants = referred.tenants.iter().filter_map(|tenant| {
@@ -93,6 +88,29 @@ pub fn agent(cluster: &KVCacheCluster, referred: &Referred) -> String {
         whole["tenants"] = json!(tenants);
     }
     text(&whole)
+}
+
+/// What an agent has one value of for all its pools: the section of pools, and what is kept free of them. All that are accepted agree (`crate::plan`); of
+/// those that are refused nodes keep what they had.
+fn pool_settings(referred: &Referred) -> Option<(Value, Value)> {
+    let key = referred.names.key();
+    let (accepted, refused): (Vec<_>, Vec<_>) =
+        referred.pools.iter().partition(|named| named.plan.refused.is_none());
+    let of_spec = |pool: &SSDPool| {
+        let spec = &pool.spec;
+        let pool = json!({ "segment_bytes": size(&spec.segment_size), "queue_depth": spec.queue_depth });
+        (pool, json!(spec.watermarks.free_permille))
+    };
+    if let Some(pool) = accepted.iter().find_map(|named| named.bound(&key)) {
+        return Some(of_spec(pool));
+    }
+    let pool = refused.iter().find_map(|named| named.bound(&key))?;
+    let before = || -> Option<(Value, Value)> {
+        let running: Value = toml::from_str(referred.running.as_ref()?).ok()?;
+        let (pool, permille) = (running.get("pool")?, running.get("cache")?.get("pool_free_permille")?);
+        Some((pool.clone(), permille.clone()))
+    };
+    Some(before().unwrap_or_else(|| of_spec(pool)))
 }
 
 /// Where an agent keeps what it was told last, on its node.

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use reprise_crds::status::Reason;
 use reprise_crds::{CacheTenant, KVCacheCluster, SSDPool};
 use reprise_policy::identity::{PodBindings, ServiceAccount};
 use serde::de::DeserializeOwned;
@@ -13,7 +14,7 @@ use super::*;
 use crate::cluster::dereference::{NamedPool, Referred};
 use crate::cluster::store::StoreLook;
 use crate::names::{APPLIED, CLUSTER_UID, CONFIGURATION, SECRETS};
-use crate::plan::{ClusterPlan, PoolPlan};
+use crate::plan::{ClusterPlan, PoolPlan, Refusal};
 use crate::settings::DefaultImages;
 
 mod access;
@@ -33,7 +34,7 @@ fn cluster(spec: Value) -> KVCacheCluster {
 fn found(cluster: &KVCacheCluster) -> Found {
     let names = ClusterNames::of(cluster);
     Found {
-        referred: Referred { names, pools: Vec::new(), tenants: Vec::new() },
+        referred: Referred { names, pools: Vec::new(), tenants: Vec::new(), running: None },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
@@ -185,11 +186,13 @@ fn what_changes_the_agents_configuration_changes_their_pods_and_only_that() {
 #[test]
 fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
-    let spec = json!({
-        "directory": { "path": "/data/p", "size": "1Gi" },
-        "segmentSize": "4Mi", "queueDepth": 7, "watermarks": { "freePermille": 50 },
-    });
-    let children = build(&cluster, &with_pool(found(&cluster), spec), Some(&drawn()));
+    let spec_of = |depth: u32| {
+        json!({
+            "directory": { "path": "/data/p", "size": "1Gi" },
+            "segmentSize": "4Mi", "queueDepth": depth, "watermarks": { "freePermille": 50 },
+        })
+    };
+    let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)), Some(&drawn()));
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
@@ -197,6 +200,15 @@ fn a_pool_sets_what_an_agent_has_one_of_and_names_no_device() {
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
     assert!(agent["peers"].get("advertise").is_none());
     assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
+    // An edit that is refused changes nothing of it.
+    let before = configuration::agent(&cluster, &with_pool(found(&cluster), spec_of(7)).referred);
+    let mut edited = with_pool(found(&cluster), spec_of(9)).referred;
+    edited.pools[0].plan.refused = Some(Refusal::new(Reason::Unsupported, "no such engine"));
+    edited.pools[0].plan.nodes = vec!["n1".to_owned()];
+    edited.running = Some(before.clone());
+    assert_eq!(configuration::agent(&cluster, &edited), before);
+    edited.pools[0].plan.refused = None;
+    assert_ne!(configuration::agent(&cluster, &edited), before);
 }
 
 #[test]

@@ -44,7 +44,12 @@ fn found(modes: Value, pool: Value) -> (KVCacheCluster, Found) {
     let plan = PoolPlan { cluster: Some("n/c".to_owned()), ..PoolPlan::default() };
     let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), plan };
     let found = Found {
-        referred: Referred { names: ClusterNames::of(&cluster), pools: vec![named], tenants: Vec::new() },
+        referred: Referred {
+            names: ClusterNames::of(&cluster),
+            pools: vec![named],
+            tenants: Vec::new(),
+            running: None,
+        },
         plan: ClusterPlan::default(),
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),

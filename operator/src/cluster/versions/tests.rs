@@ -31,7 +31,12 @@ fn found(tags: [&str; 2]) -> Found {
         _ => format!("{name}:{tag}"),
     };
     Found {
-        referred: Referred { names: ClusterNames::of(&cluster), pools: Vec::new(), tenants: Vec::new() },
+        referred: Referred {
+            names: ClusterNames::of(&cluster),
+            pools: Vec::new(),
+            tenants: Vec::new(),
+            running: None,
+        },
         plan: ClusterPlan { nodes: vec!["n1".to_owned(), "n2".to_owned()], refused: None },
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),

@@ -118,10 +118,10 @@ fn gpus_are_reached_by_what_the_mode_needs() {
     assert_eq!(
         difference(gpus("RuntimeClass", "runtimeClassName", "nvidia"), directory()),
         [
-            "+ spec containers 0 env 4 name: \"NVIDIA_VISIBLE_DEVICES\"",
-            "+ spec containers 0 env 4 value: \"all\"",
-            "+ spec containers 0 env 5 name: \"NVIDIA_DRIVER_CAPABILITIES\"",
-            "+ spec containers 0 env 5 value: \"utility\"",
+            "+ spec containers 0 env 5 name: \"NVIDIA_VISIBLE_DEVICES\"",
+            "+ spec containers 0 env 5 value: \"all\"",
+            "+ spec containers 0 env 6 name: \"NVIDIA_DRIVER_CAPABILITIES\"",
+            "+ spec containers 0 env 6 value: \"utility\"",
             "+ spec runtimeClassName: \"nvidia\"",
         ]
     );
