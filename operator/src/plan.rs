@@ -186,7 +186,7 @@ impl Plan {
             let before = holders.len();
             for (key, _) in self.clusters.iter().filter(|(_, plan)| plan.refused.is_some()) {
                 let names = nodes.iter().map(|node| node.name_any());
-                let theirs = names.filter(|node| held.cluster(node) == Some(key.as_str()));
+                let theirs = names.filter(|node| held.has(key, node));
                 holders.extend(theirs.map(|node| (node, key.clone())));
             }
             if holders.len() == before {
@@ -218,7 +218,7 @@ impl Plan {
                 );
                 // Also those that an edit does not select any more.
                 let is_free = |node: &String| self.nodes.get(node).is_some_and(|plan| plan.cluster.is_none());
-                let has = |node: &String| held.cluster(node) == Some(key.as_str());
+                let has = |node: &String| held.has(&key, node);
                 let names = nodes.iter().map(|node| node.name_any());
                 let kept = names.filter(|node| has(node) && is_free(node)).collect();
                 ClusterPlan { nodes: kept, refused: Some(Refusal::new(Reason::Conflict, message)) }
@@ -370,7 +370,7 @@ fn holders(clusters: &[&KVCacheCluster], nodes: &[Arc<Node>], held: &Held) -> BT
     for cluster in clusters {
         let key = ClusterNames::of(cluster).key();
         let theirs = selected(cluster, nodes).map(|node| node.name_any());
-        let theirs = theirs.filter(|node| held.cluster(node) == Some(key.as_str()));
+        let theirs = theirs.filter(|node| held.has(&key, node));
         holders.extend(theirs.map(|node| (node, key.clone())));
     }
     holders
