@@ -4,7 +4,7 @@
 //!
 //! | claimed | comes first | then |
 //! |---|---|---|
-//! | a node | the cluster of its `CacheNode`, as long as it selects the node or is refused | the oldest cluster |
+//! | a node | the cluster of its `CacheNode`, as long as it selects the node, is refused or is paused | the oldest cluster |
 //! | a pool | the cluster whose nodes have it, as long as it names the pool | the oldest cluster that is accepted |
 //! | a device, and what all pools of a cluster share | the pool that nodes have as its spec says | one that was edited since, one that is refused since, one that no node has; of equals the oldest |
 //!
@@ -21,7 +21,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::Node;
 use kube::{Resource, ResourceExt};
 use reprise_crds::node::PoolClaim;
-use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find, holds};
 use reprise_crds::{KVCacheCluster, SSDPool};
 
 use self::held::Held;
@@ -173,27 +173,30 @@ impl Plan {
     }
 
     /// Gives nodes to clusters. Who is refused keeps all that it has, also what an edit does not select any more: that is known after a first try only, and
-    /// may have others refused.
+    /// may have others refused. Who was refused once stays so.
     fn share_nodes(&mut self, clusters: &[&KVCacheCluster], nodes: &[Arc<Node>], held: &Held) {
         let mut holders = holders(clusters, nodes, held);
+        let mut refused: BTreeMap<String, Refusal> = BTreeMap::new();
         loop {
             for plan in self.nodes.values_mut() {
                 plan.cluster = None;
             }
             for cluster in clusters {
-                self.give_nodes(cluster, nodes, held, &holders);
+                self.give_nodes(cluster, nodes, held, (&holders, &refused));
             }
-            let before = holders.len();
-            for (key, _) in self.clusters.iter().filter(|(_, plan)| plan.refused.is_some()) {
+            let before = refused.len();
+            for (key, plan) in &self.clusters {
+                let Some(refusal) = &plan.refused else { continue };
+                refused.entry(key.clone()).or_insert_with(|| refusal.clone());
                 let names = nodes.iter().map(|node| node.name_any());
                 let theirs = names.filter(|node| held.has(key, node));
                 holders.extend(theirs.map(|node| (node, key.clone())));
             }
-            if holders.len() == before {
+            if refused.len() == before {
                 break;
             }
         }
-        self.is_contested |= self.clusters.values().any(|plan| plan.refused.is_some());
+        self.is_contested |= !refused.is_empty();
     }
 
     /// Gives a cluster the nodes that it selects, unless another one has one of them: then it keeps those that it has.
@@ -202,33 +205,33 @@ impl Plan {
         cluster: &KVCacheCluster,
         nodes: &[Arc<Node>],
         held: &Held,
-        holders: &BTreeMap<String, String>,
+        (holders, refused): (&BTreeMap<String, String>, &BTreeMap<String, Refusal>),
     ) {
         let key = ClusterNames::of(cluster).key();
         let wanted: Vec<String> = selected(cluster, nodes).map(|node| node.name_any()).collect();
         let taken = wanted.iter().find_map(|node| {
             let given = self.nodes.get(node).and_then(|plan| plan.cluster.as_ref());
             let owner = given.or_else(|| holders.get(node)).filter(|owner| **owner != key)?;
-            Some((node.clone(), owner.clone()))
+            let message = format!(
+                "node {node} has the agent of KVCacheCluster {owner} already: set agents.nodeSelector of both so that no node is \
+                 selected by both"
+            );
+            Some(Refusal::new(Reason::Conflict, message))
         });
-        let decided = match taken {
-            Some((node, owner)) => {
-                let message = format!(
-                    "node {node} has the agent of KVCacheCluster {owner} already: set agents.nodeSelector of both so that no node                      is selected by both"
-                );
-                // Also those that an edit does not select any more.
-                let is_free = |node: &String| self.nodes.get(node).is_some_and(|plan| plan.cluster.is_none());
-                let has = |node: &String| held.has(&key, node);
-                let names = nodes.iter().map(|node| node.name_any());
-                let kept = names.filter(|node| has(node) && is_free(node)).collect();
-                ClusterPlan { nodes: kept, refused: Some(Refusal::new(Reason::Conflict, message)) }
-            }
-            None => ClusterPlan { nodes: wanted, refused: None },
+        let refused = refused.get(&key).cloned().or(taken);
+        let is_free = |node: &String| self.nodes.get(node).is_some_and(|plan| plan.cluster.is_none());
+        let has = |node: &String| held.has(&key, node) && is_free(node);
+        // Also those that an edit does not select any more, as long as that is not in effect.
+        let names = nodes.iter().map(|node| node.name_any());
+        let given: Vec<String> = match &refused {
+            Some(_) => names.filter(has).collect(),
+            None if is_left(cluster) => names.filter(|node| is_in(&wanted, node) || has(node)).collect(),
+            None => wanted,
         };
-        for node in &decided.nodes {
+        for node in &given {
             self.nodes.entry(node.clone()).or_default().cluster = Some(key.clone());
         }
-        self.clusters.insert(key, decided);
+        self.clusters.insert(key, ClusterPlan { nodes: given, refused });
     }
 
     /// A pool of which a cluster is known.
@@ -252,9 +255,12 @@ impl Plan {
         if let Some((key, having)) = has_it {
             let generation = pool.metadata.generation.unwrap_or_default();
             let mut claims = having.iter().filter_map(|node| held.claim(node, key, &uid));
-            let rank = match claims.any(|claim| claim.generation == generation) {
-                _ if was_refused(pool) => Rank::Refused,
-                true => Rank::Had,
+            // The claims of one that is deleted follow it, also if it is refused.
+            let is_had = pool.metadata.deletion_timestamp.is_none()
+                && claims.any(|claim| claim.generation == generation);
+            let rank = match was_refused(pool).is_some() {
+                _ if is_had => Rank::Had,
+                true => Rank::Refused,
                 false => Rank::Edited,
             };
             return Some(Candidate { pool, cluster: key.clone(), having, rank });
@@ -291,11 +297,10 @@ impl Plan {
                 contradictions::between(pool, first.pool, shared.map(String::as_str))
             })
         };
-        let of_the_same = |other: &&Candidate| other.cluster == *key && !other.having.is_empty();
-        // What nodes have of others that were refused, or are decided about later, is there.
+        let others = || before.iter().chain(after).filter(|other| other.cluster == *key);
+        // What nodes have of others is there until they have it no more, whatever is decided of these.
         let occupied = || {
-            let others = before.iter().filter(|other| !accepted(other)).chain(after);
-            others.filter(of_the_same).find_map(|other| {
+            others().find_map(|other| {
                 let uid = other.pool.uid().unwrap_or_default();
                 let shared = wanted.iter().filter(|node| is_in(&other.having, node));
                 let claims = shared.filter_map(|node| Some((node.as_str(), held.claim(node, key, &uid)?)));
@@ -303,11 +308,17 @@ impl Plan {
             })
         };
         let crowded = || {
+            let gets = |other: &Candidate, node: &String| {
+                let plan = self.pools.get(&other.pool.name_any());
+                is_in(&other.having, node) || plan.is_some_and(|plan| is_in(&plan.nodes, node))
+            };
             let full = |node: &&String| {
-                let later =
-                    after.iter().filter(of_the_same).filter(|other| is_in(&other.having, node)).count();
                 let plan = self.nodes.get(*node);
-                plan.is_some_and(|plan| plan.pools.len() + plan.kept.len() + later >= POOLS_PER_NODE_MAX)
+                let given = plan.map(|plan| plan.pools.len() + plan.kept.len()).unwrap_or_default();
+                // What has room for it, or has it, is most of them.
+                !is_in(having, node)
+                    && given + held.claims(node) >= POOLS_PER_NODE_MAX
+                    && others().filter(|other| gets(other, node)).count() >= POOLS_PER_NODE_MAX
             };
             wanted.iter().find(full).map(|node| {
                 let message = format!(
@@ -316,7 +327,16 @@ impl Plan {
                 Refusal::new(Reason::Conflict, message)
             })
         };
-        let refused = unsupported(pool).or_else(contradicts).or_else(occupied).or_else(crowded);
+        // What nodes never had of it is not destroyed with it: it is somebody else's.
+        let late = || {
+            let goes = pool.metadata.deletion_timestamp.is_some();
+            let was_contested = was_refused(pool).is_some_and(|reason| reason == Reason::Conflict.as_str());
+            (goes && was_contested).then(|| {
+                let message = "it was refused when it was deleted: only what nodes have of it goes with it";
+                Refusal::new(Reason::Conflict, message)
+            })
+        };
+        let refused = unsupported(pool).or_else(late).or_else(contradicts).or_else(occupied).or_else(crowded);
         let decided = match refused {
             None => PoolPlan { cluster: Some(key.clone()), nodes: wanted, refused: None },
             Some(mut refused) => {
@@ -351,11 +371,17 @@ fn is_in(sorted: &[String], name: &String) -> bool {
     sorted.binary_search(name).is_ok()
 }
 
-/// Whether a pool is refused, as far as was said of it.
-fn was_refused(pool: &SSDPool) -> bool {
-    let conditions = pool.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    find(conditions, ConditionType::Accepted)
-        .is_some_and(|accepted| accepted.status == ConditionStatus::False)
+/// Why a pool is refused, as far as was said of it.
+fn was_refused(pool: &SSDPool) -> Option<&str> {
+    let accepted = find(&pool.status.as_ref()?.conditions, ConditionType::Accepted)?;
+    (accepted.status == ConditionStatus::False).then_some(accepted.reason.as_str())
+}
+
+/// Whether what a cluster has stays as it is, since its spec is not in effect: it is paused, or was edited and is not accepted, or not yet.
+fn is_left(cluster: &KVCacheCluster) -> bool {
+    let Some(status) = &cluster.status else { return false };
+    let generation = cluster.metadata.generation.unwrap_or_default();
+    cluster.spec.paused || !holds(&status.conditions, ConditionType::Accepted, generation)
 }
 
 /// Nodes that a cluster selects.
@@ -364,13 +390,14 @@ fn selected<'a>(cluster: &KVCacheCluster, nodes: &'a [Arc<Node>]) -> impl Iterat
     nodes.iter().filter(move |node| has_all(&selector, node.labels()))
 }
 
-/// By node the cluster that has it and selects it still, as `namespace/name`.
+/// By node the cluster that has it and selects it still, or is left as it is, as `namespace/name`.
 fn holders(clusters: &[&KVCacheCluster], nodes: &[Arc<Node>], held: &Held) -> BTreeMap<String, String> {
     let mut holders = BTreeMap::new();
     for cluster in clusters {
         let key = ClusterNames::of(cluster).key();
-        let theirs = selected(cluster, nodes).map(|node| node.name_any());
-        let theirs = theirs.filter(|node| held.has(&key, node));
+        let selector = &cluster.spec.agents.node_selector;
+        let theirs = nodes.iter().filter(|node| is_left(cluster) || has_all(selector, node.labels()));
+        let theirs = theirs.map(|node| node.name_any()).filter(|node| held.has(&key, node));
         holders.extend(theirs.map(|node| (node, key.clone())));
     }
     holders

@@ -240,6 +240,14 @@ impl People {
             for (_, name) in leaving.iter().filter(|(kind, _)| kind == ALLOCATION) {
                 reserve(lab, name, &Value::Null);
             }
+            // Of one that was refused on all nodes there is nothing to wipe, and people are told what to do.
+            for (_, name) in leaving.iter().filter(|(kind, _)| kind == "SSDPool") {
+                if lab.says(("SSDPool", name), ["DeletionBlocked", "True", "Conflict"]) {
+                    let retained =
+                        json!({ "spec": { "deletionPolicy": "Retain", "wipeConfirmation": null } });
+                    merge_if_there(lab, "SSDPool", name, &retained);
+                }
+            }
             // A pool is wiped by the agents of its cluster, and refused it would have none.
             if leaving.iter().any(|(kind, _)| kind == "SSDPool") {
                 pool(lab, "q", 64);

@@ -27,6 +27,11 @@ impl Held {
         self.nodes.get(node).is_some_and(|having| is_of(having, cluster))
     }
 
+    /// How many claims a node has.
+    pub(super) fn claims(&self, node: &str) -> usize {
+        self.nodes.get(node).map(|having| having.spec.claims.len()).unwrap_or_default()
+    }
+
     /// The claim of a pool that a node of a cluster has.
     pub(super) fn claim(&self, node: &str, cluster: &str, pool_uid: &str) -> Option<&PoolClaim> {
         let having = self.nodes.get(node).filter(|having| is_of(having, cluster))?;

@@ -255,6 +255,101 @@ fn an_edit_that_was_refused_does_not_win_by_another_edit_of_who_was_there() {
     assert!(!plan.is_contested, "all agree: {plan:?}");
 }
 
+/// A pool of which this was said last.
+fn said(pool: Arc<SSDPool>, deleted: bool) -> Arc<SSDPool> {
+    let mut pool = serde_json::to_value(&*pool).expect("JSON");
+    pool["status"] = json!({
+        "conditions": [{
+            "type": "Accepted", "status": "False", "reason": "Conflict", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }],
+    });
+    if deleted {
+        pool["metadata"]["deletionTimestamp"] = json!("2026-01-02T00:00:00Z");
+        pool["metadata"]["finalizers"] = json!(["reprise.dev/wipe"]);
+    }
+    Arc::new(serde_json::from_value(pool).expect("a pool"))
+}
+
+#[test]
+fn what_a_deleted_pool_never_had_is_not_given_to_it_when_it_becomes_free() {
+    let clusters = [cluster("c", 9, json!({ "pools": [{ "name": "p" }, { "name": "kept" }] }))];
+    let all = json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-1"] } });
+    let pools = [said(pool("p", 1, all.clone()), true)];
+    let plan = Plan::make(&clusters, &pools, &nodes(), &Held::default());
+    assert!(!refusal(&plan, "p").is_empty() && !plan.pools["p"].is_used(), "{plan:?}");
+    // Nor to one that is on some nodes, by an edit that was refused.
+    let held = Held::of(&[having("n1", "c", &[("kept", 1, None)])]);
+    let pools = [said(pool_of("kept", 1, 3, directory("/kept", json!({}))), true)];
+    let plan = Plan::make(&clusters, &pools, &nodes(), &held);
+    assert_eq!((&plan.pools["kept"].nodes, kept(&plan, "n1")), (&vec!["n1".to_owned()], vec!["kept"]));
+    // One that was accepted is wiped wherever it is selected.
+    let accepted = pool_of("kept", 1, 3, directory("/kept", json!({})));
+    let plan = Plan::make(&clusters, &[accepted], &nodes(), &held);
+    assert_eq!(plan.pools["kept"].nodes, ["n1", "n2", "n3"]);
+}
+
+#[test]
+fn what_is_decided_of_pools_does_not_depend_on_what_was_said_of_them_before() {
+    // Both want the device that the other has, and nodes stay as they are, since the cluster is paused.
+    let clusters =
+        [cluster("c", 9, json!({ "pools": [{ "name": "old" }, { "name": "young" }], "paused": true }))];
+    let glob = |disk: &str| format!("/dev/disk/by-id/{disk}");
+    let held =
+        Held::of(&[having("n1", "c", &[("old", 1, Some(&glob("a"))), ("young", 1, Some(&glob("b")))])]);
+    let edited = |name: &str, age: u32, disk: &str| {
+        pool_of(name, age, 2, json!({ "devices": { "globs": [glob(disk)] } }))
+    };
+    for was_refused in [false, true] {
+        let old = edited("old", 5, "b");
+        let old = if was_refused { said(old, false) } else { old };
+        let plan = Plan::make(&clusters, &[old, edited("young", 1, "d")], &nodes(), &held);
+        assert!(!refusal(&plan, "old").is_empty(), "young has it still: {was_refused}");
+        assert!(refusal(&plan, "young").is_empty(), "{was_refused}");
+    }
+}
+
+#[test]
+fn a_cluster_whose_spec_is_not_in_effect_keeps_what_that_selects_no_more() {
+    let held = Held::of(&[having("n1", "c", &[])]);
+    let of = |paused: bool, accepted: i64| -> Arc<KVCacheCluster> {
+        let spec = json!({ "agents": { "nodeSelector": { "name": "n2" } }, "paused": paused });
+        let mut whole = serde_json::to_value(&*cluster("c", 1, spec)).expect("JSON");
+        whole["status"] = json!({
+            "conditions": [{
+                "type": "Accepted", "status": "True", "reason": "AsDesired", "message": "", "observedGeneration": accepted,
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }],
+        });
+        Arc::new(serde_json::from_value(whole).expect("a cluster"))
+    };
+    let older = cluster("older", 9, json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
+    let nodes_of = |cluster: Arc<KVCacheCluster>| {
+        let plan = Plan::make(&[older.clone(), cluster], &[], &nodes(), &held);
+        (plan.clusters["n/c"].nodes.clone(), plan.clusters["n/older"].nodes.clone())
+    };
+    let (one, two, none): (Vec<String>, Vec<String>, Vec<String>) =
+        (vec!["n1".into()], vec!["n2".into()], Vec::new());
+    let both = vec!["n1".to_owned(), "n2".to_owned()];
+    assert_eq!(nodes_of(of(true, 1)), (both.clone(), none.clone()), "it is paused");
+    assert_eq!(nodes_of(of(false, 0)), (both, none), "it was edited");
+    assert_eq!(nodes_of(of(false, 1)), (two, one));
+}
+
+#[test]
+fn who_names_a_pool_that_others_have_gets_it_when_they_have_lost_it() {
+    let named = json!([{ "name": "p" }]);
+    let on = |name: &str| json!({ "agents": { "nodeSelector": { "name": name } }, "pools": named });
+    let clusters = [cluster("old", 9, on("n1")), cluster("young", 1, on("n2"))];
+    let pools =
+        [pool("p", 5, directory("/p", json!({ "nodeSelector": { "matchLabels": { "name": "n1" } } })))];
+    let plan =
+        Plan::make(&clusters, &pools, &nodes(), &Held::of(&[having("n2", "young", &[("p", 1, None)])]));
+    assert_eq!(plan.pools["p"].cluster.as_deref(), Some("n/young"));
+    assert!(plan.is_contested, "it is looked at again when n2 has it no more");
+    let plan = Plan::make(&clusters, &pools, &nodes(), &Held::of(&[having("n2", "young", &[])]));
+    assert_eq!(plan.pools["p"].cluster.as_deref(), Some("n/old"));
+}
+
 #[test]
 fn a_node_that_is_full_gets_no_pool_that_comes_first_elsewhere() {
     let names: Vec<String> = (0..9).map(|index| format!("p{index}")).collect();

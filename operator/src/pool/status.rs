@@ -443,9 +443,19 @@ fn blocked(pool: &SSDPool, found: &Found) -> Option<Finding> {
             Some(Finding::yes(kind, Reason::ConfirmationMissing, message))
         }
         Wipe::Nobody => {
-            let message = "deletionPolicy is Wipe and no cluster has the pool, so no agent can do it: name the pool in a cluster \
-                           again, or set deletionPolicy to Retain";
-            Some(Finding::yes(kind, Reason::ReferenceNotFound, message))
+            let (reason, message) = match found.plan.refused {
+                Some(_) => (
+                    Reason::Conflict,
+                    "deletionPolicy is Wipe and the pool is refused on nodes that never had it, so there is nothing of it to wipe: set \
+                     deletionPolicy to Retain",
+                ),
+                None => (
+                    Reason::ReferenceNotFound,
+                    "deletionPolicy is Wipe and no cluster has the pool, so no agent can do it: name the pool in a cluster again, or set \
+                     deletionPolicy to Retain",
+                ),
+            };
+            Some(Finding::yes(kind, reason, message))
         }
         Wipe::UnderWay(left) => Some(Finding::yes(
             kind,

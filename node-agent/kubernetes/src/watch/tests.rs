@@ -120,6 +120,8 @@ fn the_object_of_another_cluster_is_not_followed_nor_what_was_kept_of_it() {
     };
     let mut watched = Watched::start(Some((1, &spec("other"))));
     assert!(watched.told().is_empty(), "it was kept by another one's agent");
+    watched.watch.seen(&object(1, &spec("other")));
+    assert_eq!((watched.told().len(), watched.kept()), (0, Some(1)), "which may need it");
     watched.watch.seen(&object(1, &spec("c")));
     assert_eq!((watched.told().len(), watched.kept()), (1, Some(1)));
     watched.watch.seen(&object(2, &spec("other")));

@@ -107,8 +107,10 @@ fn pool_settings(referred: &Referred) -> Option<(Value, Value)> {
     let pool = refused.iter().find_map(|named| named.bound(&key))?;
     let before = || -> Option<(Value, Value)> {
         let running: Value = toml::from_str(referred.running.as_ref()?).ok()?;
-        let (pool, permille) = (running.get("pool")?, running.get("cache")?.get("pool_free_permille")?);
-        Some((pool.clone(), permille.clone()))
+        let of_pool = |field: &str| Some(running.get("pool")?.get(field)?.clone());
+        let pool =
+            json!({ "segment_bytes": of_pool("segment_bytes")?, "queue_depth": of_pool("queue_depth")? });
+        Some((pool, running.get("cache")?.get("pool_free_permille")?.clone()))
     };
     Some(before().unwrap_or_else(|| of_spec(pool)))
 }
