@@ -12,7 +12,7 @@
 //! A pool is on those nodes of its cluster that it selects.
 //!
 //! Pure, and made anew when specs, or names and labels of nodes have changed, and, while something is contested, when a node has lost what it had
-//! (`crate::world`): nodes × pools comparisons of labels, some 20 ms for 1,000 nodes and 20 pools. What nodes have and the plan gives them
+//! (`crate::world`): nodes × pools comparisons of labels, and nodes × pools × pools of names. What nodes have and the plan gives them
 //! changes nothing of it, whoever comes first.
 
 use std::collections::BTreeMap;
