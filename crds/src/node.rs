@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::fields::{
     ClusterRef, DeviceGlob, Digest, Engine, FallbackEngine, ForeignSignatures, HostPath, Name, NodeMode,
-    NodeName, Percent, Quantity, ShortName, Span, Uid,
+    NodeName, Percent, Quantity, Serial, ShortName, Span, Text, Uid,
 };
+use crate::queues::QueueIsolation;
 
 mod status;
 
@@ -70,6 +71,12 @@ pub struct CacheNodeSpec {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub profiles: Vec<ProfileClaim>,
+    /// Queue pairs that are granted to GPUs and that the agent should keep for them. One that is gone is let go of. No agent of this release makes
+    /// queues of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 128))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["uid".into()]))]
+    pub queues: Vec<QueueClaim>,
 }
 
 /// What one pool wants of the node.
@@ -132,6 +139,34 @@ pub struct ProfileClaim {
     pub name: Name,
     /// Digest of the wanted revision, whose content comes with the agent's configuration.
     pub digest: Digest,
+}
+
+/// Queue pairs that are granted to a GPU of the node.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct QueueClaim {
+    /// Unique id of the GPUQueueAllocation.
+    pub uid: Uid,
+    /// Its namespace and name, for people.
+    pub allocation: Text,
+    /// Who else may use the controllers.
+    #[serde(default)]
+    pub isolation: QueueIsolation,
+    /// Queue pairs by controller.
+    #[schemars(length(min = 1, max = 32))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
+    pub controllers: Vec<ControllerShare>,
+}
+
+/// Queue pairs of one controller.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ControllerShare {
+    /// Serial number of the controller.
+    pub serial: Serial,
+    /// How many.
+    #[schemars(range(min = 1, max = 128))]
+    pub queue_pairs: u32,
 }
 
 fn devices_per_node() -> u32 {

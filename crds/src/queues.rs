@@ -1,8 +1,8 @@
 //! `GPUQueueAllocation`: NVMe queue pairs of one node, lent to one GPU.
 //!
 //! Immutable, as a resource claim is: a change is a new object. The operator adds up what is asked for of each controller and
-//! grants within the pool's `maxGpuQueuePercent`; the agent makes the queues and, before the finalizer ends, destroys them.
-//! This release counts and grants; no engine drives queues yet, and `Programmed` says so.
+//! grants within the pool's `maxGpuQueuePercent`; the agent keeps what was granted and, before the finalizer ends, has let go of it.
+//! No agent of this release makes queues of it, and `Programmed` says so.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -25,8 +25,8 @@ use crate::status::Condition;
     status = "GPUQueueAllocationStatus",
     derive = "PartialEq",
     selectable = ".spec.nodeName",
-    doc = "NVMe queue pairs of one node, set aside for one GPU, so that its kernels read and write blocks themselves. They are counted and \
-           granted; no agent of this release makes them.",
+    doc = "NVMe queue pairs of one node, set aside for one GPU, so that its kernels read and write blocks themselves. They are counted, \
+           granted, and kept by the node's agent; no agent of this release makes queues of them.",
     validation = Rule::new("size(self.metadata.name) <= 63")
         .message("the allocation's name is a label of what is made for it: use at most 63 characters"),
     printcolumn(name = "Node", type_ = "string", json_path = ".spec.nodeName"),
@@ -154,7 +154,7 @@ pub struct QueueGrant {
     pub pci_address: Option<PciAddress>,
     /// Queue pairs that were set aside.
     pub queue_pairs: u32,
-    /// Their numbers, which the agent writes before it makes the queues. Not written in this release.
+    /// Their numbers, once there are queues. Not written in this release.
     #[serde(rename = "queueIDs", default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128), inner(range(min = 1, max = 65_535)))]
     pub queue_ids: Vec<u32>,

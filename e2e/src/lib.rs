@@ -41,6 +41,7 @@ pub mod process;
 pub mod raw;
 pub mod relay;
 pub mod seed;
+pub mod sysfs;
 pub mod wait;
 pub mod world;
 
@@ -57,6 +58,7 @@ pub use kubernetes::ApiServer;
 pub use operator::{Operator, OperatorFiles};
 pub use process::{Refused, Running, Starting};
 pub use relay::Relay;
+pub use sysfs::NvmeController;
 pub use wait::{PATIENCE, wait_until};
 pub use world::World;
 

@@ -28,6 +28,8 @@ mod objects;
 mod pools;
 #[path = "in_cluster/profiles.rs"]
 mod profiles;
+#[path = "in_cluster/queues.rs"]
+mod queues;
 #[path = "resources/rights.rs"]
 mod rights;
 
@@ -93,6 +95,7 @@ fn main() -> ExitCode {
         pools::a_wiped_pool_is_destroyed_and_said_so,
         pools::a_pool_that_changes_its_engine_is_opened_again_with_its_blocks,
         profiles::a_profile_is_in_effect_once_its_content_has_come_and_a_wrong_one_is_refused_in_words,
+        queues::queue_pairs_are_kept_while_the_spec_says_so_and_not_for_two_that_cannot_both_be,
     ];
     tests.extend(alone![
         absence::an_agent_goes_on_and_starts_again_without_the_api_server,

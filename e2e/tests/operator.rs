@@ -39,6 +39,8 @@ mod pools;
 mod profiles;
 #[path = "operator/put_back.rs"]
 mod put_back;
+#[path = "operator/queue_agents.rs"]
+mod queue_agents;
 #[path = "operator/queue_faults.rs"]
 mod queue_faults;
 #[path = "operator/queues.rs"]

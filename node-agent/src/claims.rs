@@ -7,8 +7,8 @@
 //!                            └── threads that open and wipe devices
 //! ```
 //!
-//! Beside devices and mode it has drives asked how worn they are ([`wear`]), looks at the node's NVMe controllers and GPUs, and keeps the profiles ready that the node should work by
-//! ([`profiles`]).
+//! Beside devices and mode it has drives asked how worn they are ([`wear`]), looks at the node's NVMe controllers and GPUs, keeps queue pairs for GPUs
+//! ([`queues`]), and the profiles ready that the node should work by ([`profiles`]).
 //!
 //! One thing at a time: what happens is told to the [`board`], which says what to do. Whatever takes its time is done by other threads,
 //! so facts stay fresh while a disk is erased. Sessions go on meanwhile: the core learns of a device when it is open, and forgets it
@@ -23,6 +23,7 @@ mod gpus;
 mod known;
 mod opening;
 mod profiles;
+mod queues;
 mod resolve;
 mod signatures;
 mod slow;
@@ -53,6 +54,7 @@ use board::{Action, Board, Loss, Retry, ToOpen};
 use known::Known;
 use opening::{Left, Tried};
 use profiles::Profiles;
+use queues::Queues;
 use resolve::Names;
 use slow::Slow;
 use wear::Wear;
@@ -148,6 +150,8 @@ struct Worker {
     /// Why it could not be kept at the last try, if so.
     unkept: Option<String>,
     profiles: Profiles,
+    /// What is kept for GPUs.
+    queues: Queues,
     /// Which devices are slower than their pools allow.
     slow: Slow,
     /// Which are more worn.
@@ -178,6 +182,7 @@ impl Claims {
         let profiles = Profiles::new(parts.config.folder(), parts.admin.slack.clone());
         let worker = Worker {
             profiles,
+            queues: Queues::default(),
             slow: Slow::default(),
             wear: Wear::default(),
             gpus: Vec::new(),
@@ -291,6 +296,7 @@ impl Worker {
             controllers: &self.controllers,
             gpus: &self.gpus,
             profiles: &self.profiles,
+            queues: &self.queues,
             slow: &self.slow,
             wear: &self.wear,
             drives: &self.drives,
@@ -342,6 +348,7 @@ impl Worker {
             self.tell_core(news);
         }
         self.profiles.want(desired.profiles.clone());
+        self.queues.want(desired.queues.clone());
         self.desired = Some(desired);
         self.follow_configuration();
         self.resolve();
@@ -372,6 +379,7 @@ impl Worker {
         self.board.want(pools);
         let sys = self.parts.root.join("sys");
         self.controllers = controllers::look(&sys, self.board.wanted());
+        self.queues.look(&self.controllers);
         self.drives = controllers::drives(&sys, self.board.wanted());
     }
 

@@ -1,7 +1,7 @@
-//! `GPUQueueAllocation`: NVMe queue pairs of one node, counted and set aside for one GPU.
+//! `GPUQueueAllocation`: NVMe queue pairs of one node, counted, granted to one GPU, and kept for it by the node's agent.
 //!
 //! ```text
-//!            granted            over, taken back, deleted          the agent lists its queues no more
+//!            granted            over, taken back, deleted          the agent has let go of it
 //!  wants ─────────────► stands ─────────────────────────► ends ──────────────────────────────────────► released
 //!    ▲ └─► waits ─┐                                          (its room is held)                          or gone
 //!    └────────────┘
@@ -15,22 +15,16 @@
 //! Invariants:
 //! * the grants of a controller together stay within the pool's `maxGpuQueuePercent` of its queue pairs;
 //! * a grant is never changed, only ended; what has ended is not granted again;
-//! * the room of a grant is free once the node's agent does not list it in `status.applied.queues`, or the `CacheNode` or the node is gone, which
-//!   does not say that the agent is: see below;
+//! * the room of a grant is free once the node's agent is not told of it any more and has said so of that spec, or has left, or its `CacheNode` or the
+//!   node is gone ([`dereference::Found::kept`]);
 //! * a grant stands only on an object with the finalizer, and what is given back is written before what is granted instead;
 //! * one that cannot be written stops nobody else of its node, but those who need room that it has ([`room`]); of one that is refused its
 //!   finalizer not even those who need what it asks for ([`turn`]);
 //! * nothing is granted by what a former replica has decided ([`apply`]).
 //!
-//! What is expected of agents, so that a grant is taken back by one write: an agent lists an allocation in `status.applied.queues` of its
-//! `CacheNode`, then writes `queueIDs` into the grant, by the version in which it has seen it, and only then makes queues. Where both write at
-//! once one of the two is refused: the agent, which finds no grant then, or the operator, which finds the list.
-//!
-//! **What is to be changed before an agent makes queues.** A grant ends as [`life::Cause::AgentGone`] as soon as no cluster has the node and its
-//! `CacheNode` is gone, or the node's object is. The operator removes the `CacheNode` itself, at once, and sees no pods (its role has no right to
-//! them), so the agent may still run then. In this release it has no queues, and nothing is lent that somebody uses. The release that makes queues
-//! must end such a grant only when no agent's pod is on the node any more, or keep the `CacheNode` until its agent has listed no queues after it
-//! was told to leave, and must take a node whose object is gone for one whose agent runs until the machine is known to be off.
+//! Agents are told of grants in `spec.queues` of their `CacheNode` ([`crate::node`]), of none whose end was said, and list in `status.applied.queues` what they
+//! keep. A grant that was written into a spec late, by a replica that has lost its lease or by what was known a moment ago, is put right by the next reconcile of the node; meanwhile the
+//! agent keeps nothing that cannot be beside what it has.
 //!
 //! Deliberately absent: queues themselves, which no agent of this release makes; `reservedFor`, which nobody sets in this release: as long as it
 //! is there, a deletion waits; limits of tenants (`maxGpuQueuePairs`), which are refused.

@@ -29,7 +29,7 @@ pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action,
     let wanted = build::build(&node, &found);
     let wanted_mode = match &wanted {
         build::Wanted::Spec(spec) => Some(spec.mode),
-        build::Wanted::Nothing | build::Wanted::Unchanged => None,
+        _ => None,
     };
     let readiness = readiness::step(&node, found.live.as_deref(), &wanted, &clock::now());
     let goes = wanted == build::Wanted::Nothing;

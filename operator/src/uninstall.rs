@@ -164,7 +164,13 @@ impl Run<'_> {
             is_here && !cluster["name"].as_str().is_some_and(|name| staying.contains(name))
         };
         let left = nodes.iter().filter(is_left).map(|node| node.name_any());
-        Ok(left.map(|name| format!("CacheNode {name}: the operator removes it: does it run?")).collect())
+        let say = |name: String| {
+            format!(
+                "CacheNode {name}: the operator removes it, once the agent has let go of what GPUQueueAllocations of the node were granted: an agent \
+                 that says nothing for a minute counts as gone. Does the operator run?"
+            )
+        };
+        Ok(left.map(say).collect())
     }
 
     /// Bindings of clusters that go, which the operator removes afterwards.

@@ -11,6 +11,7 @@
 //! | spec of a CacheNode, if the plan has changed by what its node had | everything |
 //! | spec of a CacheNode, its GPUs, or what it says of profiles and of whose pods are whose | profiles of its cluster's namespace, tenants that name pods |
 //! | anything of a profile | allocations that name it |
+//! | anything of an allocation | its node, whose agent is told of grants |
 //! | spec of an allocation | another one of its node: one that is gone decides nothing |
 //! | what was decided of a profile | nodes that it was decided for, clusters of its namespace ([`crate::profile::apply`]) |
 //!
@@ -311,9 +312,11 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         Box::pin(async move {
             on.triggers.send(&on.triggers.allocations, object).await;
             // One that is gone decides nothing, and others may have its room.
+            let node = object.spec.node_name.as_str();
             if news == News::Spec {
-                on.triggers.one_allocation(&on.world, object.spec.node_name.as_str()).await;
+                on.triggers.one_allocation(&on.world, node).await;
             }
+            on.triggers.nodes_named(&on.world, &BTreeSet::from([node.to_owned()])).await;
         })
     }));
     tasks.spawn(follow(Api::<Node>::all(client.clone()), all(), writers.nodes, on(), |on, object, news| {

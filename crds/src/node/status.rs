@@ -1,6 +1,6 @@
 //! What an agent says of its node. Slow facts only: the agent writes when something changed, and one status in 10 s over time.
 //!
-//! Bounded: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, 128 allocations of 100 bytes: under 40 KiB at the very most,
+//! Bounded: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, 128 allocations of 100 bytes, or of 400 with why they are refused: under 80 KiB at the very most,
 //! 3 KiB of a node with four devices.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -265,7 +265,7 @@ pub struct Applied {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub profiles: Vec<AppliedProfile>,
-    /// Allocations whose queues it has made. Not written in this release.
+    /// Allocations that it keeps queue pairs for, or refuses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["uid".into()]))]
@@ -304,14 +304,20 @@ pub struct AppliedProfile {
     pub prediction_error_p99_percent: Option<u32>,
 }
 
-/// Queues that the agent has made for one allocation.
+/// What the agent has of one allocation.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedQueues {
     /// Unique id of the GPUQueueAllocation.
     pub uid: Uid,
-    /// Queue pairs, on all controllers.
+    /// Queue pairs that it has made, on all controllers. 0 in this release.
     pub queue_pairs: u32,
+    /// Queue pairs that it keeps for the allocation, on all controllers.
+    #[serde(default)]
+    pub kept: u32,
+    /// Why it keeps none, and what to do. Absent: it keeps them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refused: Option<Text>,
 }
 
 /// How far the node is emptied.

@@ -67,9 +67,9 @@ words! {
         DeletionBlocked,
         /// The wanted queue pairs are set aside on the node.
         Allocated,
-        /// The agent has made the queue pairs. No agent of this release does.
+        /// The agent has made the queue pairs. No agent of this release does; the message says whether it keeps them.
         Programmed,
-        /// The agent has destroyed the queue pairs; nobody can use them any more.
+        /// The agent has let go of the queue pairs; nobody can use them any more.
         Released,
         /// The profile has been read, and is one.
         Valid,

@@ -34,7 +34,7 @@ pub(crate) fn table() -> Table {
             "configurationDigest": digest,
             "pools": [{"pool": "fast", "uid": "1-2", "generation": 3}],
             "profiles": [{"name": "llama", "digest": digest, "predictionErrorP50Percent": 4, "predictionErrorP99Percent": 12}],
-            "queues": [{"uid": "9-9", "queuePairs": 8}],
+            "queues": [{"uid": "9-9", "queuePairs": 0, "kept": 8}, {"uid": "9-8", "queuePairs": 0, "kept": 0, "refused": "no room"}],
         },
         "drain": {"drained": false, "walkedBlocks": 10, "durableBlocks": 100, "nowhereBlocks": 0},
         "conditions": [{
@@ -51,6 +51,10 @@ pub(crate) fn table() -> Table {
                 "configurationDigest": digest,
                 "claims": [claim, file],
                 "profiles": [{"name": "llama", "digest": digest}],
+                "queues": [{
+                    "uid": "9-9", "allocation": "chat/x", "isolation": "TrustedShared",
+                    "controllers": [{"serial": "S4", "queuePairs": 8}],
+                }],
             },
             "status": status,
         }),

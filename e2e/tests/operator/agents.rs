@@ -34,12 +34,11 @@ pub(crate) struct Agents {
 impl Agents {
     /// Each does what is wanted of it by now; what is new is told. Whether there was something.
     pub(crate) fn obey(&mut self, lab: &Lab) -> bool {
-        let allocations = lab.list("GPUQueueAllocation");
         let tenants = tenants_digest(lab);
         let mut has_told = false;
         for node in lab.list("CacheNode").iter().filter(|node| node.metadata.deletion_timestamp.is_none()) {
             let name = node.name_any();
-            let status = self.status(node, &allocations, tenants.as_deref());
+            let status = self.status(node, tenants.as_deref());
             let now = (node.uid(), status);
             if self.told.get(&name) != Some(&now) && tell(lab, &name, &now.1) {
                 self.told.insert(name, now);
@@ -63,12 +62,7 @@ impl Agents {
         self.obey(lab);
     }
 
-    fn status(
-        &mut self,
-        node: &DynamicObject,
-        allocations: &[DynamicObject],
-        tenants: Option<&str>,
-    ) -> Value {
+    fn status(&mut self, node: &DynamicObject, tenants: Option<&str>) -> Value {
         let (name, spec) = (node.name_any(), &node.data["spec"]);
         let claims = spec["claims"].as_array().cloned().unwrap_or_default();
         for claim in claims.iter().filter(|claim| claim["wipe"] == true) {
@@ -86,8 +80,7 @@ impl Agents {
                 "queuePairsLent": 0,
             })
         };
-        let queues: Vec<Value> =
-            allocations.iter().filter_map(|allocation| made_of(allocation, &name)).collect();
+        let queues: Vec<Value> = spec["queues"].as_array().into_iter().flatten().map(made_of).collect();
         json!({
             "observedGeneration": node.metadata.generation,
             "agent": { "version": "0.1.0" },
@@ -146,16 +139,11 @@ fn device(claim: &Value, node: &str) -> Value {
     }
 }
 
-/// Queues of an allocation: they are made of a grant and destroyed when it ends.
-fn made_of(allocation: &DynamicObject, node: &str) -> Option<Value> {
-    let status = &allocation.data["status"];
-    let conditions = status["conditions"].as_array()?;
-    let stands = conditions.iter().any(|one| one["type"] == "Allocated" && one["status"] == "True");
-    if allocation.data["spec"]["nodeName"] != node || !stands {
-        return None;
-    }
-    let pairs = status["allocations"].as_array()?.iter().filter_map(|grant| grant["queuePairs"].as_u64());
-    Some(json!({ "uid": allocation.uid(), "queuePairs": pairs.sum::<u64>() }))
+/// What an agent has of an allocation that it is told of, as one that makes queues.
+fn made_of(claim: &Value) -> Value {
+    let shares = claim["controllers"].as_array().into_iter().flatten();
+    let pairs: u64 = shares.filter_map(|share| share["queuePairs"].as_u64()).sum();
+    json!({ "uid": claim["uid"], "queuePairs": pairs, "kept": pairs })
 }
 
 /// What agents say of the file by which they know whose pods are whose.

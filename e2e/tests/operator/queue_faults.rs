@@ -165,13 +165,20 @@ fn grants_of_a_node_that_leaves_its_cluster_end() {
     lab.delete(KIND, "goes");
     lab.wait_condition(KIND, "goes", ["DeletionBlocked", "True", "Releasing"]);
     lab.cluster(json!({ "pools": [{ "name": "p" }], "agents": { "nodeSelector": { "name": "n2" } } }));
+    lab.wait_condition(KIND, "stays", ["Released", "False", "Releasing"]);
+    wait_until("its agent is told to let go of them", PATIENCE, || {
+        lab.get("CacheNode", "n1").expect("it is there").data["spec"]["queues"].is_null().then_some(())
+    });
+    std::thread::sleep(SETTLED);
+    assert!(lab.get(KIND, "goes").is_some() && lab.get("CacheNode", "n1").is_some(), "its agent has them");
+    agent_says(&lab, "n1", &["S1"], &[], json!({}));
     wait_gone(&lab, "goes");
     let said = lab.wait_condition(KIND, "stays", ["Released", "True", "AgentGone"]);
-    assert!(said.contains("no KVCacheCluster has node n1"), "{said}");
+    assert!(said.contains("KVCacheCluster cache/c has node n1 no more"), "{said}");
     wait_until("nothing of ours holds it", PATIENCE, || {
         lab.get(KIND, "stays").expect("it is there").finalizers().is_empty().then_some(())
     });
-    assert!(lab.get("CacheNode", "n1").is_none());
+    wait_until("its CacheNode is gone", PATIENCE, || lab.get("CacheNode", "n1").is_none().then_some(()));
     operator.kill();
 }
 

@@ -181,7 +181,8 @@ fn grants_end_with_the_agents_of_a_release_and_those_that_stay_are_named() {
         lab.wait_condition(KIND, name, GRANTED);
     }
     let controllers = json!([{ "serial": "S1", "pool": "p", "queuePairs": 32, "queuePairsLent": 0 }]);
-    agent_says(&lab, "n1", &[], &[("goes", 4)], json!({ "controllers": controllers }));
+    let says = json!({ "controllers": controllers, "observedGeneration": 1 });
+    agent_says(&lab, "n1", &[], &[("goes", 4)], says);
     lab.delete(KIND, "goes");
     lab.wait_condition(KIND, "goes", ["DeletionBlocked", "True", "Releasing"]);
 
@@ -191,6 +192,13 @@ fn grants_end_with_the_agents_of_a_release_and_those_that_stay_are_named() {
         cluster.metadata.deletion_timestamp.map(|_| ())
     });
     collect_garbage(&lab);
+    lab.wait_condition(KIND, "ends", ["Released", "False", "Releasing"]);
+    // Its pod is stopped.
+    let left = json!([{
+        "type": "AgentReady", "status": "False", "reason": "AgentGone", "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]);
+    let last = json!({ "controllers": controllers, "conditions": left, "observedGeneration": 1 });
+    agent_says(&lab, "n1", &[], &[], last);
     let output = deletion.wait_with_output().expect("it ends");
     let words = said(&output);
     assert!(output.status.success(), "{words}");

@@ -4,11 +4,13 @@
 //! that nobody knows is passed over; a value that cannot be read is a [`Problem`], which ends as a condition, and what it speaks
 //! of stays as it is on the node. Nothing of an object ends the agent.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode, Quantity, Span};
-use reprise_crds::node::{PoolClaim, ProfileClaim};
+use reprise_crds::node::{PoolClaim, ProfileClaim, QueueClaim};
+use reprise_crds::queues::QueueIsolation;
 use reprise_crds::slack::content_file;
 use serde_json::Value;
 
@@ -18,9 +20,14 @@ const CLAIMS_MAX: usize = 8;
 /// Profiles of one node, at the most; the schema says so too.
 const PROFILES_MAX: usize = 16;
 
+/// Grants of queue pairs of one node, at the most; the schema says so too.
+const QUEUES_MAX: usize = 128;
+
 /// What is wanted of a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Desired {
+    /// Which telling this is, of all of one process; 0: none.
+    pub told: u64,
     /// Generation of the spec.
     pub generation: i64,
     /// What the node is used for; `None` when that cannot be read: as before.
@@ -31,6 +38,8 @@ pub struct Desired {
     pub claims: Vec<Claim>,
     /// Profiles that the agent should work by; `None` when they cannot be read: as before.
     pub profiles: Option<Vec<ProfileWish>>,
+    /// Queue pairs that are granted; `None` when they cannot be read, or are not the API server's word: as before.
+    pub queues: Option<Vec<QueueWish>>,
     /// What cannot be read.
     pub problems: Vec<Problem>,
 }
@@ -44,6 +53,19 @@ pub struct ProfileWish {
     pub digest: String,
     /// Name of the file with its content, beside the configuration.
     pub file: String,
+}
+
+/// Queue pairs that are granted to a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueueWish {
+    /// Unique id of the allocation.
+    pub uid: String,
+    /// Its namespace and name.
+    pub allocation: String,
+    /// Whether nobody else may have anything of the controllers.
+    pub exclusive: bool,
+    /// Queue pairs by the controllers' serial numbers.
+    pub pairs: BTreeMap<String, u32>,
 }
 
 /// What one pool wants of the node.
@@ -140,6 +162,9 @@ impl Desired {
         let profiles = read_profiles(&spec["profiles"])
             .map_err(|error| other(format!("spec.profiles: {error}; profiles stay as they were")))
             .ok();
+        let queues = read_queues(&spec["queues"])
+            .map_err(|error| other(format!("spec.queues: {error}; what is kept for GPUs stays as it was")))
+            .ok();
         let mut claims = Vec::new();
         match &spec["claims"] {
             Value::Null => {}
@@ -156,13 +181,14 @@ impl Desired {
             }
             value => problems.push(unreadable(&Value::Null, &format!("{value} is no list"))),
         }
-        Desired { generation, mode, configuration_digest, claims, profiles, problems }
+        Desired { told: 0, generation, mode, configuration_digest, claims, profiles, queues, problems }
     }
 
     /// The same as far as it is followed without the API server's word: nothing is destroyed that somebody may have thought better of
-    /// since.
+    /// since, and no queue pairs are taken that may be somebody else's by now.
     #[must_use]
     pub fn without_destruction(mut self) -> Desired {
+        self.queues = None;
         self.claims.retain(|claim| claim.data == Data::Kept);
         self.claims.iter_mut().for_each(|claim| claim.foreign = ForeignSignatures::Refuse);
         self
@@ -193,6 +219,23 @@ fn read_profiles(value: &Value) -> Result<Vec<ProfileWish>, String> {
         }
     };
     claims.iter().map(wish).collect()
+}
+
+fn read_queues(value: &Value) -> Result<Vec<QueueWish>, String> {
+    if value.is_null() {
+        return Ok(Vec::new());
+    }
+    let claims: Vec<QueueClaim> = serde_json::from_value(value.clone()).map_err(|error| error.to_string())?;
+    if claims.len() > QUEUES_MAX {
+        return Err(format!("more than {QUEUES_MAX} allocations"));
+    }
+    let wish = |claim: QueueClaim| QueueWish {
+        uid: claim.uid.to_string(),
+        allocation: claim.allocation.to_string(),
+        exclusive: claim.isolation == QueueIsolation::ExclusiveController,
+        pairs: claim.controllers.iter().map(|share| (share.serial.to_string(), share.queue_pairs)).collect(),
+    };
+    Ok(claims.into_iter().map(wish).collect())
 }
 
 fn unreadable(claim: &Value, why: &str) -> Problem {
@@ -338,6 +381,30 @@ mod tests {
         ] {
             let desired = read(&json!({ "profiles": profiles }));
             assert_eq!(desired.profiles, None, "{profiles}");
+            assert!(desired.problems[0].message.contains(words), "{:?}", desired.problems);
+        }
+    }
+
+    #[test]
+    fn queue_pairs_are_read_by_controller_and_none_without_the_servers_word() {
+        let share = |serial: &str, pairs: u32| json!({ "serial": serial, "queuePairs": pairs });
+        let claim =
+            json!({ "uid": "u-1", "allocation": "chat/x", "controllers": [share("S1", 8), share("S2", 4)] });
+        let mut own = claim.clone();
+        own["isolation"] = json!("ExclusiveController");
+        let desired = read(&json!({ "queues": [claim, own] }));
+        let [shared, own] = desired.queues.as_deref().expect("they are right") else { panic!("{desired:?}") };
+        let pairs = BTreeMap::from([("S1".to_owned(), 8), ("S2".to_owned(), 4)]);
+        assert_eq!((shared.allocation.as_str(), shared.exclusive, &shared.pairs), ("chat/x", false, &pairs));
+        assert!(own.exclusive);
+        assert_eq!(read(&json!({})).queues, Some(Vec::new()));
+        assert_eq!(desired.without_destruction().queues, None);
+        for (queues, words) in [
+            (json!([{ "uid": "u-1" }]), "missing field `allocation`"),
+            (json!(vec![claim; 129]), "more than 128"),
+        ] {
+            let desired = read(&json!({ "queues": queues }));
+            assert_eq!(desired.queues, None);
             assert!(desired.problems[0].message.contains(words), "{:?}", desired.problems);
         }
     }

@@ -11,6 +11,8 @@ use reprise_crds::status::Reason;
 pub struct Facts {
     /// Where the agent is in its life.
     pub phase: Phase,
+    /// The [`Desired`](crate::Desired) that the rest was found for.
+    pub told: u64,
     /// Generation of the spec that the rest was found for; 0: of none.
     pub generation: i64,
     /// What of the spec cannot be read or done, in words.
@@ -41,6 +43,8 @@ pub struct Facts {
     pub tenants: Option<String>,
     /// Profiles that the agent works by, or has refused.
     pub profiles: Vec<ProfileFact>,
+    /// What is kept for GPUs.
+    pub queues: Vec<QueueFact>,
     /// NVMe controllers of the node, each serial number once.
     pub controllers: Vec<ControllerFact>,
     /// What the node is used for.
@@ -173,6 +177,17 @@ pub struct GpuFact {
     pub uuid: String,
     /// What it is, as its driver names it.
     pub product: String,
+}
+
+/// Queue pairs that are kept for a GPU, or why not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueueFact {
+    /// Unique id of the allocation.
+    pub uid: String,
+    /// How many, on all controllers.
+    pub kept: u32,
+    /// Why none is.
+    pub refused: Option<String>,
 }
 
 /// A profile that the agent works by, or has refused.

@@ -12,7 +12,7 @@ use serde_json::Value;
 /// The file in the state directory.
 const FILE: &str = "cachenode.json";
 
-/// A spec has 10 KiB at its bounds.
+/// A spec has 200 KiB at its bounds, most of it grants of queue pairs.
 const BYTES_MAX: u64 = 1 << 20;
 
 /// A spec as it was read last.

@@ -14,6 +14,8 @@
 //! * the first [`Desired`] is the one kept on disk, if there is one, so an agent starts without an API server;
 //! * a status is written when it has changed, one in [`NodeSettings::status_every`] over time, four in a row when something others act on has; and every
 //!   [`UNCHANGED_EVERY`] in any case;
+//! * a status is of facts that were found for the object that it is written into, and nothing is kept for GPUs before one was taken: so who reads it
+//!   knows of everything that the agent may keep;
 //! * every write is of the agent's own fields, which nobody else has: it insists on them, and says so where somebody else has written them.
 //!
 //! Beside it the API server is asked whose the tokens are that sessions show ([`Reviewer`]).
@@ -31,10 +33,10 @@ mod status;
 mod watch;
 
 pub use connect::{Access, ConnectError};
-pub use desired::{Claim, Data, Desired, Part, Problem, ProfileWish, Source};
+pub use desired::{Claim, Data, Desired, Part, Problem, ProfileWish, QueueWish, Source};
 pub use facts::{
     ClaimFact, ControlPlane, ControllerFact, DeviceFact, DrainFact, Facts, GpuFact, Memory, Phase,
-    ProfileFact, Trouble,
+    ProfileFact, QueueFact, Trouble,
 };
 pub use kept::{KeptSpec, StateDirectory};
 pub use pace::UNCHANGED_EVERY;

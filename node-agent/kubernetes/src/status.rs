@@ -10,12 +10,14 @@ use reprise_crds::fields::{
     Text, Uid, Version,
 };
 use reprise_crds::node::{
-    AgentInfo, Applied, AppliedPool, AppliedProfile, Controller, Device, DeviceState, Drain, Endpoints, Gpu,
-    NodeCapacity, Registration,
+    AgentInfo, Applied, AppliedPool, AppliedProfile, AppliedQueues, Controller, Device, DeviceState, Drain,
+    Endpoints, Gpu, NodeCapacity, Registration,
 };
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, set};
 
-use crate::facts::{ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, GpuFact, Phase, ProfileFact};
+use crate::facts::{
+    ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, GpuFact, Phase, ProfileFact, QueueFact,
+};
 
 /// Steps in which used bytes are told.
 const STEPS: u64 = 256;
@@ -37,6 +39,9 @@ const TEXT_CHARS_MAX: usize = 253;
 
 /// Controllers of one status.
 const CONTROLLERS_MAX: usize = 32;
+
+/// Allocations of one status.
+const QUEUES_MAX: usize = 128;
 
 /// What does not change while the agent runs.
 #[derive(Clone, Debug)]
@@ -201,6 +206,16 @@ fn profile(fact: &ProfileFact) -> AppliedProfile {
     }
 }
 
+fn queues(fact: &QueueFact) -> AppliedQueues {
+    AppliedQueues {
+        uid: Uid::new(&fact.uid),
+        // Nobody makes queues for GPUs in this release.
+        queue_pairs: 0,
+        kept: fact.kept,
+        refused: fact.refused.as_deref().map(short),
+    }
+}
+
 /// A text of one line that is not too long: one value that does not fit would cost the whole status.
 fn short(text: &str) -> Text {
     let line = text.split(['\r', '\n']).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
@@ -218,7 +233,11 @@ fn applied(facts: &Facts) -> Applied {
         pools: facts.claims.iter().map(pool).collect(),
         tenants_digest: facts.tenants.as_ref().map(Digest::new),
         profiles: facts.profiles.iter().map(profile).collect(),
-        queues: Vec::new(),
+        // They end with the agent as well.
+        queues: match facts.phase {
+            Phase::Leaving => Vec::new(),
+            Phase::Starting | Phase::Serving => facts.queues.iter().take(QUEUES_MAX).map(queues).collect(),
+        },
     }
 }
 
@@ -406,4 +425,4 @@ fn drained(facts: &Facts) -> Finding {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -12,7 +12,7 @@ use reprise_crds::status::Condition;
 use reprise_crds::{CacheNode, CacheNodeStatus};
 use serde_json::{Value, json};
 use tokio::sync::{oneshot, watch};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_stream::StreamExt;
 
 use crate::connect::{Access, ConnectError};
@@ -26,12 +26,18 @@ use crate::status::{Identity, status, without_amounts};
 /// One write; a server that takes longer is away.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a leaving agent gives its last write.
+/// What a leaving agent gives its last status.
 const LAST_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Between two tries of it.
+const LAST_WRITE_AGAIN: Duration = Duration::from_millis(250);
 
 /// Answers that say that the status or its writer is wrong, as waiting does not change: a bad request, no identity, no right, no valid
 /// object. Others are of a server that is not ready, is busy, or has no object yet.
 const REFUSALS: [u16; 4] = [400, 401, 403, 422];
+
+/// HTTP's code for what is not there.
+const NOT_FOUND: u16 = 404;
 
 /// What the loop needs to know.
 #[derive(Clone, Debug)]
@@ -62,6 +68,12 @@ pub struct NodeWatch {
     tell: Box<dyn FnMut(Desired) + Send>,
     /// Generation and spec that it was told last; no spec of the server's, if it is the kept one.
     told: Option<(i64, Option<Value>)>,
+    /// How often it was told something.
+    tellings: u64,
+    /// What it was told last.
+    last: Option<Desired>,
+    /// The object that is followed.
+    object: Option<Followed>,
     /// The status that was written last.
     written: Option<CacheNodeStatus>,
     /// Conditions of the object when it was read, for their times.
@@ -73,6 +85,26 @@ pub struct NodeWatch {
     contested: Contested,
     /// The other cluster that has the node.
     other: Option<String>,
+}
+
+/// The object that is followed.
+#[derive(Clone, Debug)]
+struct Followed {
+    uid: Option<String>,
+    /// The first telling that is of it.
+    since: u64,
+    /// Its generation when a status of this process was taken into it first. Before that what it says may be another process's, so nothing is kept for
+    /// GPUs, nor by a spec of before.
+    known_at: Option<i64>,
+}
+
+/// What became of a status that was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Answer {
+    Taken,
+    Refused,
+    /// It may be taken another time.
+    Later,
 }
 
 /// What is thought of the API server.
@@ -103,6 +135,9 @@ impl NodeWatch {
             settings,
             tell: Box::new(tell),
             told: None,
+            tellings: 0,
+            last: None,
+            object: None,
             written: None,
             found: Vec::new(),
             server: Server::Unknown,
@@ -127,9 +162,9 @@ impl NodeWatch {
                 biased;
                 // Without a word the agent has ended as well.
                 _ = &mut leave => {
-                    let last = facts.borrow().clone().filter(|_| self.told.is_some());
+                    let last = facts.borrow().clone().filter(|last| self.is_of_object(last));
                     if let Some(last) = last {
-                        self.write(&Facts { phase: Phase::Leaving, ..last }, LAST_WRITE_TIMEOUT).await;
+                        self.say_last(&Facts { phase: Phase::Leaving, ..last }).await;
                     }
                     return;
                 }
@@ -166,8 +201,7 @@ impl NodeWatch {
 
     /// When the status is to be written; never before there is an object and something to say of it.
     fn next_write(&self, facts: Option<&Facts>) -> Option<Instant> {
-        let facts = facts?;
-        self.told.as_ref()?;
+        let facts = facts.filter(|facts| self.is_of_object(facts))?;
         let news = match &self.written {
             Some(written) => {
                 let contested = self.contested.finding(Instant::now());
@@ -184,6 +218,22 @@ impl NodeWatch {
         Some(self.pace.due(news, Instant::now()))
     }
 
+    /// Whether facts were found for the object that is followed.
+    fn is_of_object(&self, facts: &Facts) -> bool {
+        self.told.is_some() && self.object.as_ref().is_some_and(|object| facts.told >= object.since)
+    }
+
+    fn tell(&mut self, desired: Desired) {
+        self.tellings += 1;
+        let mut desired = Desired { told: self.tellings, ..desired };
+        (self.tell)(desired.clone());
+        if desired.queues.is_none() {
+            // As before.
+            desired.queues = self.last.take().and_then(|last| last.queues);
+        }
+        self.last = Some(desired);
+    }
+
     fn tell_kept(&mut self) {
         match self.settings.state.load() {
             Ok(Some(kept)) if self.other_cluster(&kept.spec).is_none() => {
@@ -192,7 +242,7 @@ impl NodeWatch {
                     "starting from the spec that was kept on this node"
                 );
                 self.told = Some((kept.generation, None));
-                (self.tell)(Desired::read(kept.generation, &kept.spec).without_destruction());
+                self.tell(Desired::read(kept.generation, &kept.spec).without_destruction());
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(error, "the kept spec cannot be used; waiting for the API server's"),
@@ -219,6 +269,12 @@ impl NodeWatch {
         if self.other.is_some() {
             return;
         }
+        let uid = object.uid();
+        if self.object.as_ref().is_none_or(|followed| followed.uid != uid) {
+            self.object = Some(Followed { uid, since: self.tellings + 1, known_at: None });
+            (self.told, self.written) = (None, None);
+            self.found.clear();
+        }
         if self.found.is_empty() {
             let conditions = object.data["status"]["conditions"].clone();
             self.found = serde_json::from_value(conditions).unwrap_or_default();
@@ -234,12 +290,33 @@ impl NodeWatch {
         if let Err(error) = self.settings.state.save(generation, spec) {
             tracing::warn!(%error, "the spec cannot be kept on this node: without the API server the agent could not start again");
         }
-        (self.tell)(Desired::read(generation, spec));
+        self.tell_spec();
     }
 
-    /// The node is another cluster's: nothing is followed or said of it. What its agent has kept in the same directory is not ours to forget.
+    /// Tells the spec that is followed.
+    fn tell_spec(&mut self) {
+        let Some((generation, Some(spec))) = &self.told else { return };
+        let mut desired = Desired::read(*generation, spec);
+        let known_at = self.object.as_ref().and_then(|object| object.known_at);
+        if known_at.is_none_or(|at| *generation < at) {
+            desired.queues = None;
+        }
+        self.tell(desired);
+    }
+
+    /// What is kept for GPUs is let go of; all else stays as it was told.
+    fn let_go_of_queues(&mut self) {
+        let keeps = |last: &&Desired| last.queues.as_ref().is_some_and(|queues| !queues.is_empty());
+        if let Some(last) = self.last.as_ref().filter(keeps) {
+            let last = Desired { queues: Some(Vec::new()), ..last.clone() };
+            self.tell(last);
+        }
+    }
+
+    /// The node is another cluster's: nothing is followed or said of it, and nothing kept for its GPUs. What its agent has kept in the same directory is not ours to forget.
     fn taken(&mut self) {
-        (self.told, self.written) = (None, None);
+        self.let_go_of_queues();
+        (self.told, self.written, self.object) = (None, None, None);
         self.found.clear();
         if let Ok(Some(kept)) = self.settings.state.load()
             && self.other_cluster(&kept.spec).is_none()
@@ -258,7 +335,7 @@ impl NodeWatch {
 
     /// There is no object of ours: no status to write, and nothing to start from another time. One that is made anew is told in any case.
     fn gone(&mut self) {
-        (self.told, self.written) = (None, None);
+        (self.told, self.written, self.object) = (None, None, None);
         self.found.clear();
         self.forget();
     }
@@ -286,8 +363,20 @@ impl NodeWatch {
         }
     }
 
+    /// Writes the last status; others wait for what it says, so it is tried until there is no more time.
+    async fn say_last(&mut self, last: &Facts) {
+        let until = Instant::now() + LAST_WRITE_TIMEOUT;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if self.write(last, left).await != Answer::Later || left <= LAST_WRITE_AGAIN {
+                return;
+            }
+            sleep(LAST_WRITE_AGAIN).await;
+        }
+    }
+
     /// Writes a status; one that is not taken is tried again when the next is due.
-    async fn write(&mut self, facts: &Facts, patience: Duration) {
+    async fn write(&mut self, facts: &Facts, patience: Duration) -> Answer {
         self.pace.tried(Instant::now());
         let now = now();
         let known = self.written.as_ref().map_or(&self.found, |written| &written.conditions);
@@ -310,15 +399,34 @@ impl NodeWatch {
                 if self.refused.take().is_some() {
                     tracing::info!("the status of this node is taken again");
                 }
-                self.written = Some(next);
+                // Made anew meanwhile, which the watch tells.
+                if self.is_followed(&stored) {
+                    self.written = Some(next);
+                    self.known(stored.metadata.generation.unwrap_or_default());
+                }
+                return Answer::Taken;
             }
+            Ok(Err(kube::Error::Api(answer))) if answer.code == NOT_FOUND => return Answer::Refused,
             Ok(Err(kube::Error::Api(answer))) if REFUSALS.contains(&answer.code) => {
                 self.refused(&answer.message);
+                return Answer::Refused;
             }
             // The watch says whether the server is away.
             Ok(Err(error)) => tracing::debug!(%error, "the status cannot be written"),
             Err(_) => tracing::debug!("the status was not taken in time"),
         }
+        Answer::Later
+    }
+
+    fn is_followed(&self, stored: &DynamicObject) -> bool {
+        self.object.as_ref().is_some_and(|object| object.uid == stored.uid())
+    }
+
+    /// A status of this process was taken: from now on queue pairs are kept, by the spec that is beside it, or a later one.
+    fn known(&mut self, generation: i64) {
+        let Some(object) = self.object.as_mut().filter(|object| object.known_at.is_none()) else { return };
+        object.known_at = Some(generation);
+        self.tell_spec();
     }
 
     /// Says once what the server does not like.

@@ -4,7 +4,7 @@
 //! All controllers on the PCI bus that say what they have are told, also those that no pool claims; of one serial number one, since a
 //! drive with two ports is one drive. A pool in a directory claims a file and no device, so it has no controller.
 //!
-//! Deliberately absent: lending queue pairs, which takes a driver that this release does not have.
+//! Deliberately absent: what is kept of them for GPUs ([`super::queues`]).
 
 use std::collections::BTreeMap;
 use std::fs;

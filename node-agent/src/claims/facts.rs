@@ -17,6 +17,7 @@ use super::ClaimsParts;
 use super::board::{Board, Kind};
 use super::controllers::Drive;
 use super::profiles::Profiles;
+use super::queues::Queues;
 use super::slow::Slow;
 use super::wear::{Limits, Place, Wear};
 use crate::admin::AdminContext;
@@ -38,11 +39,12 @@ pub(crate) struct OwnEndpoints {
     pub(crate) socket_directory: PathBuf,
 }
 
-/// What was found on the node beside its devices, and its profiles.
+/// What was found on the node beside its devices, its profiles, and what is kept for GPUs.
 pub(super) struct Look<'a> {
     pub(super) controllers: &'a [ControllerFact],
     pub(super) gpus: &'a [GpuFact],
     pub(super) profiles: &'a Profiles,
+    pub(super) queues: &'a Queues,
     pub(super) slow: &'a Slow,
     pub(super) wear: &'a Wear,
     /// Drives by the stable paths of devices.
@@ -113,6 +115,7 @@ pub(super) fn gather(
     let pending = parts.config.pending(wanted);
     Facts {
         phase: if is_ready { Phase::Serving } else { Phase::Starting },
+        told: desired.told,
         generation: desired.generation,
         problems: desired.problems.iter().map(|problem| problem.message.clone()).collect(),
         configuration: Some(parts.config.digest().to_owned()),
@@ -132,6 +135,7 @@ pub(super) fn gather(
         gpus: look.gpus.to_vec(),
         tenants: parts.bindings.as_ref().map(BindingsFile::digest),
         profiles: look.profiles.facts(),
+        queues: look.queues.facts(),
         controllers: look.controllers.to_vec(),
         mode: spec_mode(view.mode),
         drain: DrainFact {

@@ -137,7 +137,7 @@ async fn act(step: &Step, held: &mut BTreeSet<String>, context: &Context) -> Res
     }
 }
 
-/// Writes a status. What the agent has in it stays: a change of that is another version.
+/// Writes a status. What others have in it stays: a change of that is another version.
 async fn write(
     object: &GPUQueueAllocation,
     api: &Api<GPUQueueAllocation>,

@@ -113,8 +113,8 @@ fn claimant(member: &Member<'_>, found: &Found) -> Claimant {
             Life::Refused | Life::Ended(_) | Life::Over => Hold::Nothing,
             Life::Wants if found.is_passed_over(object) => Hold::Nothing,
             Life::Wants => Hold::Wants,
-            Life::Stands { listed: Some(_) } => Hold::Stands { shares, queues: Queues::Made },
-            Life::Stands { listed: None } => Hold::Stands { shares, queues: Queues::None },
+            Life::Stands { kept: Some(_) } => Hold::Stands { shares, queues: Queues::Kept },
+            Life::Stands { kept: None } => Hold::Stands { shares, queues: Queues::None },
             Life::Ends(..) | Life::Goes => Hold::Ends(shares),
         },
     }

@@ -7,11 +7,13 @@ use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::node::{AppliedQueues, Controller};
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use reprise_crds::{CacheNode, CacheNodeStatus, CacheTenant, GPUQueueAllocation, SSDPool, SlackProfile};
 
 use super::grant::{Lender, budget};
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::node::dereference::cluster_of;
 use crate::plan::PoolPlan;
 
 /// A node, and everything that its grants are decided by.
@@ -36,13 +38,28 @@ pub struct Found {
 /// Whether a node is there, and an agent on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
-    /// A cluster has it, or had it a moment ago.
+    /// A cluster has it.
     Here,
-    /// No cluster has it, and its `CacheNode` is gone. The agent's pod may be there for a while, which is no matter as long as no agent makes
-    /// queues: see what [`super`] asks of the release in which they do.
-    NoAgent,
-    /// There is no such node, or not any more. The same holds of its pods.
+    /// The cluster that had it has it no more. Its `CacheNode` is that one's until its agent has let go of what it keeps.
+    Left,
+    /// There is no such node, or not any more, and nothing of it that could be lent. Its agent may run as long as the machine does.
     Gone,
+}
+
+/// What the node's agent has of an allocation, or may have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// It says so.
+    Told {
+        /// Queue pairs that it keeps for it.
+        kept: u32,
+        /// Queue pairs that it has made.
+        made: u32,
+        /// Why it keeps none.
+        refused: Option<String>,
+    },
+    /// It is told to keep some, or may not have seen yet that it is told so no more.
+    Unanswered,
 }
 
 /// An allocation, and what it refers to.
@@ -70,8 +87,8 @@ pub fn known(node: &str, context: &Context) -> Found {
 
 /// The same with what the API server has now of allocations and of what the agent says: also grants that no watch has told of yet.
 ///
-/// The allocations are read before what the agent lists. An agent lists an allocation, then writes its status, and then makes queues: whose status
-/// was read as it is after that is found in the list, and whose was read before is not changed by us any more, since each write names the version.
+/// The `CacheNode` may be written at the same time by what a watch told a moment before, so an agent may be told of a grant that has ended: [`super`] says
+/// what comes of that.
 ///
 /// # Errors
 /// It did not answer.
@@ -109,13 +126,13 @@ fn found(
 
 fn presence(node: &str, cache_node: Option<&CacheNode>, context: &Context) -> Presence {
     let world = &context.world;
-    let has_cluster = || world.plan().nodes.get(node).is_some_and(|plan| plan.cluster.is_some());
     if world.nodes.get(&ObjectRef::new(node)).is_none() {
-        Presence::Gone
-    } else if cache_node.is_some() || has_cluster() {
-        Presence::Here
-    } else {
-        Presence::NoAgent
+        return Presence::Gone;
+    }
+    let before = cache_node.and_then(cluster_of);
+    match world.plan().nodes.get(node).and_then(|plan| plan.cluster.as_ref()) {
+        Some(cluster) if before.is_none_or(|before| before == *cluster) => Presence::Here,
+        Some(_) | None => Presence::Left,
     }
 }
 
@@ -180,10 +197,31 @@ impl Found {
         allocation.metadata.uid.as_ref().is_some_and(|uid| self.passed_over.contains(uid))
     }
 
-    /// How many queue pairs of an allocation the agent has, as far as there is a node.
-    pub fn listed(&self, allocation: &GPUQueueAllocation) -> Option<u32> {
-        let applied = self.status().filter(|_| self.presence == Presence::Here)?.applied.as_ref()?;
-        let is_it = |queues: &&AppliedQueues| allocation.metadata.uid.as_deref() == Some(queues.uid.as_str());
-        applied.queues.iter().find(is_it).map(|queues| queues.queue_pairs)
+    /// What the agent has of an allocation, or may have; nothing when there is no node. It has nothing of what it is not told to keep once it has said
+    /// so of that spec, or that it leaves. An agent keeps nothing before it has said something of
+    /// this `CacheNode`, but for what it had by another one: who removes a `CacheNode` answers for that.
+    pub fn kept(&self, allocation: &GPUQueueAllocation) -> Option<Kept> {
+        let node = self.cache_node.as_deref().filter(|_| self.presence != Presence::Gone)?;
+        let uid = allocation.metadata.uid.as_deref()?;
+        let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
+        let mut listed = applied.into_iter().flat_map(|applied| &applied.queues);
+        if let Some(queues) = listed.find(|queues: &&AppliedQueues| queues.uid.as_str() == uid) {
+            let refused = queues.refused.as_ref().map(ToString::to_string);
+            return Some(Kept::Told { kept: queues.kept, made: queues.queue_pairs, refused });
+        }
+        let is_told = node.spec.queues.iter().any(|claim| claim.uid.as_str() == uid);
+        (is_told || !has_answered(node)).then_some(Kept::Unanswered)
     }
+}
+
+/// Whether what the agent says is about the spec as it is, or the last that it says.
+fn has_answered(node: &CacheNode) -> bool {
+    let Some(status) = node.status.as_ref().filter(|status| status.last_updated.is_some()) else {
+        return true;
+    };
+    let ready = find(&status.conditions, ConditionType::AgentReady);
+    let has_left = ready.is_some_and(|ready| {
+        ready.status == ConditionStatus::False && ready.reason == Reason::AgentGone.as_str()
+    });
+    has_left || status.observed_generation >= node.metadata.generation.unwrap_or_default()
 }

@@ -6,8 +6,8 @@
 //! * `TrustedShared`: so many pairs of each controller of the pool that nobody has for himself. Nothing is taken back for it.
 //! * `ExclusiveController`: so many pairs of one controller that nobody else has anything of; of several the one that lends the fewest.
 //! * A `Guaranteed` one that finds none takes a controller back: that which the fewest `Burstable` ones have to leave, then the fewest of
-//!   `BestEffort`. They give back all that they have, since a grant is whole. Where an agent has made queues of them, the controller is kept
-//!   for the one that waits, until they are destroyed.
+//!   `BestEffort`. They give back all that they have, since a grant is whole. Where an agent has something of them, the controller is kept
+//!   for the one that waits, until it has let go of it.
 
 use reprise_crds::fields::Percent;
 use reprise_crds::queues::{QueueIsolation, QueueQos};
@@ -62,19 +62,19 @@ pub enum Hold {
     Stands {
         /// What was granted.
         shares: Vec<Share>,
-        /// Whether there are queues of it.
+        /// Whether its agent has something of it.
         queues: Queues,
     },
     /// A grant that ends, and whose room is not free yet.
     Ends(Vec<Share>),
 }
 
-/// Whether an agent has made queues of a grant.
+/// Whether an agent has something of a grant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Queues {
-    /// It lists them.
-    Made,
-    /// It lists none.
+    /// It has, or may have.
+    Kept,
+    /// It has nothing.
     None,
 }
 
@@ -303,7 +303,7 @@ impl<'a> Book<'a> {
         }
         let mut cost = Cost { budget: desk.lender.budget, ..Cost::default() };
         for who in desk.holders.iter().map(|(who, _)| *who) {
-            let has_queues = matches!(self.claimants[who].has, Hold::Stands { queues: Queues::Made, .. });
+            let has_queues = matches!(self.claimants[who].has, Hold::Stands { queues: Queues::Kept, .. });
             if self.is_leaving(who) {
                 cost.late += 1;
                 continue;
@@ -344,7 +344,7 @@ impl<'a> Book<'a> {
     /// Of a grant without queues the room is free at once.
     fn take_back(&mut self, holder: usize, by: usize) {
         self.verdicts[holder] = Verdict::TakenBack { by: self.claimants[by].name.clone() };
-        if !matches!(self.claimants[holder].has, Hold::Stands { queues: Queues::Made, .. }) {
+        if !matches!(self.claimants[holder].has, Hold::Stands { queues: Queues::Kept, .. }) {
             for desk in &mut self.desks {
                 desk.holders.retain(|(who, _)| *who != holder);
             }

@@ -6,8 +6,9 @@ use reprise_crds::queues::QueueGrant;
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType as Type, Reason, find};
 use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
-use super::dereference::{Found, Presence};
+use super::dereference::{Found, Kept, Presence};
 use crate::names::QUEUES_FINALIZER;
+use crate::node::dereference::cluster_of;
 use crate::plan::Refusal;
 
 /// Where an allocation is in its life.
@@ -19,11 +20,11 @@ pub enum Life {
     Wants,
     /// It has a grant.
     Stands {
-        /// Queue pairs that the agent has made of it, where it has.
-        listed: Option<u32>,
+        /// What the agent has of it.
+        kept: Option<Kept>,
     },
-    /// Its grant ends, and the agent has queues of it still.
-    Ends(Ending, Left),
+    /// Its grant ends, and the agent has something of it still, or may have.
+    Ends(Ending, Kept),
     /// Nothing holds its grant any more, which is to be said.
     Ended(Ending),
     /// That was said: it is over for good.
@@ -32,10 +33,6 @@ pub enum Life {
     Goes,
 }
 
-/// Queue pairs that an agent has left of a grant that ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Left(pub u32);
-
 /// Why a grant ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
@@ -43,7 +40,7 @@ pub enum Cause {
     Expired,
     /// Somebody else needs it more.
     TakenBack,
-    /// There is no such node any more, or no `CacheNode` of it ([`Presence`] says what that does not tell).
+    /// There is no such node any more, or no cluster has it.
     AgentGone,
     /// The allocation is deleted.
     Deleted,
@@ -88,11 +85,11 @@ pub fn life(object: &GPUQueueAllocation, found: &Found, refused: Option<&Refusal
             () => Life::Wants,
         };
     };
-    let listed = found.listed(object);
+    let kept = found.kept(object);
     let ending = has_begun(&status.conditions).or_else(|| begins(object, status, found, now));
-    match (ending, listed) {
-        (None, listed) => Life::Stands { listed },
-        (Some(ending), Some(left)) => Life::Ends(ending, Left(left)),
+    match (ending, kept) {
+        (None, kept) => Life::Stands { kept },
+        (Some(ending), Some(left)) => Life::Ends(ending, left),
         (Some(_), None) if goes && is_only_ours(object) => Life::Goes,
         (Some(ending), None) => Life::Ended(ending),
     }
@@ -102,6 +99,12 @@ pub fn life(object: &GPUQueueAllocation, found: &Found, refused: Option<&Refusal
 /// status, or nobody could have its room.
 fn is_only_ours(object: &GPUQueueAllocation) -> bool {
     matches!(object.finalizers(), [only] if only == QUEUES_FINALIZER)
+}
+
+/// Whether it has a grant whose end was not said yet: what its node's agent is told of.
+pub fn stands(object: &GPUQueueAllocation) -> bool {
+    let status = object.status.as_ref().filter(|status| !status.allocations.is_empty());
+    status.is_some_and(|status| has_begun(&status.conditions).is_none())
 }
 
 /// An end that was said already.
@@ -123,10 +126,15 @@ fn begins(
     let ends = |cause: Cause, message: String| Some(Ending { cause, message });
     match found.presence {
         Presence::Here => {}
-        Presence::NoAgent => {
+        Presence::Left => {
+            let before = found.cache_node.as_deref().and_then(cluster_of);
+            let left = before.map_or_else(
+                || format!("no KVCacheCluster has node {node} any more"),
+                |before| format!("KVCacheCluster {before} has node {node} no more"),
+            );
             let message = format!(
-                "no KVCacheCluster has node {node} any more, and its CacheNode is gone: make a new GPUQueueAllocation for another node, or once \
-                 agents.nodeSelector of a cluster selects this one, and delete this one"
+                "{left}: make a new GPUQueueAllocation for another node, or once agents.nodeSelector of a cluster selects this one, and delete \
+                 this one"
             );
             return ends(Cause::AgentGone, message);
         }

@@ -1,7 +1,7 @@
 //! Whether what a grant was made of is there still, and within what may be lent. Pure.
 //!
-//! A grant is never made smaller, so it stands also when a controller is gone, or lends less than before; its status says so, and what to do. An
-//! agent makes no more queues of it meanwhile, since `Allocated` is not true.
+//! A grant is never made smaller, so it stands also when a controller is gone, or lends less than before, and its agent keeps what it has; its status says so, and
+//! what to do.
 
 use reprise_crds::GPUQueueAllocation;
 use reprise_crds::queues::QueueGrant;
@@ -27,8 +27,7 @@ pub fn doubt(object: &GPUQueueAllocation, found: &Found) -> Option<Finding> {
     let lost: Vec<String> = grants.iter().filter_map(|grant| lost(grant, pool, found)).collect();
     if !lost.is_empty() {
         let message = format!(
-            "{} queue pairs were set aside, and {}: bring it back, or make a new GPUQueueAllocation for what is there and delete this one. \
-             No queues are made meanwhile",
+            "{} queue pairs were set aside, and {}: bring it back, or make a new GPUQueueAllocation for what is there and delete this one",
             pairs(grants),
             few(&lost)
         );
@@ -40,7 +39,7 @@ pub fn doubt(object: &GPUQueueAllocation, found: &Found) -> Option<Finding> {
     }
     let message = format!(
         "{} queue pairs were set aside, and more is held than may be lent: {}. A grant is not made smaller: delete one of these, or raise \
-         devices.maxGpuQueuePercent of SSDPool {pool}. No queues are made meanwhile",
+         devices.maxGpuQueuePercent of SSDPool {pool}",
         pairs(grants),
         few(&over)
     );

@@ -8,9 +8,9 @@ use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::build::Member;
-use super::dereference::Found;
+use super::dereference::{Found, Kept, Presence};
 use super::grant::{Full, Share, Verdict, Wait};
-use super::life::{Cause, Ending, Left, Life, pairs};
+use super::life::{Cause, Ending, Life, pairs};
 use super::standing::doubt;
 use super::validate::is_told;
 use crate::plan::Refusal;
@@ -40,31 +40,31 @@ pub fn of(member: &Member<'_>, verdict: &Verdict, found: &Found, now: &Time) -> 
         (Life::Wants, Verdict::Granted(shares)) => {
             status.allocations = grants(shares, found);
             status.expires_at = expires(object, now);
-            findings.extend(stands(object, &status.allocations, None));
+            findings.extend(stands(object, &status.allocations, None, found));
         }
         (Life::Wants, Verdict::Waits(wait)) => findings.push(waits(object, wait, found)),
         // Who wants something is given it or waits.
         (Life::Wants, Verdict::Stays | Verdict::TakenBack { .. }) => return None,
-        (Life::Stands { listed }, Verdict::TakenBack { by }) => {
+        (Life::Stands { kept }, Verdict::TakenBack { by }) => {
             let message = format!(
                 "it was taken back for GPUQueueAllocation {by}, which is guaranteed and needs a controller of its own: make a new \
                  GPUQueueAllocation, which waits for room, and delete this one"
             );
             let ending = Ending { cause: Cause::TakenBack, message };
-            match listed {
-                Some(left) => findings.extend(ends(object, &ending, Left(*left), found)),
+            match kept {
+                Some(left) => findings.extend(ends(object, &ending, left, found)),
                 None => findings.extend(ended(&mut status, &ending)),
             }
         }
-        (Life::Stands { listed }, _) => {
-            let mut said = stands(object, &status.allocations, *listed);
+        (Life::Stands { kept }, _) => {
+            let mut said = stands(object, &status.allocations, kept.as_ref(), found);
             if let Some(doubt) = doubt(object, found) {
                 said.retain(|finding| finding.kind != doubt.kind);
                 said.push(doubt);
             }
             findings.extend(said);
         }
-        (Life::Ends(ending, left), _) => findings.extend(ends(object, ending, *left, found)),
+        (Life::Ends(ending, left), _) => findings.extend(ends(object, ending, left, found)),
         (Life::Ended(ending), _) => findings.extend(ended(&mut status, ending)),
     }
     let generation = object.metadata.generation.unwrap_or_default();
@@ -119,24 +119,16 @@ fn expires(object: &GPUQueueAllocation, now: &Time) -> Option<Time> {
 }
 
 /// A grant that stands.
-fn stands(object: &GPUQueueAllocation, grants: &[QueueGrant], listed: Option<u32>) -> Vec<Finding> {
+fn stands(
+    object: &GPUQueueAllocation,
+    grants: &[QueueGrant],
+    kept: Option<&Kept>,
+    found: &Found,
+) -> Vec<Finding> {
     let serials: Vec<&str> = grants.iter().map(|grant| grant.serial.as_str()).collect();
     let message = format!("{} queue pairs are set aside, of {}", pairs(grants), few(&serials));
     let mut findings = vec![Finding::yes(Type::Allocated, Reason::AsDesired, message)];
-    let (kind, all) = (Type::Programmed, pairs(grants));
-    findings.push(match listed {
-        None => Finding::no(
-            kind,
-            Reason::Unsupported,
-            "no agent of this release makes queues for GPUs: queue pairs are counted and set aside, and nothing uses them",
-        ),
-        Some(made) if made >= all => {
-            Finding::yes(kind, Reason::AsDesired, format!("the agent has made {made} queue pairs"))
-        }
-        Some(made) => {
-            Finding::no(kind, Reason::Progressing, format!("the agent has made {made} of {all} queue pairs"))
-        }
-    });
+    findings.push(programmed(kept, pairs(grants), &found.node));
     let used = object.status.as_ref().and_then(|status| status.reserved_for.as_ref());
     if let Some(pod) = used.filter(|_| object.metadata.deletion_timestamp.is_some()) {
         let message = format!(
@@ -148,13 +140,51 @@ fn stands(object: &GPUQueueAllocation, grants: &[QueueGrant], listed: Option<u32
     findings
 }
 
+/// What the agent has made of a grant that stands.
+fn programmed(kept: Option<&Kept>, all: u32, node: &str) -> Finding {
+    let kind = Type::Programmed;
+    match kept {
+        None | Some(Kept::Unanswered) => {
+            let message = format!("the agent of node {node} has not said yet that it keeps them");
+            Finding::no(kind, Reason::Progressing, message)
+        }
+        Some(Kept::Told { refused: Some(why), .. }) => {
+            let message = format!("the agent of node {node} does not keep them: {why}. It tries again");
+            Finding::no(kind, Reason::Refused, message)
+        }
+        Some(Kept::Told { made, .. }) if *made >= all => {
+            Finding::yes(kind, Reason::AsDesired, format!("the agent has made {made} queue pairs"))
+        }
+        Some(Kept::Told { kept, made: 0, .. }) => {
+            let message = format!(
+                "the agent of node {node} keeps {kept} queue pairs for it. No agent of this release makes queues of them, so nothing uses them"
+            );
+            Finding::no(kind, Reason::Unsupported, message)
+        }
+        Some(Kept::Told { made, .. }) => {
+            Finding::no(kind, Reason::Progressing, format!("the agent has made {made} of {all} queue pairs"))
+        }
+    }
+}
+
 /// A grant that ends, of which the agent has something left.
-fn ends(object: &GPUQueueAllocation, ending: &Ending, left: Left, found: &Found) -> Vec<Finding> {
-    let message = format!(
-        "the agent of node {} lists {} queue pairs of it in status.applied.queues of the CacheNode: it destroys them first. If the node is \
-         gone for good, delete its Node or CacheNode",
-        found.node, left.0
-    );
+fn ends(object: &GPUQueueAllocation, ending: &Ending, left: &Kept, found: &Found) -> Vec<Finding> {
+    let node = &found.node;
+    let left = match left {
+        Kept::Told { kept, made, .. } => format!(
+            "the agent of node {node} lists {} queue pairs of it in status.applied.queues of the CacheNode: it lets go of them first",
+            kept.max(made)
+        ),
+        Kept::Unanswered => format!(
+            "the agent of node {node} has not said yet that it has let go of it: it does once it has seen the spec of the CacheNode \
+             (status.observedGeneration)"
+        ),
+    };
+    let gone = match found.presence {
+        Presence::Left => "One that says nothing for a minute counts as gone",
+        Presence::Here | Presence::Gone => "If the node is gone for good, delete its Node or CacheNode",
+    };
+    let message = format!("{left}. {gone}");
     let mut findings = vec![
         Finding::no(Type::Allocated, ending.cause.reason(), &ending.message),
         Finding::no(Type::Released, Reason::Releasing, &message),
@@ -217,10 +247,8 @@ fn waits(object: &GPUQueueAllocation, wait: &Wait, found: &Found) -> Finding {
             (Reason::OverBudget, message)
         }
         Wait::Coming(full) => {
-            let message = format!(
-                "{asked}; {} is kept for it until agents have destroyed the queues of others",
-                held(full)
-            );
+            let message =
+                format!("{asked}; {} is kept for it until agents have let go of what others had", held(full));
             (Reason::Releasing, message)
         }
     };

@@ -5,24 +5,22 @@
 mod faults;
 mod stored;
 
-use std::collections::BTreeSet;
-
 use kube::ResourceExt;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use reprise_crds::status::{ConditionStatus, ConditionType};
+use reprise_crds::status::{ConditionStatus, ConditionType, find};
 use reprise_crds::{CacheNode, CacheTenant, SSDPool, SlackProfile};
 use serde_json::{Value, json};
 use stored::{ALL, Stored, at, object, with};
 
-use super::dereference::{Found, Presence, Referring};
+use super::dereference::{Found, Kept, Presence, Referring};
 use super::validate::validate;
 use super::*;
 use crate::plan::Refusal;
 
 /// Random nodes, and events on each.
 const NODES: u64 = 60;
-const EVENTS: usize = 60;
+const EVENTS: usize = 120;
 
 const TRUE: ConditionStatus = ConditionStatus::True;
 const FALSE: ConditionStatus = ConditionStatus::False;
@@ -42,8 +40,8 @@ fn an_allocation_gets_its_finalizer_then_its_grant_and_then_nothing_is_written()
     assert_eq!(status.expires_at, Some(at(3600)));
     assert!(stored.expect("x", Allocated, TRUE, "AsDesired").contains("16 queue pairs"));
     assert!(stored.expect("x", Accepted, TRUE, "AsDesired").contains("sees no GPU"));
+    assert!(stored.expect("x", Programmed, FALSE, "Progressing").contains("n1 has not said yet"));
     // No agent makes queues yet, and one that does is believed.
-    stored.expect("x", Programmed, FALSE, "Unsupported");
     for (made, status, reason) in [(15, FALSE, "Progressing"), (16, TRUE, "AsDesired")] {
         stored.queues.insert("uid-x".to_owned(), made);
         assert_eq!(stored.turn(ALL), ["say x"]);
@@ -186,6 +184,85 @@ fn with_its_node_everything_is_given_back() {
     assert!(!stored.objects.contains_key("goes"));
     assert!(stored.expect("stays", Released, TRUE, "AgentGone").contains("n1"));
     stored.expect("stays", Accepted, FALSE, "ReferenceNotFound");
+}
+
+#[test]
+fn what_ends_is_free_once_the_agent_has_seen_that_it_is_told_so_no_more() {
+    let mut stored = Stored::new();
+    stored.make("x", json!({}));
+    stored.settle();
+    stored.tell();
+    stored.delete("x");
+    assert_eq!(stored.turn(ALL), ["give back x"], "it is told to keep it");
+    let words = stored.expect("x", DeletionBlocked, TRUE, "Releasing");
+    assert!(words.contains("n1 has not said yet that it has let go") && words.contains("delete its Node"));
+    stored.obey();
+    stored.tell();
+    assert_eq!(stored.turn(ALL), Vec::<String>::new(), "it may have it, and has not said so");
+    stored.obey();
+    assert_eq!(stored.turn(ALL), Vec::<String>::new());
+    stored.answer();
+    assert_eq!(stored.turn(ALL), ["let go x"]);
+}
+
+/// What an agent has of an allocation, as its `CacheNode` says.
+#[test]
+fn an_agent_that_has_left_or_was_never_there_keeps_nothing_that_it_is_not_told_to() {
+    let mut stored = Stored::new();
+    stored.make("x", json!({}));
+    stored.settle();
+    stored.told.0 = 7;
+    let kept = |change: &dyn Fn(&mut Value)| {
+        let mut found = stored.found();
+        let node = found.cache_node.as_deref().expect("it is there");
+        let mut node = serde_json::to_value(node).expect("an object");
+        change(&mut node);
+        found.cache_node = Some(Arc::new(object(node)));
+        found.kept(&stored.objects["x"])
+    };
+    let ready = |status: &str, reason: &str| json!([{ "type": "AgentReady", "status": status, "reason": reason, "lastTransitionTime": at(0) }]);
+    let listed = |more: Value| json!([with(json!({ "uid": "uid-x", "queuePairs": 0 }), more)]);
+    assert_eq!(kept(&|_| {}), Some(Kept::Unanswered), "it speaks of another spec");
+    assert_eq!(kept(&|node| node["status"]["observedGeneration"] = json!(7)), None);
+    assert_eq!(kept(&|node| node["status"]["conditions"] = ready("False", "AgentGone")), None);
+    let serving = kept(&|node| node["status"]["conditions"] = ready("True", "AsDesired"));
+    assert_eq!(serving, Some(Kept::Unanswered));
+    assert_eq!(kept(&|node| node["status"]["lastUpdated"] = Value::Null), None, "it has never said anything");
+    assert_eq!(kept(&|node| node["status"] = Value::Null), None);
+    let still = kept(&|node| {
+        node["status"]["conditions"] = ready("False", "AgentGone");
+        node["status"]["applied"]["queues"] = listed(json!({ "kept": 8 }));
+    });
+    assert_eq!(still, Some(Kept::Told { kept: 8, made: 0, refused: None }));
+    let refused = kept(&|node| node["status"]["applied"]["queues"] = listed(json!({ "refused": "no room" })));
+    assert_eq!(refused, Some(Kept::Told { kept: 0, made: 0, refused: Some("no room".to_owned()) }));
+    stored.tell();
+    let told = stored.found();
+    assert_eq!(told.kept(&stored.objects["x"]), Some(Kept::Unanswered));
+    assert_eq!(Found { presence: Presence::Gone, ..told }.kept(&stored.objects["x"]), None);
+}
+
+#[test]
+fn what_the_agent_says_of_a_grant_is_said_of_it() {
+    let mut stored = Stored::new();
+    stored.make("x", json!({}));
+    stored.settle();
+    let said = |kept: &Kept| {
+        let (found, object) = (stored.found(), &stored.objects["x"]);
+        let life = life::Life::Stands { kept: Some(kept.clone()) };
+        let member = build::Member { of: &found.allocations[0], refused: None, life };
+        let said = status::of(&member, &grant::Verdict::Stays, &found, &at(0));
+        let status = said.map_or_else(|| object.status.clone().expect("written"), |said| said.status);
+        let of = find(&status.conditions, Programmed).expect("it is said").clone();
+        (of.reason, of.message)
+    };
+    let (reason, words) = said(&Kept::Told { kept: 16, made: 0, refused: None });
+    assert_eq!(reason, "Unsupported");
+    assert!(words.contains("n1 keeps 16 queue pairs") && words.contains("nothing uses them"), "{words}");
+    let (reason, words) = said(&Kept::Told { kept: 0, made: 0, refused: Some("no room".to_owned()) });
+    assert_eq!(reason, "Refused");
+    assert!(words.contains("no room"), "{words}");
+    assert_eq!(said(&Kept::Unanswered).0, "Progressing");
 }
 
 /// A profile of this GPU, with what its status says of it.
@@ -337,7 +414,7 @@ fn a_refused_allocation_is_said_so_and_granted_when_it_is_right() {
 /// Something that people, agents or time do.
 fn disturb(stored: &mut Stored, random: &mut StdRng, number: usize) {
     let names: Vec<String> = stored.objects.keys().cloned().collect();
-    match random.random_range(0..6) {
+    match random.random_range(0..7) {
         0 | 1 if names.len() < 10 => {
             let more = match random.random_range(0..4) {
                 0 => json!({ "qos": "Guaranteed", "isolation": "ExclusiveController" }),
@@ -349,22 +426,13 @@ fn disturb(stored: &mut Stored, random: &mut StdRng, number: usize) {
             stored.make(&format!("x{number}"), with(more, pairs));
         }
         2 if !names.is_empty() => stored.delete(&names[random.random_range(0..names.len())]),
-        // The agent makes queues of what is granted, and destroys those of what is not.
-        3 | 4 => {
-            let is_granted = |object: &GPUQueueAllocation| {
-                let conditions = object.status.iter().flat_map(|status| &status.conditions);
-                let mut allocated = conditions.filter(|condition| condition.kind == Allocated.as_str());
-                allocated.any(|condition| condition.status == TRUE)
-            };
-            let granted = stored.objects.values().filter(|object| is_granted(object));
-            let granted: BTreeSet<String> = granted.filter_map(|object| object.uid()).collect();
-            stored.queues.retain(|uid, _| granted.contains(uid));
-            for uid in granted {
-                if random.random_bool(0.5) {
-                    stored.queues.insert(uid, 8);
-                }
-            }
-        }
+        // The agent is told, sees it and says so, each at any time, and stops.
+        3..6 => match random.random_range(0..8) {
+            0..3 => stored.tell(),
+            3..5 => stored.obey(),
+            5..7 => stored.answer(),
+            _ => stored.stop(random.random_bool(0.3)),
+        },
         _ => stored.now += random.random_range(0..90),
     }
 }
@@ -380,9 +448,14 @@ fn killed_between_any_two_writes_an_operator_lends_nothing_twice_and_ends_what_i
             disturb(&mut stored, &mut random, event);
             stored.turn(random.random_range(0..4));
         }
-        // What agents have left of grants that end is destroyed, and then it is quiet.
-        stored.queues.clear();
+        // The agent lets go of what ends, and then it is quiet.
         stored.settle();
+        for _ in 0..stored.objects.len() + 2 {
+            stored.tell();
+            stored.obey();
+            stored.answer();
+            stored.settle();
+        }
         for (name, object) in &stored.objects {
             assert!(object.metadata.deletion_timestamp.is_none(), "seed {seed}: {name} does not go");
             let said = stored.said(name, Released);

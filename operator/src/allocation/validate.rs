@@ -45,7 +45,7 @@ fn node(found: &Found) -> Option<Refusal> {
     if found.presence == Presence::Gone {
         return missing(format!("node {node} is not there: name one that is, in a new GPUQueueAllocation"));
     }
-    if found.cache_node.is_none() {
+    if found.presence == Presence::Left || found.cache_node.is_none() {
         return missing(format!(
             "no KVCacheCluster has node {node}, so no agent is there: select it by agents.nodeSelector of a cluster"
         ));

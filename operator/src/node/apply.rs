@@ -55,14 +55,28 @@ pub async fn apply(
     match (wanted, live) {
         (Wanted::Unchanged, _) | (Wanted::Nothing, None) => Ok(()),
         (Wanted::Nothing, Some(live)) => remove(live, context).await,
-        (Wanted::Spec(spec), None) => write(node, &spec, None, context).await,
-        (Wanted::Spec(_), Some(live)) if live.metadata.deletion_timestamp.is_some() => Ok(()),
-        (Wanted::Spec(spec), Some(live)) if is_as_wanted(live, node, &spec) => Ok(()),
-        (Wanted::Spec(_), Some(live)) if !is_ours(live) && !was_ours(live, context).await? => {
+        (Wanted::Spec(spec) | Wanted::Queues(spec) | Wanted::Leaves(spec), None) => {
+            write(node, &spec, None, context).await
+        }
+        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Leaves(_), Some(live))
+            if live.metadata.deletion_timestamp.is_some() =>
+        {
+            Ok(())
+        }
+        (Wanted::Spec(spec) | Wanted::Queues(spec) | Wanted::Leaves(spec), Some(live))
+            if is_as_wanted(live, node, &spec) =>
+        {
+            Ok(())
+        }
+        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Leaves(_), Some(live))
+            if !is_ours(live) && !was_ours(live, context).await? =>
+        {
             leave(live, context).await;
             Ok(())
         }
-        (Wanted::Spec(spec), Some(live)) => write(node, &spec, Some(live), context).await,
+        (Wanted::Spec(spec) | Wanted::Queues(spec) | Wanted::Leaves(spec), Some(live)) => {
+            write(node, &spec, Some(live), context).await
+        }
     }
 }
 
@@ -100,6 +114,10 @@ fn in_order(mut spec: CacheNodeSpec) -> CacheNodeSpec {
         claim.globs.sort();
     }
     spec.profiles.sort_by(|a, b| a.name.cmp(&b.name));
+    spec.queues.sort_by(|a, b| a.uid.cmp(&b.uid));
+    for claim in &mut spec.queues {
+        claim.controllers.sort_by(|a, b| a.serial.cmp(&b.serial));
+    }
     spec
 }
 
@@ -140,8 +158,8 @@ async fn write(
             (without, Some(added))
         }
     };
-    let (claims, profiles) = (spec.claims.len(), spec.profiles.len());
-    tracing::info!(node = name, claims, profiles, "what is wanted of the node is written");
+    let (claims, profiles, queues) = (spec.claims.len(), spec.profiles.len(), spec.queues.len());
+    tracing::info!(node = name, claims, profiles, queues, "what is wanted of the node is written");
     let digest = digest::of(&json!(in_order(spec.clone())).to_string());
     let generation = written.metadata.generation.unwrap_or_default().to_string();
     let taken = taken.or_else(|| {

@@ -5,11 +5,11 @@ use kube::ResourceExt;
 use reprise_crds::fields::{
     ClusterRef, DeletionPolicy, Digest, HostPath, Name, NodeMode, NodeName, ShortName, Uid,
 };
-use reprise_crds::node::PoolClaim;
+use reprise_crds::node::{PoolClaim, QueueClaim};
 use reprise_crds::pool::DEVICES_PER_NODE_MAX;
-use reprise_crds::{CacheNodeSpec, SSDPool};
+use reprise_crds::{CacheNode, CacheNodeSpec, KVCacheCluster, SSDPool};
 
-use super::dereference::{ClusterState, Found};
+use super::dereference::{ClusterState, Found, Lent, cluster_of};
 use crate::in_use;
 
 /// The file of a pool in its directory.
@@ -20,7 +20,11 @@ const POOL_FILE: &str = "pool";
 pub enum Wanted {
     /// It is there, with this spec.
     Spec(Box<CacheNodeSpec>),
-    /// It is not there: no cluster has the node.
+    /// It is as it is, but for the queue pairs that its agent keeps: its cluster may not be changed.
+    Queues(Box<CacheNodeSpec>),
+    /// Its cluster has the node no more. It is as it is, without queue pairs, until the agent has let go of them.
+    Leaves(Box<CacheNodeSpec>),
+    /// It is not there: no cluster has the node, or the agent of the one that had it is gone.
     Nothing,
     /// Whatever it is, it stays.
     Unchanged,
@@ -28,9 +32,21 @@ pub enum Wanted {
 
 /// What is wanted of a node.
 pub fn build(node: &Node, found: &Found) -> Wanted {
+    if let Some(live) = found.live.as_deref().filter(|live| is_left(live, found)) {
+        match found.lent {
+            Lent::Nothing => {}
+            Lent::Answered => {
+                let spec = CacheNodeSpec { queues: Vec::new(), ..live.spec.clone() };
+                return Wanted::Leaves(Box::new(spec));
+            }
+            // With it goes what its agent said. Another cluster's is made after that.
+            Lent::Silent => return Wanted::Nothing,
+        }
+    }
     let Some(own) = &found.cluster else { return Wanted::Nothing };
     if own.state == ClusterState::Left {
-        return Wanted::Unchanged;
+        let live = found.live.as_deref();
+        return live.map_or(Wanted::Unchanged, |live| with_queues(live, &found.queues));
     }
     let cluster = &own.cluster;
     let kept = found.kept.iter().map(|(pool, claim)| kept(pool, claim));
@@ -46,8 +62,27 @@ pub fn build(node: &Node, found: &Found) -> Wanted {
         configuration_digest: Some(Digest::new(own.configuration.clone())),
         claims,
         profiles: found.profiles.clone(),
+        queues: found.queues.clone(),
     };
     Wanted::Spec(Box::new(spec))
+}
+
+/// Whether a node's cluster is not that of its `CacheNode`.
+fn is_left(live: &CacheNode, found: &Found) -> bool {
+    let key = |cluster: &KVCacheCluster| {
+        format!("{}/{}", cluster.namespace().unwrap_or_default(), cluster.name_any())
+    };
+    let own = found.cluster.as_ref().map(|own| key(&own.cluster));
+    cluster_of(live).is_some_and(|before| own.as_ref() != Some(&before))
+}
+
+/// What there is, but for its queue pairs.
+fn with_queues(live: &CacheNode, queues: &[QueueClaim]) -> Wanted {
+    let has = &live.spec.queues;
+    if has.len() == queues.len() && queues.iter().all(|claim| has.contains(claim)) {
+        return Wanted::Unchanged;
+    }
+    Wanted::Queues(Box::new(CacheNodeSpec { queues: queues.to_vec(), ..live.spec.clone() }))
 }
 
 /// The most cautious of what pools say, also of those that are refused, and what Kubernetes does: a node that takes no pods is being drained.
@@ -103,7 +138,6 @@ fn claim(pool: &SSDPool) -> PoolClaim {
 mod tests {
     use std::sync::Arc;
 
-    use reprise_crds::KVCacheCluster;
     use reprise_crds::node::ProfileClaim;
     use serde::de::DeserializeOwned;
     use serde_json::{Value, json};
@@ -132,7 +166,15 @@ mod tests {
         let own = NodeCluster { cluster: Arc::new(cluster), configuration: digest, state };
         let digest = Digest::new(crate::digest::of("a profile"));
         let profiles = vec![ProfileClaim { name: Name::new("slack"), digest }];
-        Found { cluster: Some(own), pools, kept: Vec::new(), profiles, live: None }
+        Found {
+            cluster: Some(own),
+            pools,
+            kept: Vec::new(),
+            profiles,
+            queues: Vec::new(),
+            lent: Lent::Nothing,
+            live: None,
+        }
     }
 
     fn spec(node: Value, pools: Vec<Arc<SSDPool>>) -> CacheNodeSpec {
@@ -212,8 +254,59 @@ mod tests {
     fn a_node_without_a_cluster_has_nothing_and_one_of_a_paused_cluster_is_left() {
         let node: Node = object(json!({ "metadata": { "name": "n1" } }));
         assert_eq!(build(&node, &found(Vec::new(), ClusterState::Left)), Wanted::Unchanged);
-        let none =
-            Found { cluster: None, pools: Vec::new(), kept: Vec::new(), profiles: Vec::new(), live: None };
+        let none = Found { cluster: None, ..found(Vec::new(), ClusterState::Kept) };
         assert_eq!(build(&node, &none), Wanted::Nothing);
+    }
+
+    #[test]
+    fn what_is_lent_of_a_node_is_told_also_while_its_cluster_is_left_and_ends_before_its_cache_node() {
+        let node: Node = object(json!({ "metadata": { "name": "n1" } }));
+        let queues: Vec<QueueClaim> = object(json!([{
+            "uid": "u-q", "allocation": "n/q", "controllers": [{ "serial": "S1", "queuePairs": 8 }],
+        }]));
+        let live = |cluster: &str| {
+            Some(Arc::new(object::<CacheNode>(json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n1" },
+                "spec": {
+                    "nodeName": "n1", "clusterRef": { "namespace": "n", "name": cluster }, "mode": "Cordoned",
+                    "queues": queues,
+                },
+            }))))
+        };
+        let left = Found { live: live("c"), ..found(Vec::new(), ClusterState::Left) };
+        let queues_of = |found: &Found| match build(&node, found) {
+            Wanted::Queues(spec) => Some((spec.mode, spec.queues)),
+            _ => None,
+        };
+        assert_eq!(queues_of(&left), Some((NodeMode::Cordoned, Vec::new())));
+        let lent = Found { queues: queues.clone(), lent: Lent::Answered, ..left };
+        assert_eq!(build(&node, &lent), Wanted::Unchanged, "it is told already");
+        let kept = Found { live: None, ..lent.clone() };
+        assert_eq!(build(&node, &kept), Wanted::Unchanged);
+        let Wanted::Spec(spec) =
+            build(&node, &Found { queues: queues.clone(), ..found(Vec::new(), ClusterState::Kept) })
+        else {
+            panic!("a cluster has the node")
+        };
+        assert_eq!(spec.queues, queues);
+        let leaves = |found: &Found| match build(&node, found) {
+            Wanted::Leaves(spec) => {
+                Some((spec.cluster_ref.map(|cluster| cluster.name.to_string()), spec.queues))
+            }
+            _ => None,
+        };
+        let gone = Found { cluster: None, ..lent.clone() };
+        assert_eq!(leaves(&gone), Some((Some("c".to_owned()), Vec::new())), "its agent lets go of them");
+        for lent in [Lent::Nothing, Lent::Silent] {
+            assert_eq!(build(&node, &Found { lent, ..gone.clone() }), Wanted::Nothing);
+        }
+        // Another cluster's comes after that.
+        for state in [ClusterState::Kept, ClusterState::Left] {
+            let moved = Found { lent: Lent::Answered, live: live("d"), ..found(Vec::new(), state) };
+            assert_eq!(leaves(&moved), Some((Some("d".to_owned()), Vec::new())));
+            assert_eq!(build(&node, &Found { lent: Lent::Silent, ..moved.clone() }), Wanted::Nothing);
+            let free = build(&node, &Found { lent: Lent::Nothing, ..moved });
+            assert!(matches!(free, Wanted::Spec(_) | Wanted::Queues(_)), "{free:?}");
+        }
     }
 }

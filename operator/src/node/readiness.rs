@@ -72,10 +72,11 @@ pub fn step(node: &Node, live: Option<&CacheNode>, wanted: &Wanted, now: &Time) 
         (Wanted::Nothing, Some(live)) if is_ours(live) && live.metadata.deletion_timestamp.is_none() => {
             return Step::Remove;
         }
-        (Wanted::Nothing, _) | (Wanted::Unchanged, None) if before.is_some() => return Step::Remove,
-        (Wanted::Nothing, _) | (Wanted::Unchanged, None) => return Step::Nothing,
-        (Wanted::Spec(_), live) => Says::of(live),
-        (Wanted::Unchanged, live) => Says::of(live),
+        (Wanted::Nothing | Wanted::Leaves(_), _) | (Wanted::Unchanged, None) if before.is_some() => {
+            return Step::Remove;
+        }
+        (Wanted::Nothing | Wanted::Leaves(_), _) | (Wanted::Unchanged, None) => return Step::Nothing,
+        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Unchanged, live) => Says::of(live),
     };
     let is_so = before.map_or_else(|| is_awaited(live), |before| says.is_in(before));
     if is_so || node.metadata.deletion_timestamp.is_some() {

@@ -49,9 +49,10 @@ fn troubled(path: &str, state: DeviceState, reason: Reason) -> DeviceFact {
     DeviceFact { trouble, ..device(path, state) }
 }
 
-fn facts() -> Facts {
+pub(crate) fn facts() -> Facts {
     Facts {
         phase: Phase::Serving,
+        told: 1,
         generation: 4,
         problems: Vec::new(),
         configuration: Some("sha256:0".to_owned()),
@@ -72,6 +73,7 @@ fn facts() -> Facts {
         gpus: vec![GpuFact { uuid: "GPU-0a".to_owned(), product: "NVIDIA H200".to_owned() }],
         tenants: Some("sha256:1".to_owned()),
         profiles: Vec::new(),
+        queues: vec![QueueFact { uid: "u-q".to_owned(), kept: 8, refused: None }],
         controllers: vec![ControllerFact {
             serial: "S1".to_owned(),
             pci_address: Some("0000:01:00.0".to_owned()),
@@ -108,6 +110,8 @@ fn a_node_that_is_as_wanted_says_so_in_every_field() {
     assert_eq!(status.registration.as_ref().map(|registration| registration.node), Some(3));
     let applied = status.applied.as_ref().expect("applied");
     assert_eq!((applied.pools[0].generation, applied.pools[0].uid.as_str()), (2, "u"));
+    let queues = &applied.queues[0];
+    assert_eq!((queues.uid.as_str(), queues.kept, queues.queue_pairs, &queues.refused), ("u-q", 8, 0, &None));
     assert_eq!(status.devices[0].engine, Some(Engine::IoUring));
     assert_eq!((status.gpus[0].uuid.as_str(), status.gpus[0].product.as_str()), ("GPU-0a", "NVIDIA H200"));
     let controller = &status.controllers[0];

@@ -99,6 +99,61 @@ fn what_was_kept_destroys_nothing_until_the_server_says_so_again() {
 }
 
 #[test]
+fn queue_pairs_are_kept_once_a_status_was_taken_into_that_object() {
+    let claim =
+        json!({ "uid": "q", "allocation": "n/q", "controllers": [{ "serial": "S", "queuePairs": 1 }] });
+    let spec = json!({ "nodeName": NODE, "queues": [claim] });
+    let of = |uid: &str, generation: i64| {
+        let mut object = object(generation, &spec);
+        object.metadata.uid = Some(uid.to_owned());
+        object
+    };
+    let mut watched = Watched::start(Some((57, &spec)));
+    let queues = |watched: &Watched| -> Vec<Option<usize>> {
+        watched.told().iter().map(|desired| desired.queues.as_ref().map(Vec::len)).collect()
+    };
+    assert_eq!(queues(&watched), [None]);
+    let facts = |told: u64| Facts { told, ..crate::status::tests::facts() };
+    assert_eq!(watched.watch.next_write(Some(&facts(1))), None, "there may be no such object");
+    watched.watch.seen(&of("u-1", 57));
+    assert_eq!(queues(&watched), [None]);
+    assert_eq!(watched.watch.next_write(Some(&facts(1))), None, "they were found for what was kept");
+    assert!(watched.watch.next_write(Some(&facts(2))).is_some());
+    watched.watch.known(57);
+    assert_eq!(queues(&watched), [Some(1)]);
+    watched.watch.known(57);
+    assert_eq!(queues(&watched), [], "once");
+    watched.watch.seen(&of("u-1", 58));
+    assert_eq!(queues(&watched), [Some(1)]);
+    // Another object of the same name, that the watch has not seen go.
+    watched.watch.seen(&of("u-2", 58));
+    assert_eq!(queues(&watched), [None]);
+    assert_eq!(watched.watch.next_write(Some(&facts(4))), None, "they are of the other object");
+    assert!(!watched.watch.is_followed(&of("u-1", 58)) && watched.watch.is_followed(&of("u-2", 58)));
+    // The spec has changed since it was read: it is waited for.
+    watched.watch.known(59);
+    assert_eq!(queues(&watched), [None]);
+    watched.watch.seen(&of("u-2", 59));
+    assert_eq!(queues(&watched), [Some(1)]);
+    // One that wants none: what is kept by the one before is let go of.
+    let mut none = of("u-3", 1);
+    none.data["spec"] = json!({ "nodeName": NODE });
+    watched.watch.seen(&none);
+    assert_eq!(queues(&watched), [None]);
+    watched.watch.known(1);
+    assert_eq!(queues(&watched), [Some(0)]);
+    watched.watch.seen(&of("u-3", 2));
+    assert_eq!(queues(&watched), [Some(1)]);
+    // Another cluster's, after it was gone: it lets go of them.
+    watched.watch.gone();
+    let mut other = of("u-4", 1);
+    other.data["spec"]["clusterRef"] = json!({ "namespace": "n", "name": "d" });
+    watched.watch.seen(&other);
+    assert_eq!(queues(&watched), [Some(0)]);
+    assert_eq!(watched.watch.next_write(Some(&facts(99))), None);
+}
+
+#[test]
 fn a_deleted_object_is_not_started_from_again_and_one_that_is_made_anew_is_told() {
     let spec = json!({ "nodeName": NODE, "claims": [claim("p", &json!({}))] });
     let mut watched = Watched::start(None);

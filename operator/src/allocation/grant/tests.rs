@@ -113,7 +113,7 @@ fn an_exclusive_controller_is_nobody_elses() {
     let waits = short(vec![full("A", &[("shared", 1)]), full("B", &[("shared", 1)])]);
     let decided = decide(&two(), &[shared, exclusive("own", 2, Burstable)]);
     assert_eq!(decided, [Verdict::Stays, waits]);
-    let owns = |serial: &str| has(exclusive(serial, 1, Guaranteed), &[(serial, 8)], Queues::Made);
+    let owns = |serial: &str| has(exclusive(serial, 1, Guaranteed), &[(serial, 8)], Queues::Kept);
     let waits = short(vec![full("A", &[("A", 8)]), full("B", &[("B", 8)])]);
     assert_eq!(decide(&two(), &[owns("A"), owns("B"), wants("x", 2, 1)])[2], waits);
     assert_eq!(decide(&two(), &[owns("A"), owns("B"), exclusive("x", 2, Guaranteed)])[2], waits);
@@ -171,7 +171,7 @@ fn a_controller_with_queues_is_kept_until_they_are_destroyed() {
     let lenders = [lender("A", 16)];
     let coming = Verdict::Waits(Wait::Coming(full("A", &[("e", 4)])));
     let waits = short(vec![full("A", &[("e", 4)])]);
-    let stands = Hold::Stands { shares: shares(&[("A", 4)]), queues: Queues::Made };
+    let stands = Hold::Stands { shares: shares(&[("A", 4)]), queues: Queues::Kept };
     assert_eq!(decide(&lenders, &all(stands)), [taken_back("g"), coming.clone(), waits.clone()]);
     let ends = Hold::Ends(shares(&[("A", 4)]));
     assert_eq!(decide(&lenders, &all(ends)), [Verdict::Stays, coming.clone(), waits]);
@@ -188,7 +188,7 @@ fn a_controller_with_queues_is_kept_until_they_are_destroyed() {
 #[test]
 fn a_lower_share_takes_nothing_from_what_was_granted() {
     let lenders = [lender("A", 4)];
-    let all = [has(wants("h", 1, 8), &[("A", 8), ("gone", 8)], Queues::Made), wants("x", 2, 1)];
+    let all = [has(wants("h", 1, 8), &[("A", 8), ("gone", 8)], Queues::Kept), wants("x", 2, 1)];
     let waits = short(vec![Full { budget: 4, ..full("A", &[("h", 8)]) }]);
     assert_eq!(decide(&lenders, &all), [Verdict::Stays, waits]);
 }
@@ -250,10 +250,10 @@ fn disturb(random: &mut StdRng, claimants: &mut Vec<Claimant>, number: usize) {
     let index = random.random_range(0..claimants.len());
     let next = match claimants[index].has.clone() {
         Hold::Stands { shares, queues: Queues::None } if random.random_bool(0.5) => {
-            Hold::Stands { shares, queues: Queues::Made }
+            Hold::Stands { shares, queues: Queues::Kept }
         }
         Hold::Stands { queues: Queues::None, .. } => Hold::Nothing,
-        Hold::Stands { shares, queues: Queues::Made } => Hold::Ends(shares),
+        Hold::Stands { shares, queues: Queues::Kept } => Hold::Ends(shares),
         Hold::Ends(_) | Hold::Nothing => {
             claimants.remove(index);
             return;
@@ -275,7 +275,7 @@ fn follow(claimants: &mut [Claimant], verdicts: &[Verdict]) {
             }
             (Verdict::TakenBack { .. }, Hold::Stands { shares, queues }) => {
                 assert_ne!(claimant.qos, Guaranteed);
-                claimant.has = if queues == Queues::Made { Hold::Ends(shares) } else { Hold::Nothing };
+                claimant.has = if queues == Queues::Kept { Hold::Ends(shares) } else { Hold::Nothing };
             }
             (Verdict::TakenBack { .. }, has) => panic!("{has:?} cannot be taken back"),
             (Verdict::Waits(_), has) => assert_eq!(has, Hold::Wants),

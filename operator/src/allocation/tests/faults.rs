@@ -153,8 +153,7 @@ fn when_somebody_else_has_written_meanwhile_nothing_more_is_granted_by_that_deci
     stored.queues.insert("uid-x".to_owned(), 2);
     let due = stored.due();
     assert_eq!(due.len(), 2);
-    let version = stored.objects["x"].resource_version();
-    assert!(stored.claim("x", version.as_deref()));
+    stored.touch("x");
     assert_eq!(stored.carry_out(due), Vec::<String>::new());
     assert_eq!(stored.turn(ALL), ["say x", "grant y"]);
 }
@@ -198,37 +197,6 @@ fn a_grant_of_a_former_replica_is_refused_or_known_whenever_it_arrives() {
 }
 
 #[test]
-fn an_agent_that_begins_and_an_operator_that_takes_back_are_not_both_heard() {
-    let taken_back = || {
-        let mut stored = Stored::new();
-        stored.controllers = vec![("A", 32)];
-        stored.make("effort", json!({ "qos": "BestEffort", "ttl": "1h" }));
-        stored.settle();
-        stored.make("own", guaranteed());
-        assert_eq!(stored.turn(ALL), ["hold own"]);
-        let (seen, due) = (stored.objects["effort"].resource_version(), stored.due());
-        assert_eq!(due.len(), 2);
-        // The operator has looked before the agent lists it.
-        stored.queues.insert("uid-effort".to_owned(), 8);
-        (stored, seen, due)
-    };
-    let (mut stored, seen, due) = taken_back();
-    assert!(stored.claim("effort", seen.as_deref()));
-    assert_eq!(stored.carry_out(due), Vec::<String>::new());
-    stored.settle();
-    stored.expect("effort", Allocated, FALSE, "TakenBack");
-    stored.expect("own", Allocated, FALSE, "Releasing");
-    assert_ne!(stored.grants("effort"), json!([]), "its queues are destroyed first");
-    stored.queues.clear();
-    stored.settle();
-    stored.expect("own", Allocated, TRUE, "AsDesired");
-
-    let (mut stored, seen, due) = taken_back();
-    assert_eq!(stored.carry_out(due), ["give back effort", "grant own"]);
-    assert!(!stored.claim("effort", seen.as_deref()), "it makes no queues");
-}
-
-#[test]
 fn a_grant_whose_controller_is_gone_or_lends_less_says_so_and_what_to_do() {
     let mut stored = Stored::new();
     stored.make("x", json!({ "queuePairs": 6 }));
@@ -240,7 +208,7 @@ fn a_grant_whose_controller_is_gone_or_lends_less_says_so_and_what_to_do() {
     for part in ["12 queue pairs", "node n1 has no controller A", "bring it back", "delete this one"] {
         assert!(words.contains(part), "{words}");
     }
-    stored.expect("x", Programmed, FALSE, "Unsupported");
+    stored.expect("x", Programmed, FALSE, "Progressing");
     assert_ne!(stored.grants("x"), json!([]), "the grant stands");
     stored.controllers.push(("A", 32));
     stored.settle();
@@ -271,7 +239,7 @@ fn with_the_agent_of_a_node_that_no_cluster_has_any_more_grants_end() {
     stored.delete("goes");
     stored.settle();
     stored.expect("goes", DeletionBlocked, TRUE, "Releasing");
-    stored.presence = Presence::NoAgent;
+    stored.presence = Presence::Left;
     stored.queues.clear();
     stored.settle();
     assert!(!stored.objects.contains_key("goes"));

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use crate::allocation::build::{Step, What, steps};
 use crate::allocation::dereference::{Found, Presence, Referring};
 use crate::allocation::grant::{Lender, budget};
+use crate::allocation::life;
 use crate::allocation::room::{Failure, Room};
 use crate::allocation::turn::Turn;
 use crate::names::QUEUES_FINALIZER;
@@ -28,8 +29,18 @@ pub(super) const ALL: usize = usize::MAX;
 /// What is stored, and what the agent says.
 pub(super) struct Stored {
     pub(super) objects: BTreeMap<String, GPUQueueAllocation>,
-    /// Queue pairs that the agent has made, by unique id.
+    /// Queue pairs that the agent says that it has made, by unique id.
     pub(super) queues: BTreeMap<String, u32>,
+    /// Unique ids of those that it is told to keep, and the generation of that.
+    pub(super) told: (i64, BTreeSet<String>),
+    /// The same as it has seen it last; of all of them it has something.
+    pub(super) seen: (i64, BTreeSet<String>),
+    /// The generation that it speaks of.
+    pub(super) observed: i64,
+    /// Whether its last word was that it leaves.
+    pub(super) has_left: bool,
+    /// Whether it runs, and has said so: before that it keeps nothing.
+    pub(super) is_known: bool,
     pub(super) gpus: Vec<Value>,
     pub(super) controllers: Vec<(&'static str, u32)>,
     /// What may be lent of them, hundredths.
@@ -67,6 +78,11 @@ impl Stored {
         Stored {
             objects: BTreeMap::new(),
             queues: BTreeMap::new(),
+            told: (0, BTreeSet::new()),
+            seen: (0, BTreeSet::new()),
+            observed: 0,
+            has_left: false,
+            is_known: true,
             gpus: Vec::new(),
             controllers: vec![("A", 32), ("B", 32)],
             lent: Percent(50),
@@ -120,11 +136,18 @@ impl Stored {
             .collect();
         let queues: Vec<Value> =
             self.queues.iter().map(|(uid, pairs)| json!({ "uid": uid, "queuePairs": pairs })).collect();
+        let told = |uid: &String| json!({ "uid": uid, "allocation": "n/x", "controllers": [{ "serial": "A", "queuePairs": 8 }] });
+        let told: Vec<Value> = self.told.1.iter().map(told).collect();
+        let left = json!([{
+            "type": "AgentReady", "status": "False", "reason": "AgentGone", "lastTransitionTime": at(0),
+        }]);
         let node: CacheNode = object(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n1" },
-            "spec": { "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "c" } },
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
+            "metadata": { "name": "n1", "generation": self.told.0 },
+            "spec": { "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "c" }, "queues": told },
             "status": {
-                "lastUpdated": at(0), "controllers": controllers, "gpus": self.gpus, "applied": { "queues": queues },
+                "conditions": if self.has_left { left } else { json!([]) },
+                "observedGeneration": self.observed, "lastUpdated": at(0), "controllers": controllers, "gpus": self.gpus, "applied": { "queues": queues },
             },
         }));
         let lender = |(serial, pairs): &(&str, u32)| Lender {
@@ -135,7 +158,7 @@ impl Stored {
         Found {
             node: "n1".to_owned(),
             presence: self.presence,
-            cache_node: (self.presence != Presence::NoAgent).then(|| Arc::new(node)),
+            cache_node: (self.presence != Presence::Left).then(|| Arc::new(node)),
             lenders: self.controllers.iter().map(lender).collect(),
             allocations: self.objects.values().map(referring).collect(),
             held: self.held.clone(),
@@ -206,20 +229,42 @@ impl Stored {
         }
     }
 
-    /// Plays an agent that is about to make queues of a grant that it has seen at some version, and lists already. Whether it may.
-    pub(super) fn claim(&mut self, name: &str, version: Option<&str>) -> bool {
-        let uid = format!("uid-{name}");
-        assert!(self.queues.contains_key(&uid), "an agent lists an allocation first");
-        let object = self.objects.get_mut(name).expect("it is there");
-        if object.metadata.resource_version.as_deref() != version {
-            return false;
+    /// Tells the agent of all grants that stand.
+    pub(super) fn tell(&mut self) {
+        let stands = self.objects.values().filter(|object| life::stands(object));
+        let stands: BTreeSet<String> = stands.filter_map(ResourceExt::uid).collect();
+        if stands != self.told.1 {
+            self.told = (self.told.0 + 1, stands);
         }
+    }
+
+    /// The agent keeps what it is told to, and nothing else.
+    pub(super) fn obey(&mut self) {
+        let keeps = if self.is_known { self.told.1.clone() } else { BTreeSet::new() };
+        self.seen = (self.told.0, keeps);
+        self.check();
+    }
+
+    /// The agent is stopped: its last word is that it has nothing. Or it is killed, and says nothing any more.
+    pub(super) fn stop(&mut self, is_killed: bool) {
+        self.seen.1.clear();
+        self.is_known = false;
+        if !is_killed {
+            (self.has_left, self.queues) = (true, BTreeMap::new());
+        }
+    }
+
+    /// The agent says so.
+    pub(super) fn answer(&mut self) {
+        (self.observed, self.has_left, self.is_known) = (self.seen.0, false, true);
+        self.queues = self.seen.1.iter().map(|uid| (uid.clone(), 8)).collect();
+    }
+
+    /// Somebody else changes something of it.
+    pub(super) fn touch(&mut self, name: &str) {
         self.versions += 1;
+        let object = self.objects.get_mut(name).expect("it is there");
         object.metadata.resource_version = Some(self.versions.to_string());
-        for grant in object.status.iter_mut().flat_map(|status| &mut status.allocations) {
-            grant.queue_ids = vec![1];
-        }
-        true
     }
 
     /// Somebody else's finalizer, of which nobody here knows what it waits for.
@@ -289,6 +334,12 @@ impl Stored {
                 |name: &str| self.objects[name].spec.isolation == QueueIsolation::ExclusiveController;
             let exclusive = holders.iter().any(|(name, _)| is_exclusive(name));
             assert!(!exclusive || holders.len() == 1, "{serial} is not exclusive: {holders:?}");
+        }
+        for uid in &self.seen.1 {
+            let mut all = self.objects.values().filter(|object| object.uid().as_ref() == Some(uid));
+            let has_grant =
+                all.any(|object| object.status.as_ref().is_some_and(|status| !status.allocations.is_empty()));
+            assert!(has_grant, "the agent has something of {uid}, which was lent to others");
         }
         for name in self.objects.keys() {
             let now = self.shares(name);
