@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_e2e::config::StartedWith;
 use reprise_e2e::kubernetes::User;
-use reprise_e2e::{Agent, AgentConfig, NvmeController, PATIENCE, wait_until};
+use reprise_e2e::{Agent, AgentConfig, NvmeController, Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::lab::{Lab, SETTLED, SPACE};
@@ -14,6 +14,16 @@ use crate::queues::{GRANTED, KIND, WAITS, ask, wait_gone};
 const DEVICE_BYTES: usize = 64 << 20;
 /// Queue pairs of its controller, of which half may be lent.
 const PAIRS: u32 = 32;
+
+/// A lab with a pool of devices on its nodes, and the agent of the first one.
+fn lab_with_agent() -> (Lab, Operator, Agent) {
+    let lab = Lab::new();
+    let operator = lab.operator();
+    lab.raw_pool("p", json!({ "engine": "Plain" }));
+    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
+    let agent = agent(&lab);
+    (lab, operator, agent)
+}
 
 /// The agent of `n1`, which has one NVMe device. It sees a root of its own, and is the cluster's as in a pod.
 fn agent(lab: &Lab) -> Agent {
@@ -59,11 +69,7 @@ fn keep(lab: &Lab, name: &str, pairs: u32) {
 
 #[test]
 fn an_agent_keeps_what_is_granted_and_nobody_else_gets_it_before_it_has_let_go() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.raw_pool("p", json!({ "engine": "Plain" }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-    let mut agent = agent(&lab);
+    let (lab, operator, mut agent) = lab_with_agent();
     keep(&lab, "a", 12);
     let uid = lab.get(KIND, "a").expect("it is there").metadata.uid.expect("all have one");
     let (says, told) = queues(&lab);
@@ -131,11 +137,7 @@ fn cluster_of_n1(lab: &Lab) -> Value {
 #[test]
 fn a_node_that_leaves_its_cluster_is_left_once_its_agent_has_let_go() {
     for next in [None, Some("d")] {
-        let lab = Lab::new();
-        let operator = lab.operator();
-        lab.raw_pool("p", json!({ "engine": "Plain" }));
-        lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-        let agent = agent(&lab);
+        let (lab, operator, agent) = lab_with_agent();
         // It says so once, and goes on.
         lab.world.allow("this node's CacheNode was deleted");
         lab.world.allow("KVCacheCluster cache/d has this node");
@@ -156,11 +158,7 @@ fn a_node_that_leaves_its_cluster_is_left_once_its_agent_has_let_go() {
 
 #[test]
 fn an_agent_that_is_gone_with_its_cluster_is_waited_for_a_minute() {
-    let lab = Lab::new();
-    let operator = lab.operator();
-    lab.raw_pool("p", json!({ "engine": "Plain" }));
-    lab.cluster(json!({ "pools": [{ "name": "p" }] }));
-    let mut agent = agent(&lab);
+    let (lab, operator, mut agent) = lab_with_agent();
     keep(&lab, "a", 16);
     agent.kill();
     leave_n1(&lab, Some("d"));
