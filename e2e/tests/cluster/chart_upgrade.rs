@@ -34,9 +34,6 @@ const KEPT_FROM: u64 = 200_000;
 /// A whole line of afterwards.
 const AFTERWARDS: Duration = Duration::from_millis(2_500);
 
-/// So long a state may be shown that is older than another one that was shown: less than any pod takes to start.
-const OLDER_STATE: Duration = Duration::from_secs(2);
-
 /// What serves on a node, seen by a session with it.
 struct Watched {
     node: usize,
@@ -197,8 +194,9 @@ fn replace_all(cluster: &Cluster, release: Release<'_>, begin: impl FnOnce() -> 
         let now_agents = one_at_a_time(release, Part::Agents, agents.len());
         let now_members = one_at_a_time(release, Part::Members, members.len());
         looks += 1;
+        // What the cluster itself is to be comes last, and may replace agents once more.
         let is_done = are_new(&now_agents, &agents) && are_new(&now_members, &members);
-        if is_done && away.is_empty() {
+        if is_done && away.is_empty() && !helm.is_alive() && !progresses(release) {
             break;
         }
         assert!(started.elapsed() < PODS_WITHIN, "not all is replaced\n{}", release.state());
@@ -209,18 +207,19 @@ fn replace_all(cluster: &Cluster, release: Release<'_>, begin: impl FnOnce() -> 
     say(&format!("agents and members were replaced within {:.1?}, seen by {looks} looks", started.elapsed()));
 }
 
+/// Whether the cluster is still made what it is to be.
+fn progresses(release: Release<'_>) -> bool {
+    let cluster = release.object("kvcc", RELEASE);
+    let is_current = cluster["status"]["observedGeneration"] == cluster["metadata"]["generation"];
+    !is_current || condition(&cluster, "Progressing").0 != "False"
+}
+
 /// Pods of a part, of which one may be away.
 fn one_at_a_time(release: Release<'_>, part: Part, before: usize) -> Vec<Pod> {
-    let suffice = |pods: &[Pod]| pods.iter().filter(|pod| pod.is_ready).count() + 1 >= before;
-    let (first, began) = (release.pods(part), Instant::now());
-    let mut now = first.clone();
-    // A kubelet that is busy may write an older state over a newer one, for a moment. A pod that starts takes longer; and whether its node
-    // serves is looked at beside it.
-    while !suffice(&now) {
-        assert!(began.elapsed() < OLDER_STATE, "one pod at a time: {first:?}, and then {now:?}");
-        now = release.pods(part);
-    }
-    now
+    let pods = release.pods(part);
+    let ready = pods.iter().filter(|pod| pod.is_ready).count();
+    assert!(ready + 1 >= before, "one pod at a time: {pods:?}");
+    pods
 }
 
 /// Whether pods serve, as many as before and none of those.

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::access::Access;
 use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
 use super::identities;
-use super::pods::{Reckoned, confined, probe, pull, resources, tolerations, without_empty};
+use super::pods::{Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, tolerations, without_empty};
 use super::{config_map, metadata};
 use crate::child::{Child, ChildKind, Ownership};
 use crate::cluster::dereference::Found;
@@ -99,6 +99,9 @@ fn daemon_set(cluster: &KVCacheCluster, found: &Found, access: &Access) -> Value
         "spec": {
             "selector": { "matchLabels": found.referred.names.selector(Component::Agent) },
             "updateStrategy": strategy,
+            // An old pod that is not available is replaced beside any other. What a kubelet under load wrote late, that a pod is not ready which has
+            // just become it, is put right before the next one goes.
+            "minReadySeconds": SETTLED_SECONDS,
             "template": template,
         },
     })

@@ -8,7 +8,9 @@ use reprise_crds::cluster::EtcdMode;
 use serde_json::{Value, json};
 
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
-use super::pods::{Reckoned, confined, probe, pull, resources, restricted, tolerations, without_empty};
+use super::pods::{
+    Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, restricted, tolerations, without_empty,
+};
 use super::{config_map, metadata, service_account};
 use crate::child::{Child, ChildKind, Ownership};
 use crate::cluster::dereference::Found;
@@ -27,8 +29,6 @@ const BLOCK_ENTRY_BYTES: u64 = 64;
 const BLOCK_BYTES: u64 = 2 << 20;
 /// A member that is told to stop hands over and ends.
 const GRACE_SECONDS: u32 = 15;
-/// A member that serves has heard of its part of the directory by then, from agents that come back to it.
-const SETTLED_SECONDS: u32 = 5;
 /// A digest over what members share is made of the file of this one.
 const ANY_MEMBER: &str = "any";
 

@@ -225,6 +225,17 @@ fn contents_of_profiles_lie_beside_the_agents_configuration_and_restart_nobody()
 }
 
 #[test]
+fn the_next_agent_is_replaced_when_one_has_settled() {
+    let cluster = cluster(json!({ "agents": { "updateStrategy": { "maxUnavailable": 2 } } }));
+    let children = build(&cluster, &found(&cluster), None);
+    let set = &child(&children, ChildKind::DaemonSet, "c-agent")["spec"];
+    assert_eq!(
+        (&set["minReadySeconds"], &set["updateStrategy"]["rollingUpdate"]["maxUnavailable"]),
+        (&json!(5), &json!(2))
+    );
+}
+
+#[test]
 fn each_member_has_a_file_of_its_own_and_one_more_restarts_none() {
     let of = |replicas: u32| {
         let cluster = cluster(json!({ "controlPlane": { "replicas": replicas } }));
