@@ -77,6 +77,12 @@ pub struct Pod {
     pub is_ready: bool,
 }
 
+/// What runs of pods, by which it is known whether any was replaced or started anew: their ids and those of their containers. Whether they are
+/// ready may change for a moment when nothing has happened to them.
+pub fn runs(pods: &[Pod]) -> Vec<(&str, &str)> {
+    pods.iter().map(|pod| (pod.uid.as_str(), pod.container.as_str())).collect()
+}
+
 /// Reprise on a cluster.
 #[derive(Clone, Copy, Debug)]
 pub struct Release<'a> {

@@ -11,7 +11,7 @@ use reprise_e2e::seed::say;
 use reprise_e2e::{Engine, Loading, wait_until};
 
 use crate::chart::{ENGINES, running};
-use crate::chart_life::wait_for_all_blocks;
+use crate::chart_life::{OUTAGE_MAX, wait_for_all_blocks};
 use crate::faults::{a_pod_is_replaced, kill_node, restart_node, without_api_server};
 use crate::pods::servers;
 
@@ -23,9 +23,6 @@ const BATCH: usize = 2_000;
 
 /// Keys of one question.
 const KEYS: usize = 8_000;
-
-/// From the end of an agent to its node's blocks.
-const AGENT_BACK_WITHIN: Duration = Duration::from_secs(5);
 
 /// Between two looks that start a process.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -104,10 +101,7 @@ pub(crate) fn an_agent_comes_back(cluster: &mut Cluster) {
         engine.load_all(&sample, &Loading::LOCAL);
         release.replaced(Part::Agents, &before[..1], before.len());
         release.wait_until_ready();
-        assert!(
-            all <= AGENT_BACK_WITHIN,
-            "the node did not serve for {outage:?}, {all:?} since kubectl delete"
-        );
+        assert!(all <= OUTAGE_MAX, "the node did not serve for {outage:?}, {all:?} since kubectl delete");
     });
     let longest = said.iter().map(|said| said.longest_outage_ms).max().unwrap_or_default();
     say(&format!("the longest time in which an engine had not its own block: {longest} ms"));

@@ -82,8 +82,8 @@ pub(crate) fn of_three(cluster: &mut Cluster) {
         let said = release.object("kvcc", NAME);
         let mut conditions = said["status"]["conditions"].as_array().into_iter().flatten();
         let etcd = conditions.find(|one| one["type"] == "EtcdReady").expect("it is said");
-        assert_eq!(etcd["status"], "True", "it answers: {etcd}");
-        (etcd["message"] == "2 of 3 members are ready").then_some(())
+        // Both others are not ready for a moment when it was their leader.
+        (etcd["message"] == "2 of 3 members are ready" && etcd["status"] == "True").then_some(())
     });
 
     let started = Instant::now();

@@ -15,6 +15,9 @@ const SEEN_WITHIN: Duration = Duration::from_secs(60);
 /// From the end of a fault to what was before.
 const HEALS_WITHIN: Duration = Duration::from_secs(120);
 
+/// From a start of the API server to kubelets that have found it: they look for it with pauses of their own, of up to 51 s and then up to 60 s.
+const FOUND_WITHIN: Duration = Duration::from_secs(300);
+
 /// For how long the API server is away.
 const AWAY: Duration = Duration::from_secs(30);
 
@@ -61,6 +64,7 @@ pub(crate) fn kill_node(cluster: &mut Cluster, index: usize) -> Killed {
     let name = cluster.nodes()[index].name().to_owned();
     let pod = servers(cluster).into_iter().find(|server| server.node == name).expect("one on each node");
     fs::write(cluster.nodes()[index].root().join(FILE), "as it was").expect("its disk takes files");
+    (0..cluster.nodes().len()).for_each(|node| wait_for(cluster, node, Says::Ready));
     cluster.node(index).kill();
     pod.ask("/").expect_err("its pods went with it");
     wait_for(cluster, index, Says::NotReady);
@@ -99,7 +103,7 @@ pub(crate) fn without_api_server(cluster: &mut Cluster, [first, second]: &[Serve
     cluster.start_api_server();
     let serves = back.elapsed();
     for index in 0..cluster.nodes().len() {
-        wait_for(cluster, index, Says::Ready);
+        wait_within(cluster, index, Says::Ready, FOUND_WITHIN);
     }
     say(&format!(
         "the API server served {serves:.1?} after it was started, and nodes were ready after {:.1?}",
@@ -128,8 +132,11 @@ pub(crate) enum Says {
 }
 
 pub(crate) fn wait_for(cluster: &Cluster, index: usize, says: Says) {
+    wait_within(cluster, index, says, if says == Says::Ready { HEALS_WITHIN } else { SEEN_WITHIN });
+}
+
+fn wait_within(cluster: &Cluster, index: usize, says: Says, within: Duration) {
     let node = &cluster.nodes()[index];
-    let within = if says == Says::Ready { HEALS_WITHIN } else { SEEN_WITHIN };
     wait_until(&format!("{} to be {says:?}", node.name()), within, || {
         std::thread::sleep(PAUSE);
         (cluster.is_ready(node) == (says == Says::Ready)).then_some(())

@@ -197,6 +197,10 @@ pub(crate) fn reach_each_other(cluster: &mut Cluster) {
     let service = cluster.kubectl(&["get", "service", "server", "--output=jsonpath={.spec.clusterIP}"]);
     for place in [service.as_str(), "server", "server.default.svc.cluster.local"] {
         for asking in [&first, &second] {
+            // A node's kube-proxy hears of pods after they are ready. From then on every request arrives.
+            wait_until(&format!("{place} to lead somewhere"), PODS_WITHIN, || {
+                asking.via(&format!("{place}:80")).ok()
+            });
             let mut heard: Vec<String> = Vec::new();
             // Every request is given to either by chance: both are heard after some, and nobody else.
             wait_until(&format!("both behind {place}"), PODS_WITHIN, || {

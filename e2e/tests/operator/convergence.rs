@@ -13,6 +13,9 @@ use crate::lab::{Lab, SETTLED, THEIRS, versions};
 use crate::queues::{WAITS, ask};
 use crate::stores::lose_the_authority;
 
+/// What the operator says when the API server goes away.
+const WATCH_LOST: &str = "a watch was lost and begins again";
+
 /// Reconciles without a change that are looked at.
 const RESYNCS: usize = 10;
 
@@ -100,12 +103,15 @@ impl Asked {
     }
 
     /// Since then only what time alone asks for has been: renewals of the lease, watches that begin again, and whether a kind is served by now that was
-    /// not. Each of these has been answered; a refused write would be here as well.
+    /// not. A refused write would be here as well.
     fn assert_is_all(&self, operator: &Operator) {
-        let (now, lease) = (Asked::of(operator), ["get", "update"].map(|verb| labels(verb, "leases", 200)));
+        let (now, lease) = (Asked::of(operator), ["get", "update"].map(|verb| labels(verb, "leases", "200")));
+        // One that was not answered in time is made again.
+        let unanswered = ["get", "update"].map(|verb| labels(verb, "leases", "none"));
         let by_time = |asked: &String| {
             let watches = asked.starts_with("verb=\"watch\"") && asked.ends_with("code=\"200\"");
-            watches || lease.contains(asked) || *asked == labels("list", "podmonitors", 404)
+            let renewals = lease.contains(asked) || unanswered.contains(asked);
+            watches || renewals || *asked == labels("list", "podmonitors", "404")
         };
         let before = |asked: &String| self.requests.get(asked).copied().unwrap_or_default();
         let new = now.requests.iter().filter(|(asked, count)| **count > before(asked) && !by_time(asked));
@@ -120,7 +126,7 @@ impl Asked {
 }
 
 /// Labels of a sample, as they are served.
-fn labels(verb: &str, resource: &str, code: u16) -> String {
+fn labels(verb: &str, resource: &str, code: &str) -> String {
     format!("verb=\"{verb}\",resource=\"{resource}\",code=\"{code}\"")
 }
 
@@ -183,15 +189,20 @@ fn a_managed_store_that_is_refused_or_has_lost_its_authority_is_not_asked_about(
 fn an_api_server_that_was_away_finds_everything_brought_up_to_date() {
     let mut lab = Lab::new();
     // The operator says that it has lost its watches, and may fail to renew.
-    for words in ["a watch was lost and begins again", "a reconcile failed", "the lease cannot be"] {
+    for words in [WATCH_LOST, "a reconcile failed", "the lease cannot be"] {
         lab.world.allow(words);
     }
-    let operator = lab.operator();
+    let files = lab.operator_files("operator");
+    let operator = files.start().expect("the operator starts");
     lab.cluster(json!({}));
     lab.wait_for("DaemonSet", "c-agent");
     settle(&lab);
     lab.server.kill();
-    std::thread::sleep(Duration::from_secs(3));
+    // No longer than it takes: after ten seconds without its lease it would end.
+    wait_until("the operator has lost its watches", PATIENCE, || {
+        let said = std::fs::read_to_string(files.log()).expect("it logs");
+        said.contains(WATCH_LOST).then_some(())
+    });
     lab.server.restart();
     // Something is gone, and something new is wanted.
     lab.delete("ConfigMap", "c-agent");
