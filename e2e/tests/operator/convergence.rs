@@ -197,12 +197,11 @@ fn an_api_server_that_was_away_finds_everything_brought_up_to_date() {
     lab.cluster(json!({}));
     lab.wait_for("DaemonSet", "c-agent");
     settle(&lab);
+    let lost = || std::fs::read_to_string(files.log()).expect("it logs").matches(WATCH_LOST).count();
+    let before = lost();
     lab.server.kill();
     // No longer than it takes: after ten seconds without its lease it would end.
-    wait_until("the operator has lost its watches", PATIENCE, || {
-        let said = std::fs::read_to_string(files.log()).expect("it logs");
-        said.contains(WATCH_LOST).then_some(())
-    });
+    wait_until("the operator has lost its watches", PATIENCE, || (lost() > before).then_some(()));
     lab.server.restart();
     // Something is gone, and something new is wanted.
     lab.delete("ConfigMap", "c-agent");
