@@ -99,8 +99,8 @@ fn daemon_set(cluster: &KVCacheCluster, found: &Found, access: &Access) -> Value
         "spec": {
             "selector": { "matchLabels": found.referred.names.selector(Component::Agent) },
             "updateStrategy": strategy,
-            // An old pod that is not available is replaced beside any other. What a kubelet under load wrote late, that a pod is not ready which has
-            // just become it, is put right before the next one goes.
+            // An old pod that is not available is replaced beside any other. One that has just become ready may not be so for a moment: that is over
+            // before the next one goes.
             "minReadySeconds": SETTLED_SECONDS,
             "template": template,
         },

@@ -5,7 +5,7 @@ use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources, Toleration}
 use serde_json::{Map, Value, json};
 
 /// For so long a pod has to be ready before the next one is replaced. A member has heard of its part of the directory by then, from agents that
-/// come back to it; members have heard of an agent's blocks; and what a kubelet wrote late is put right.
+/// come back to it; members have heard of an agent's blocks; and a pod that is not ready once more for a moment is over it.
 pub(super) const SETTLED_SECONDS: u32 = 5;
 
 /// CPU and memory that a container gets when the cluster says nothing.
