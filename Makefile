@@ -68,6 +68,7 @@ PROGRAMS := cargo build --locked --workspace --bins --tests
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
 test: lint etcd cluster helm
+	e2e/prometheus/promtool.sh
 	$(PROGRAMS)
 	images/build.sh --profile $(REPRISE_IMAGES_PROFILE)
 	e2e/test.sh

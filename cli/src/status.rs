@@ -112,8 +112,9 @@ struct NodeStatus {
     drain: Option<Drain>,
     replicas_dram: u64,
     replicas_nvme: u64,
-    dram_bytes: u64,
-    nvme_bytes: u64,
+    /// Capacities as the node last reported them; `null`: it has not reported yet.
+    dram_bytes: Option<u64>,
+    nvme_bytes: Option<u64>,
     agent: AgentStatus,
 }
 
@@ -290,6 +291,7 @@ fn usage_of(usage: &NodeUsage) -> Usage {
 
 fn node_status(node: NodeInfo, agent: AgentStatus, directories: &[&DescribeReply]) -> NodeStatus {
     let mode = NodeMode::try_from(node.mode).unwrap_or_default();
+    let capacity = node.usage.as_ref().and_then(|usage| usage.capacity);
     let of_node = directories.iter().flat_map(|directory| &directory.nodes);
     let replicas: Vec<&NodeReplicas> = of_node.filter(|replicas| replicas.node == node.node).collect();
     NodeStatus {
@@ -304,16 +306,19 @@ fn node_status(node: NodeInfo, agent: AgentStatus, directories: &[&DescribeReply
         drain: node.drain.filter(|_| mode == NodeMode::Draining).map(|drain| Drain::from(&drain)),
         replicas_dram: replicas.iter().map(|replicas| replicas.dram).sum(),
         replicas_nvme: replicas.iter().map(|replicas| replicas.nvme).sum(),
-        dram_bytes: node.dram_bytes,
-        nvme_bytes: node.nvme_bytes,
+        dram_bytes: capacity.map(|capacity| capacity.dram),
+        nvme_bytes: capacity.map(|capacity| capacity.nvme),
         agent,
     }
 }
 
-/// Room with how full it is, when that is known.
-fn room(bytes: u64, used_percent: Option<u64>) -> String {
-    let bytes = bytes_text(bytes);
-    used_percent.map_or_else(|| bytes.clone(), |percent| format!("{percent} % of {bytes}"))
+/// A tier's capacity and how full it is; `?` before the node's first report.
+fn room(bytes: Option<u64>, used_percent: Option<u64>) -> String {
+    match (bytes.map(bytes_text), used_percent) {
+        (Some(bytes), Some(percent)) => format!("{percent} % of {bytes}"),
+        (Some(bytes), None) => bytes,
+        (None, _) => "?".to_owned(),
+    }
 }
 
 fn text(status: &Status) -> String {

@@ -5,19 +5,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use prometheus_client::registry::Registry;
-use reprise_proto::controlplane::NodeMode;
+use reprise_proto::controlplane::{NodeInfo, NodeMode};
+use reprise_proto::exposition::Format;
 use serde::Serialize;
 
 use crate::cluster::Cluster;
 use crate::metrics;
 use crate::shards::Shards;
 
-/// OpenMetrics text, as Prometheus asks for it.
-const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const JSON_TYPE: &str = "application/json";
 
 /// What the handlers need.
@@ -40,8 +39,9 @@ struct NodeView {
     epoch: u64,
     peer_address: String,
     admin_address: String,
-    dram_bytes: u64,
-    nvme_bytes: u64,
+    /// Capacities as the node last reported them; `null`: it has not reported to this member yet.
+    dram_bytes: Option<u64>,
+    nvme_bytes: Option<u64>,
     failure_domain: String,
     version: String,
 }
@@ -95,10 +95,12 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .with_state(admin)
 }
 
-async fn serve_metrics(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
+async fn serve_metrics(State(admin): State<Arc<Admin>>, headers: HeaderMap) -> impl IntoResponse {
     admin.cluster.refresh_metrics();
     admin.cluster.metrics.set_members(&admin.shards);
-    ([(header::CONTENT_TYPE, METRICS_TYPE)], metrics::text(&admin.registry))
+    let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+    let format = Format::negotiate(accept);
+    ([(header::CONTENT_TYPE, format.content_type())], format.render(metrics::text(&admin.registry)))
 }
 
 async fn readiness(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
@@ -111,7 +113,13 @@ async fn readiness(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
 
 async fn nodes(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     admin.cluster.expire();
-    let nodes = admin.cluster.nodes().into_iter().map(|node| NodeView {
+    let nodes = admin.cluster.nodes().into_iter().map(node_view);
+    json(&nodes.collect::<Vec<_>>())
+}
+
+fn node_view(node: NodeInfo) -> NodeView {
+    let capacity = node.usage.and_then(|usage| usage.capacity);
+    NodeView {
         mode: mode(node.mode()),
         node: node.node,
         name: node.name,
@@ -119,12 +127,11 @@ async fn nodes(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
         epoch: node.epoch,
         peer_address: node.peer_address,
         admin_address: node.admin_address,
-        dram_bytes: node.dram_bytes,
-        nvme_bytes: node.nvme_bytes,
+        dram_bytes: capacity.map(|capacity| capacity.dram),
+        nvme_bytes: capacity.map(|capacity| capacity.nvme),
         failure_domain: node.failure_domain,
         version: node.version,
-    });
-    json(&nodes.collect::<Vec<_>>())
+    }
 }
 
 /// What a node is for, in a word.

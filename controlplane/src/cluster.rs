@@ -289,28 +289,27 @@ impl Cluster {
         known
     }
 
-    /// What living nodes have together, as they said when they registered. Devices that a node has got since are in its reports.
+    /// What the living nodes that have reported have together.
     pub fn capacity(&self) -> Amounts {
         let members = self.members();
         let living = members.iter().filter(|(_, state)| *state == MemberState::Alive);
-        living.fold(Amounts::default(), |sum, (record, _)| {
-            let reported = members.report_of(record.node).map_or(0, |report| report.capacity.nvme);
-            let nvme = match record.details.nvme_bytes {
-                0 => reported,
-                registered => registered,
-            };
-            Amounts {
-                dram: sum.dram.saturating_add(record.details.dram_bytes),
-                nvme: sum.nvme.saturating_add(nvme),
-            }
+        let reports = living.filter_map(|(record, _)| members.report_of(record.node));
+        reports.fold(Amounts::default(), |sum, report| Amounts {
+            dram: sum.dram.saturating_add(report.capacity.dram),
+            nvme: sum.nvme.saturating_add(report.capacity.nvme),
         })
     }
 
-    /// The same; `None` while this member has just started and no node has registered with it.
+    /// The same; `None` while a living node has not reported yet, or this member has just started and no node has registered
+    /// with it.
     pub fn capacity_known(&self) -> Option<Amounts> {
-        let is_alive = |(_, state): (&NodeRecord, MemberState)| state == MemberState::Alive;
-        let settled = self.settles_in().is_zero() || self.members().iter().any(is_alive);
-        settled.then(|| self.capacity())
+        let is_known = {
+            let members = self.members();
+            let mut living = members.iter().filter(|(_, state)| *state == MemberState::Alive).peekable();
+            let is_settled = self.settles_in().is_zero() || living.peek().is_some();
+            is_settled && living.all(|(record, _)| members.report_of(record.node).is_some())
+        };
+        is_known.then(|| self.capacity())
     }
 
     /// Until every node that lives has had time to register with this member since its start.

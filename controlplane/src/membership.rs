@@ -80,8 +80,6 @@ impl Membership for MembershipService {
         let details = NodeDetails {
             peer_address: request.peer_address,
             admin_address: request.admin_address,
-            dram_bytes: request.dram_bytes,
-            nvme_bytes: request.nvme_bytes,
             failure_domain: request.failure_domain,
             version: request.version,
         };

@@ -99,8 +99,6 @@ struct Stored {
     epoch: u64,
     peer_address: String,
     admin_address: String,
-    dram_bytes: u64,
-    nvme_bytes: u64,
     failure_domain: String,
     version: String,
 }
@@ -241,8 +239,6 @@ pub(crate) fn read(entry: &KeyValue) -> Result<NodeRecord, RegistryError> {
     let details = NodeDetails {
         peer_address: stored.peer_address,
         admin_address: stored.admin_address,
-        dram_bytes: stored.dram_bytes,
-        nvme_bytes: stored.nvme_bytes,
         failure_domain: stored.failure_domain,
         version: stored.version,
     };
@@ -265,8 +261,6 @@ fn written(record: &NodeRecord) -> Vec<u8> {
         epoch: record.epoch.0,
         peer_address: details.peer_address,
         admin_address: details.admin_address,
-        dram_bytes: details.dram_bytes,
-        nvme_bytes: details.nvme_bytes,
         failure_domain: details.failure_domain,
         version: details.version,
     };

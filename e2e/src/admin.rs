@@ -28,15 +28,23 @@ impl Admin {
     /// # Errors
     /// Nobody answers.
     pub fn get(&self, path: &str) -> io::Result<(u16, String)> {
+        self.get_as(path, "*/*").map(|(code, _, body)| (code, body))
+    }
+
+    /// One GET with an `Accept` header: status code, head and body.
+    ///
+    /// # Errors
+    /// As [`Admin::get`].
+    pub fn get_as(&self, path: &str, accept: &str) -> io::Result<(u16, String, String)> {
         let mut stream = TcpStream::connect(&self.address)?;
         stream.set_read_timeout(Some(ANSWER_WITHIN))?;
-        write!(stream, "GET {path} HTTP/1.0\r\nHost: e2e\r\n\r\n")?;
+        write!(stream, "GET {path} HTTP/1.0\r\nHost: e2e\r\nAccept: {accept}\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
         let torn = || io::Error::new(io::ErrorKind::InvalidData, "no HTTP answer");
         let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(torn)?;
         let code = head.split_whitespace().nth(1).and_then(|code| code.parse().ok()).ok_or_else(torn)?;
-        Ok((code, body.to_owned()))
+        Ok((code, head.to_ascii_lowercase(), body.to_owned()))
     }
 
     /// A page of JSON.

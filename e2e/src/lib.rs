@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 pub mod admin;
 pub mod agent;
@@ -61,6 +62,17 @@ pub use relay::Relay;
 pub use sysfs::NvmeController;
 pub use wait::{PATIENCE, wait_until};
 pub use world::World;
+
+/// Prometheus' promtool, fetched when it is not there yet.
+///
+/// # Panics
+/// When it is neither here nor can be fetched.
+pub fn promtool() -> PathBuf {
+    let script = tree().join("e2e/prometheus/promtool.sh");
+    let output = Command::new(script).stderr(Stdio::inherit()).output().expect("bash starts");
+    assert!(output.status.success(), "promtool cannot be fetched");
+    PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
+}
 
 /// The source tree that the tests belong to. One folder of build results may serve several, so it is asked for when the tests
 /// run: cargo says where.

@@ -90,6 +90,7 @@ fn main() -> ExitCode {
         modes::a_node_is_drained_by_its_spec,
         modes::a_share_to_keep_free_changes_without_a_restart,
         pools::a_pool_comes_and_goes_while_engines_go_on,
+        pools::the_capacity_that_is_reported_is_that_of_the_pools_that_are_open_now,
         pools::a_killed_agent_finds_its_blocks_again,
         pools::a_file_that_is_not_there_at_the_start_is_waited_for_and_made_anew_only_by_a_pool_that_begins_anew,
         pools::a_wiped_pool_is_destroyed_and_said_so,

@@ -1,9 +1,12 @@
-//! What processes serve at `/metrics` is what `docs/METRICS.md` lists: names, types, labels and help.
+//! What processes serve at `/metrics` is what `docs/METRICS.md` lists: names, types, labels and help. `promtool check metrics`
+//! finds nothing wrong with it.
 //!
 //! Two agents and a control plane do a bit of everything first, since a family without members is not served.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
@@ -32,8 +35,11 @@ struct Metric {
 
 /// The metrics of a scrape, by name.
 fn scrape(admin: &Admin) -> BTreeMap<String, Metric> {
-    let (code, text) = admin.get("/metrics").expect("the metrics are served");
+    let open_metrics = "application/openmetrics-text";
+    let (code, head, text) = admin.get_as("/metrics", open_metrics).expect("the metrics are served");
     assert_eq!(code, 200);
+    assert!(head.contains(open_metrics), "{head}");
+    check_by_promtool(admin);
     let mut metrics: BTreeMap<String, Metric> = BTreeMap::new();
     for line in text.lines() {
         match line.strip_prefix("# ").map(|comment| comment.splitn(3, ' ').collect::<Vec<_>>()).as_deref() {
@@ -48,6 +54,21 @@ fn scrape(admin: &Admin) -> BTreeMap<String, Metric> {
         }
     }
     metrics
+}
+
+/// Panics when Prometheus' own tool finds something wrong with what a program serves to scrapers that ask for nothing.
+fn check_by_promtool(admin: &Admin) {
+    let (_, head, text) = admin.get_as("/metrics", "*/*").expect("the metrics are served");
+    assert!(head.contains("text/plain; version=0.0.4"), "{head}");
+    let mut promtool = Command::new(reprise_e2e::promtool());
+    promtool.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut running = promtool.spawn().expect("promtool starts");
+    let mut input = running.stdin.take().expect("it is piped");
+    input.write_all(text.as_bytes()).expect("promtool reads all of it");
+    drop(input);
+    let ended = running.wait_with_output().expect("promtool ends");
+    let words = [ended.stdout, ended.stderr].concat();
+    assert!(ended.status.success(), "promtool: {}", String::from_utf8_lossy(&words));
 }
 
 /// Adds the labels of a sample to its metric.
@@ -122,7 +143,7 @@ fn operator(world: &World) -> BTreeMap<String, Metric> {
 }
 
 #[test]
-fn the_documentation_lists_exactly_what_is_served() {
+fn the_documentation_lists_exactly_what_is_served_and_promtool_accepts_it() {
     let world = World::new();
     let plane = world.control_plane(Store::Embedded);
     let config = |node: &str| AgentConfig {

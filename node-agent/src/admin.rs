@@ -19,10 +19,11 @@ use std::time::{Duration, Instant};
 
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, TenantId};
+use reprise_proto::exposition::Format;
 
 use axum::Router;
 use axum::extract::{Path, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use crossbeam_channel::{Sender, bounded};
@@ -43,9 +44,6 @@ const CORE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What a page says whose core has not answered.
 const SILENT: &str = "the core does not answer\n";
-
-/// Content type of the OpenMetrics text format.
-const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// What the pages are about.
 pub(crate) struct AdminContext {
@@ -186,7 +184,7 @@ fn unavailable(text: &'static str) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, text).into_response()
 }
 
-async fn metrics(State(context): State<Arc<AdminContext>>) -> Response {
+async fn metrics(State(context): State<Arc<AdminContext>>, headers: HeaderMap) -> Response {
     let Some(view) = ask(&context, Input::Inspect).await else { return unavailable(SILENT) };
     let mut numbers = describe("", CORE, view.counters.fields());
     if let Some(peers) = &context.peers {
@@ -195,7 +193,11 @@ async fn metrics(State(context): State<Arc<AdminContext>>) -> Response {
     numbers.extend(status::directory_numbers(&context.directory.status()));
     let tenants = TenantRows::new(&view.tenants, |tenant| tenant_name(&context, tenant));
     match context.metrics.render(numbers, tenants, view.inbox_waiting) {
-        Ok(text) => ([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response(),
+        Ok(text) => {
+            let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+            let format = Format::negotiate(accept);
+            ([(header::CONTENT_TYPE, format.content_type())], format.render(text)).into_response()
+        }
         Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "metrics cannot be encoded\n").into_response(),
     }
 }

@@ -84,7 +84,7 @@ pub(crate) struct DirectorySettings {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
 }
 
-/// What a node says about itself when it registers.
+/// What a node says about itself when it registers. Nothing in it changes while the agent runs: what does is in its reports.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Registration {
     /// Unique in the cluster; the node's number follows it.
@@ -93,10 +93,6 @@ pub(crate) struct Registration {
     pub(crate) peer_address: String,
     /// `host:port` of this agent's admin endpoint.
     pub(crate) admin_address: String,
-    /// Capacity of the arena, in bytes.
-    pub(crate) dram_bytes: u64,
-    /// Capacity of the pool, in bytes.
-    pub(crate) nvme_bytes: u64,
     /// Nodes of one domain fail together (rack, zone).
     pub(crate) failure_domain: String,
     /// Version of this agent.

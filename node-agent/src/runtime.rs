@@ -39,7 +39,7 @@ use crate::config::{
     ArenaSettings, FollowedConfig, HugePages, KubernetesSettings, PeerSettings, PodPlace, Settings,
 };
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
-use crate::device::{self, Device, DeviceContext, DeviceInfo};
+use crate::device::{self, Device, DeviceContext};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
@@ -127,7 +127,6 @@ impl Runtime {
             devices.push(opened.device);
             pools.push((opened.pool, opened.stored));
         }
-        let infos: Vec<DeviceInfo> = devices.iter().map(|device| device.info().clone()).collect();
         let regions: Vec<(RegionId, u64)> =
             arena.regions().iter().map(|region| (RegionId(region.id()), region.bytes())).collect();
         let core = AgentCore::new(core_settings(&settings), pools, &regions);
@@ -146,8 +145,6 @@ impl Runtime {
             name: settings.node.name.clone(),
             peer_address: port.as_ref().map(|port| port.advertised.clone()).unwrap_or_default(),
             admin_address: reached_at(admin.address()).to_string(),
-            dram_bytes: settings.arena.bytes,
-            nvme_bytes: infos.iter().map(|device| device.bytes).sum(),
             failure_domain: settings.node.failure_domain.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };

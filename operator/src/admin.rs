@@ -8,16 +8,14 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use reprise_proto::exposition::Format;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::context::Context;
-
-/// Content type of the OpenMetrics text format.
-const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// What the pages are about.
 #[derive(Clone)]
@@ -43,8 +41,11 @@ pub async fn serve(
     axum::serve(listener, pages).await
 }
 
-async fn metrics(State(pages): State<Pages>) -> Response {
-    ([(header::CONTENT_TYPE, METRICS_TYPE)], pages.context.metrics.text()).into_response()
+async fn metrics(State(pages): State<Pages>, headers: HeaderMap) -> Response {
+    let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+    let format = Format::negotiate(accept);
+    ([(header::CONTENT_TYPE, format.content_type())], format.render(pages.context.metrics.text()))
+        .into_response()
 }
 
 async fn healthz(State(pages): State<Pages>) -> Response {

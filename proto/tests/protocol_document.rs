@@ -170,26 +170,16 @@ fn membership_rows() -> Vec<String> {
         admin_address: admin_address.clone(),
         epoch: 3,
         alive: true,
-        dram_bytes: 1024,
-        nvme_bytes: 2048,
         failure_domain: failure_domain.clone(),
         version: version.clone(),
         mode: cluster::NodeMode::Draining.into(),
         usage: Some(placement::usage()),
         drain: Some(placement::drain()),
     };
-    let register = cluster::RegisterRequest {
-        name,
-        peer_address,
-        admin_address,
-        dram_bytes: 1024,
-        nvme_bytes: 2048,
-        failure_domain,
-        version,
-    };
+    let register = cluster::RegisterRequest { name, peer_address, admin_address, failure_domain, version };
     let registered =
         cluster::RegisterReply { node: 7, epoch: 3, heartbeat_every_us: 250_000, dead_after_us: 1_500_000 };
-    let words = "\"n\", \"p:1\", \"a:2\", 1 KiB, 2 KiB, \"r\", \"0.1.0\"";
+    let words = "\"n\", \"p:1\", \"a:2\", \"r\", \"0.1.0\"";
     vec![
         row("`RegisterRequest`", words, &register),
         row("`RegisterReply`", "node 7, epoch 3, 250 ms, 1.5 s", &registered),

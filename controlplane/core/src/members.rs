@@ -42,17 +42,13 @@ pub struct MemberSettings {
     pub forget_after: Duration,
 }
 
-/// What a node says about itself.
+/// What does not change while a node's agent runs. What does is in its reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeDetails {
     /// `host:port` of its peer transport; empty when it serves nobody.
     pub peer_address: String,
     /// `host:port` of its admin endpoint.
     pub admin_address: String,
-    /// Arena, in bytes.
-    pub dram_bytes: u64,
-    /// Pool, in bytes.
-    pub nvme_bytes: u64,
     /// Nodes of one domain fail together.
     pub failure_domain: String,
     /// Version of its agent.

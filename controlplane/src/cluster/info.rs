@@ -24,8 +24,6 @@ impl Cluster {
             admin_address: details.admin_address,
             epoch: record.epoch.0,
             alive: state == MemberState::Alive,
-            dram_bytes: details.dram_bytes,
-            nvme_bytes: details.nvme_bytes,
             failure_domain: details.failure_domain,
             version: details.version,
             mode: wire_mode(set.mode).into(),

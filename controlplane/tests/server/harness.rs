@@ -77,8 +77,6 @@ pub(crate) fn registration(name: &str) -> RegisterRequest {
         name: name.to_owned(),
         peer_address: "127.0.0.1:7000".to_owned(),
         admin_address: "127.0.0.1:7001".to_owned(),
-        dram_bytes: 1 << 30,
-        nvme_bytes: 1 << 40,
         failure_domain: "rack-1".to_owned(),
         version: "0.1.0".to_owned(),
     }

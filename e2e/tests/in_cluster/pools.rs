@@ -1,10 +1,13 @@
 //! A pool of one file: claimed, used, closed, found again, destroyed.
 
 use std::fs;
+use std::process::Command;
 
 use reprise_client::{Scope, Source};
 use reprise_e2e::content::small;
-use reprise_e2e::{ApiServer, Loading, PATIENCE, World};
+use reprise_e2e::control_plane::Store;
+use reprise_e2e::process::binary;
+use reprise_e2e::{Admin, ApiServer, Loading, PATIENCE, World, wait_until};
 use serde_json::{Value, json};
 
 use crate::node::{Node, Setup, condition, device, file_claim, state};
@@ -181,4 +184,43 @@ pub(crate) fn a_pool_that_changes_its_engine_is_opened_again_with_its_blocks(ser
     assert_eq!(opened(&node), 2);
     engine.trim();
     assert_eq!(engine.load_all(&blocks(), &Loading::LOCAL), vec![Source::OwnNvme; 40]);
+}
+
+/// The NVMe capacity of the only node, as a member reports it.
+fn nvme_bytes(member: &Admin) -> Option<u64> {
+    member.json("/nodes")[0]["nvme_bytes"].as_u64()
+}
+
+/// What `reprise status` prints.
+fn status(member: &str) -> String {
+    let command = Command::new(binary("reprise")).args(["status", "--controlplane", member]).output();
+    let command = command.expect("reprise starts");
+    assert!(command.status.success(), "{}", String::from_utf8_lossy(&command.stderr));
+    String::from_utf8(command.stdout).expect("text")
+}
+
+pub(crate) fn the_capacity_that_is_reported_is_that_of_the_pools_that_are_open_now(server: &ApiServer) {
+    let world = World::new();
+    let member = world.control_plane(Store::Memory);
+    let address = member.address().to_owned();
+    let setup = Setup { control_plane: vec![address.clone()], ..Setup::of("grows") };
+    let node = Node::launch(server, world, &setup);
+    let wait_for = |what: &str, is_right: fn(u64) -> bool| {
+        wait_until(what, PATIENCE, || nvme_bytes(member.admin()).filter(|bytes| is_right(*bytes)))
+    };
+    node.bring("the node is registered", json!({}), |status| condition(status, "Connected").0 == "True");
+    wait_for("a node without a pool", |bytes| bytes == 0);
+    assert!(status(&address).contains("% of 0 B"), "{}", status(&address));
+
+    let claims = json!({ "claims": [file_claim("p1")] });
+    node.bring("the pool is open", claims, |status| state(status, "/p1-file") == Some("Open"));
+    let capacity = wait_for("the capacity of the pool", |bytes| bytes > 0);
+    let device = &node.agent.admin().json("/status")["devices"][0];
+    assert_eq!(Some(capacity), device["slot_bytes"].as_u64());
+    assert!(!status(&address).contains("of 0 B"), "{}", status(&address));
+
+    node.bring("the pool is closed", json!({}), |status| status["devices"].is_null());
+    wait_for("a node without a pool again", |bytes| bytes == 0);
+    drop(node.agent);
+    drop(member);
 }

@@ -18,8 +18,6 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         name: "test".to_owned(),
         peer_address: String::new(),
         admin_address: String::new(),
-        dram_bytes: 0,
-        nvme_bytes: 0,
         failure_domain: String::new(),
         version: String::new(),
     };
@@ -73,7 +71,7 @@ fn a_core_with_a_full_inbox_is_healthy_and_answers_when_there_is_room() {
             unreachable!("the test asks")
         });
         asked.send(()).expect("the core is there");
-        assert_eq!(metrics(State(context.clone())).await.status(), StatusCode::OK);
+        assert_eq!(metrics(State(context.clone()), HeaderMap::new()).await.status(), StatusCode::OK);
         core.join().expect("it answered");
     });
 }

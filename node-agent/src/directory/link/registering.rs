@@ -112,8 +112,6 @@ fn request(shared: &Shared) -> RegisterRequest {
         name: own.name,
         peer_address: own.peer_address,
         admin_address: own.admin_address,
-        dram_bytes: own.dram_bytes,
-        nvme_bytes: own.nvme_bytes,
         failure_domain: own.failure_domain,
         version: own.version,
     }
