@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::builder::RangedU64ValueParser;
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitOutcome, CommitStatus, ConnectOptions, LoadRequest, Priority,
-    Scope, Source,
+    BlockStatus, Client, ClientError, CommitOptions, CommitOutcome, CommitStatus, ConnectOptions,
+    LoadRequest, Scope, Source,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Interval, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
@@ -259,7 +259,7 @@ impl Check {
             kv_function::fill(&block.prefix_hash, self.place(object), &mut bytes);
             reservation.fill_object(object, &bytes)?;
         }
-        self.client.commit(vec![(reservation, block.key)], Priority::Normal).map(Some)
+        self.client.commit(vec![(reservation, block.key)], CommitOptions::default()).map(Some)
     }
 
     /// Waits for another's block, and loads it where it is right.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use reprise_client::{
-    BlockStatus, Client, ClientError, ConnectOptions, LoadRequest, Priority, Scope, Source, Ticket,
+    BlockStatus, Client, ClientError, CommitOptions, ConnectOptions, LoadRequest, Scope, Source, Ticket,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
@@ -236,9 +236,9 @@ impl Engine {
             self.prefill(block, *physical);
         }
         let started = Instant::now();
-        let mut left = chain.len() - usable;
-        let saved = self.save(&chain[usable..], &table[usable..], &mut left, outcome);
-        outcome.unsaved += left as u64;
+        let mut there = usable;
+        let saved = self.save(chain, table, &mut there, outcome);
+        outcome.unsaved += (chain.len() - there) as u64;
         outcome.save_us = micros(started);
         self.unless_failed(saved, outcome);
     }
@@ -346,16 +346,16 @@ impl Engine {
         }
     }
 
-    /// Saves blocks until the arena has no room; `left` says at any time how many are not saved yet.
+    /// Saves the blocks of a chain behind its first `there` until the arena has no room; counts them in `there`.
     fn save(
         &mut self,
         chain: &[ChainBlock],
         table: &[PhysicalBlock],
-        left: &mut usize,
+        there: &mut usize,
         outcome: &mut RequestOutcome,
     ) -> Result<(), ClientError> {
-        let mut at = 0;
-        while at < chain.len() {
+        while *there < chain.len() {
+            let at = *there;
             let wanted = u32::try_from(chain.len() - at).expect("a chain has at most 8,192 blocks");
             let reservations = self.client.reserve(wanted, RESERVE_WAIT)?;
             if reservations.is_empty() {
@@ -371,7 +371,9 @@ impl Engine {
                 }
                 items.push((reservation, block.key));
             }
-            let committed = self.client.commit(items, Priority::Normal)?;
+            let parent = at.checked_sub(1).map(|last| chain[last].key);
+            let committed =
+                self.client.commit(items, CommitOptions { parent, ..CommitOptions::default() })?;
             for status in &committed.statuses {
                 if status.is_committed() {
                     outcome.saved += 1;
@@ -381,8 +383,7 @@ impl Engine {
                 }
             }
             self.tickets.push((committed.ticket, chain[at..end].to_vec()));
-            at = end;
-            *left = chain.len() - at;
+            *there = end;
         }
         Ok(())
     }

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitOutcome, ConnectOptions, CopyError, Load, LoadRequest, Priority,
-    Reservation, Scope, Source, Ticket,
+    BlockStatus, Client, ClientError, CommitOptions, CommitOutcome, ConnectOptions, CopyError, Load,
+    LoadRequest, Reservation, Scope, Source, Ticket,
 };
 use reprise_policy::{BlockKey, Layout, TenantName};
 
@@ -111,12 +111,20 @@ impl Engine {
     /// # Errors
     /// As `Client::reserve` and `Client::commit`.
     pub fn save(&self, numbers: &[u64]) -> Result<CommitOutcome, ClientError> {
+        self.save_behind(None, numbers)
+    }
+
+    /// The same for blocks of a chain that begins before them, with the block that they follow.
+    ///
+    /// # Errors
+    /// As [`Engine::save`].
+    pub fn save_behind(&self, parent: Option<u64>, numbers: &[u64]) -> Result<CommitOutcome, ClientError> {
         let mut reserved = self.reserve(numbers.len())?;
         for (reservation, number) in reserved.iter_mut().zip(numbers) {
             self.fill(reservation, &key(*number))?;
         }
         let items = reserved.into_iter().zip(numbers.iter().copied().map(key)).collect();
-        self.client.commit(items, Priority::Normal)
+        self.client.commit(items, CommitOptions { parent: parent.map(key), ..CommitOptions::default() })
     }
 
     /// Writes a block's content into a slot.

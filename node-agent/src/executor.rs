@@ -227,7 +227,7 @@ impl Executor {
         let phase = match body {
             Request::Match { .. } => Phase::Match,
             Request::Reserve { .. } => Phase::Reserve,
-            Request::Commit { .. } => Phase::Commit,
+            Request::Commit(_) => Phase::Commit,
             Request::Load(_) => Phase::LoadFirstLayer,
             Request::Abort { .. }
             | Request::Release { .. }

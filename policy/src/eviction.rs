@@ -47,6 +47,11 @@ pub trait EvictionPolicy: Send + Debug {
     /// all. An entry that is in already moves.
     fn put_back(&mut self, entry: EntryIndex, standing: Standing);
 
+    /// Makes an entry evictable, as the one that goes immediately before `successor`: a block whose prefix is
+    /// `successor` is useless once that is gone, so it goes first. An entry that is in already moves. Where `successor`
+    /// is not in, or in another group or class, this is [`EvictionPolicy::insert`].
+    fn insert_before(&mut self, entry: EntryIndex, standing: Standing, successor: EntryIndex);
+
     /// Notes a use of an entry; nothing happens when it is not in.
     fn touch(&mut self, entry: EntryIndex);
 

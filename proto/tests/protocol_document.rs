@@ -70,8 +70,8 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3 })),
         (
             "`Commit`",
-            "lease 9, key 16 × 11, checksums 8 × 22; priority 1",
-            Body::Commit(local::Commit { items: vec![item], priority: 1 }),
+            "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
+            Body::Commit(local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16) }),
         ),
         ("`Abort`", "leases 9, 300", Body::Abort(local::Abort { leases: vec![9, 300] })),
         (

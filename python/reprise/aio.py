@@ -76,12 +76,15 @@ class AsyncClient:
         memory: KvMemory,
         blocks: Sequence[int],
         *,
+        parent: bytes | None = None,
         priority: Literal["low", "normal", "high"] = "normal",
         room_wait: float = 5.0,
     ) -> Saved:
         """See :meth:`reprise.Client.save`."""
         return await self._run_whole(
-            lambda: self._client.save(keys, memory, blocks, priority=priority, room_wait=room_wait)
+            lambda: self._client.save(
+                keys, memory, blocks, parent=parent, priority=priority, room_wait=room_wait
+            )
         )
 
     async def load(

@@ -33,6 +33,17 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Keys {
     }
 }
 
+/// One key.
+pub(crate) struct Key(pub(crate) BlockKey);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Key {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Key> {
+        one_key(&object).map(Key)
+    }
+}
+
 fn one_key(key: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
     let bytes = key
         .cast::<PyBytes>()

@@ -8,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use reprise_client::{ConnectOptions, LoadOptions, SaveOptions, Ticket};
 
-use crate::arguments::{self, Keys, placed, scope, seconds};
+use crate::arguments::{self, Key, Keys, placed, scope, seconds};
 use crate::error::raised;
 use crate::geometry::{Layout, Namespace};
 use crate::memory::KvMemory;
@@ -68,8 +68,10 @@ impl Client {
         matched.map(|sources| source_numbers(&sources)).map_err(|error| raised(&error))
     }
 
-    /// Saves blocks of the memory under their keys. ``room_wait``: seconds to wait for room in a full arena.
-    #[pyo3(signature = (keys, memory, blocks, *, priority="normal", room_wait=5.0))]
+    /// Saves blocks of the memory under their keys: consecutive blocks of one chain, in its order. ``parent``: key of the block
+    /// before the first one, so that the agent evicts the new blocks before that one. ``room_wait``: seconds to wait for room in
+    /// a full arena.
+    #[pyo3(signature = (keys, memory, blocks, *, parent=None, priority="normal", room_wait=5.0))]
     #[expect(clippy::too_many_arguments, reason = "those that are optional are named in Python")]
     fn save(
         &self,
@@ -77,11 +79,13 @@ impl Client {
         keys: Keys,
         memory: &KvMemory,
         blocks: Vec<usize>,
+        parent: Option<Key>,
         priority: &str,
         room_wait: f64,
     ) -> PyResult<Saved> {
         let options = SaveOptions {
             priority: arguments::priority(priority)?,
+            parent: parent.map(|Key(key)| key),
             room_wait: seconds("room_wait", room_wait)?,
             stall_timeout: self.timeout,
             ..SaveOptions::default()

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use reprise_client::{LoadOptions, PagedMemory, SaveOptions, TransferId, TransferOptions};
 
-use crate::arguments::{Keys, placed, scope, seconds};
+use crate::arguments::{Key, Keys, placed, scope, seconds};
 use crate::error::raised;
 use crate::memory::KvMemory;
 use crate::outcome::Finished;
@@ -100,17 +100,20 @@ impl Transfers {
         self.waiting(py, ids, timeout, |transfers, ids, timeout| transfers.wait_layer(ids, layer, timeout))
     }
 
-    /// Submits a save of blocks of the memory; returns its id. They must not change until it has ended.
-    fn save(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
-        let blocks = placed(keys, blocks)?;
-        self.open()?.submit_save(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    /// Submits a save of consecutive blocks of one chain, in its order; returns its id. They must not change until it has ended.
+    /// ``parent``: key of the block before the first one, so that the agent evicts the new blocks before that one.
+    #[pyo3(signature = (keys, blocks, parent=None))]
+    fn save(&self, keys: Keys, blocks: Vec<usize>, parent: Option<Key>) -> PyResult<u64> {
+        let (blocks, parent) = (placed(keys, blocks)?, parent.map(|Key(key)| key));
+        self.open()?.submit_save(blocks, parent).map(|id| id.0).map_err(|error| raised(&error))
     }
 
     /// Submits a save of blocks that are filled layer by layer, as ``note_filled`` tells; returns its id. What was told filled
     /// must not change until it has ended.
-    fn save_by_layers(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
-        let blocks = placed(keys, blocks)?;
-        self.open()?.submit_save_by_layers(blocks).map(|id| id.0).map_err(|error| raised(&error))
+    #[pyo3(signature = (keys, blocks, parent=None))]
+    fn save_by_layers(&self, keys: Keys, blocks: Vec<usize>, parent: Option<Key>) -> PyResult<u64> {
+        let (blocks, parent) = (placed(keys, blocks)?, parent.map(|Key(key)| key));
+        self.open()?.submit_save_by_layers(blocks, parent).map(|id| id.0).map_err(|error| raised(&error))
     }
 
     /// So many leading layers of all blocks of these saves by layers are filled. Does not wait.

@@ -141,6 +141,9 @@ def test_keys_may_be_a_sequence_and_what_is_no_key_is_refused(
             client.load(packed, memory, [0, 1, 3])
         with pytest.raises(ValueError, match="deadline is -1 seconds"):
             client.load(packed, memory, [0, 1, 2], deadline=-1)
+        with pytest.raises(ValueError, match="a key has 16 bytes, this one has 5"):
+            client.save(packed, memory, [0, 1, 2], parent=b"short")
+        assert client.save(packed[16:], memory, [1, 2], parent=packed[:16]).duplicates == 2
         with pytest.raises(ValueError, match=r"priority is .urgent."):
             client.save(packed, memory, [0, 1, 2], priority="urgent")
 

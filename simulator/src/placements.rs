@@ -70,7 +70,7 @@ impl World {
             // What a core drops before its first event was too much for its tenants.
             (placed.since, placed.evictions) = (Some(now), counters.nvme_evictions);
         }
-        placed.saving |= matches!(event, Event::Request { body: Request::Commit { .. }, .. });
+        placed.saving |= matches!(event, Event::Request { body: Request::Commit(_), .. });
         let free = counters.pool_free_bytes + counters.pool_pending_free_bytes;
         let short = free < counters.pool_capacity_bytes * kept_free / 1000;
         let over = process.core.tenant_usage().any(|usage| usage.nvme.used > usage.nvme.quota.limit());

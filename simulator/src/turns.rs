@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::LoadId;
-use reprise_agent_core::event::{CommitItem, Event, LoadRequest, Priority, Request, Scope, SessionOpened};
+use reprise_agent_core::event::{
+    CommitItem, CommitRequest, Event, LoadRequest, Priority, Request, Scope, SessionOpened,
+};
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
 
 use crate::engine::{Asked, Engine};
@@ -148,7 +150,12 @@ impl World {
         }
         self.tags += items.len() as u64;
         let committed = keys[..items.len()].to_vec();
-        self.ask(node, session, Asked::Commit(committed), Request::Commit { items, priority });
+        self.ask(
+            node,
+            session,
+            Asked::Commit(committed),
+            Request::Commit(CommitRequest { items, priority, parent: None }),
+        );
     }
 
     fn abort(&mut self, node: usize, session: SessionId, count: usize) {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use reprise_client::{Client, ClientError, ConnectOptions, Priority, Reservation, Ticket};
+use reprise_client::{Client, ClientError, CommitOptions, ConnectOptions, Reservation, Ticket};
 use reprise_policy::{BlockKey, ByteSize, Layout, TenantName};
 
 use crate::cluster::{AgentSizes, Cluster, ControlPlanes};
@@ -118,7 +118,7 @@ pub(super) fn fill_each(
 /// Commits filled blocks.
 pub(super) fn commit(client: &Client, filled: Filled) -> anyhow::Result<Ticket> {
     let count = filled.len();
-    let outcome = client.commit(filled, Priority::Normal).context("commit")?;
+    let outcome = client.commit(filled, CommitOptions::default()).context("commit")?;
     let committed = outcome.statuses.iter().filter(|status| status.is_committed()).count();
     ensure!(committed == count, "{committed} of {count} blocks were committed");
     Ok(outcome.ticket)

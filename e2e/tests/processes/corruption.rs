@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use rand::RngExt;
 use rand::rngs::StdRng;
-use reprise_client::{BlockStatus, CopyError, LoadRequest, Priority, Scope};
+use reprise_client::{BlockStatus, CommitOptions, CopyError, LoadRequest, Scope};
 use reprise_e2e::content::{key, keys, small, write_object};
 use reprise_e2e::disk::{BANK_HEADER, LOG_PAGE, PAGE, PoolFile, SUPERBLOCK};
 use reprise_e2e::engine::object_bytes;
@@ -274,7 +274,7 @@ fn memory_scribbled_on_between_commit_and_load_is_detected_by_the_verified_copy_
         scribbler.fill(reservation, &key(number)).expect("filled");
     }
     let items = reserved.into_iter().zip(keys(&[0, 1, 2])).collect();
-    let committed = scribbler.client().commit(items, Priority::Normal).expect("committed");
+    let committed = scribbler.client().commit(items, CommitOptions::default()).expect("committed");
     scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a notice");
     let middle = object_bytes(&small()) * 3 + 100;
     spans[1].slice(middle, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
@@ -310,7 +310,7 @@ fn a_block_that_is_only_in_damaged_memory_is_forgotten_and_saved_again() {
     let span = reserved[0].span().clone();
     scribbler.fill(&mut reserved[0], &key(0)).expect("filled");
     let items = reserved.into_iter().zip(keys(&[0])).collect();
-    scribbler.client().commit(items, Priority::Normal).expect("committed");
+    scribbler.client().commit(items, CommitOptions::default()).expect("committed");
     span.slice(5, 1).and_then(|byte| byte.copy_in(&[0xa5])).expect("the mapping is writable");
 
     let reader = agent.engine(small());
@@ -336,7 +336,7 @@ fn memory_scribbled_on_before_it_is_written_back_is_detected_when_it_is_read() {
         scribbler.fill(reservation, &key(number)).expect("filled");
     }
     let items = reserved.into_iter().zip(keys(&[0, 1])).collect();
-    let committed = scribbler.client().commit(items, Priority::Normal).expect("committed");
+    let committed = scribbler.client().commit(items, CommitOptions::default()).expect("committed");
     let mut other = vec![0; object_bytes(&small())];
     write_object(&key(77), 0, &mut other);
     spans[0].slice(0, other.len()).and_then(|first| first.copy_in(&other)).expect("the mapping is writable");

@@ -3,6 +3,7 @@
 //! One program, since each takes as long to link as the tests in it to run.
 
 mod agent;
+mod chains;
 mod check;
 mod clocks;
 mod control_plane;

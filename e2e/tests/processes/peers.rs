@@ -285,7 +285,8 @@ fn bytes_that_a_peer_has_damaged_in_its_memory_are_not_taken_over() {
         scribbler.fill(reservation, &reprise_e2e::content::key(*number)).expect("filled");
     }
     let items = reserved.into_iter().zip(reprise_e2e::content::keys(&blocks)).collect();
-    let committed = scribbler.client().commit(items, reprise_client::Priority::Normal).expect("committed");
+    let committed =
+        scribbler.client().commit(items, reprise_client::CommitOptions::default()).expect("committed");
     scribbler.client().wait_durable(committed.ticket, PATIENCE).expect("a notice");
     let reader = second.engine(large());
     wait_for_sources(&reader, &blocks, Source::PeerDram);

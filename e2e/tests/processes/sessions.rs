@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitStatus, ConnectOptions, LoadRequest, Priority, Scope,
+    BlockStatus, Client, ClientError, CommitOptions, CommitStatus, ConnectOptions, LoadRequest, Scope,
 };
 use reprise_e2e::content::{key, keys, layout_of, small};
 use reprise_e2e::process::copy_binary;
@@ -266,7 +266,7 @@ fn a_commit_without_right_leases_keys_or_checksums_publishes_nothing() {
         item(third, &key(3).0, objects),
         item(u64::MAX, &key(4).0, objects),
     ];
-    session.send(3, request::Body::Commit(local::Commit { items, priority: 0 }));
+    session.send(3, request::Body::Commit(local::Commit { items, priority: 0, parent: Default::default() }));
     let Some(response::Body::Committed(committed)) = session.receive().and_then(|response| response.body)
     else {
         panic!("a commit was sent");
@@ -300,7 +300,7 @@ fn a_lease_of_one_session_is_nothing_to_another() {
         holder.fill(reservation, &key(number)).expect("filled");
     }
     let items = held.into_iter().zip(keys(&[1, 2, 3, 4])).collect();
-    let committed = holder.client().commit(items, Priority::Normal).expect("committed");
+    let committed = holder.client().commit(items, CommitOptions::default()).expect("committed");
     assert!(committed.statuses.iter().all(|status| status.is_committed()), "{:?}", committed.statuses);
     holder.load_all(&[1, 2, 3, 4], &Loading::LOCAL);
 }

@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 
 use crate::client::{Client, ConnectOptions};
-use crate::commit::{CommitOutcome, Priority};
+use crate::commit::{CommitOptions, CommitOutcome};
 use crate::durable::{DurableOutcome, Ticket};
 use crate::error::ClientError;
 use crate::load::{LayerReady, Load, LoadRequest};
@@ -61,9 +61,9 @@ impl AsyncClient {
     pub async fn commit(
         &self,
         items: Vec<(Reservation, BlockKey)>,
-        priority: Priority,
+        options: CommitOptions,
     ) -> Result<CommitOutcome, ClientError> {
-        self.run(move |client| client.commit(items, priority)).await
+        self.run(move |client| client.commit(items, options)).await
     }
 
     /// See [`Client::wait_durable`].

@@ -13,7 +13,7 @@ use crossbeam_channel::{Sender, bounded};
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
-use crate::commit::{CommitOutcome, Priority, commit_message, commit_outcome};
+use crate::commit::{CommitOptions, CommitOutcome, commit_message, commit_outcome};
 use crate::connection::{Connection, Ongoing};
 use crate::deadline;
 use crate::durable::{DurableOutcome, Ticket};
@@ -243,27 +243,28 @@ impl Client {
         }
     }
 
-    /// Publishes filled reservations under their keys, all with one ticket. When the call fails, all are given back.
+    /// Publishes filled reservations under their keys, all with one ticket. They are consecutive blocks of one chain, in its
+    /// order: the agent evicts the last of them first. When the call fails, all are given back.
     ///
     /// # Errors
     /// `BadRequest` (a reservation is not filled, or too many at once), `Timeout`, `AgentLost`.
     pub fn commit(
         &self,
         items: Vec<(Reservation, BlockKey)>,
-        priority: Priority,
+        options: CommitOptions,
     ) -> Result<CommitOutcome, ClientError> {
-        self.commit_within(items, priority, self.session.call_timeout)
+        self.commit_within(items, options, self.session.call_timeout)
     }
 
     /// As [`Client::commit`], with another patience for the answer.
     pub(crate) fn commit_within(
         &self,
         items: Vec<(Reservation, BlockKey)>,
-        priority: Priority,
+        options: CommitOptions,
         answer_timeout: Duration,
     ) -> Result<CommitOutcome, ClientError> {
         check_count("commit", items.len())?;
-        let body = request::Body::Commit(commit_message(&items, priority)?);
+        let body = request::Body::Commit(commit_message(&items, options)?);
         let response::Body::Committed(committed) =
             self.session.call_within("commit", body, answer_timeout)?
         else {

@@ -19,6 +19,16 @@ pub enum Priority {
     High,
 }
 
+/// What a commit says of all its blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommitOptions {
+    /// What the blocks are worth.
+    pub priority: Priority,
+    /// Key of the block before the first one in its chain. With it the agent evicts the new blocks before that one; `None`
+    /// where there is no such block.
+    pub parent: Option<BlockKey>,
+}
+
 /// What became of one committed block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommitStatus {
@@ -74,7 +84,7 @@ impl CommitStatus {
 /// `BadRequest` when one is not filled.
 pub(crate) fn commit_message(
     items: &[(Reservation, BlockKey)],
-    priority: Priority,
+    options: CommitOptions,
 ) -> Result<local::Commit, ClientError> {
     let items = items
         .iter()
@@ -86,7 +96,8 @@ pub(crate) fn commit_message(
             })
         })
         .collect::<Result<Vec<_>, ClientError>>()?;
-    Ok(local::Commit { items, priority: priority.to_wire() })
+    let parent = options.parent.map(|key| bytes::Bytes::copy_from_slice(&key.0)).unwrap_or_default();
+    Ok(local::Commit { items, priority: options.priority.to_wire(), parent })
 }
 
 /// Reads the agent's answer about `blocks` blocks.

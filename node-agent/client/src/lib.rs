@@ -48,7 +48,7 @@ mod window;
 mod wire;
 
 pub use client::{Client, ConnectOptions};
-pub use commit::{CommitOutcome, CommitStatus, Priority};
+pub use commit::{CommitOptions, CommitOutcome, CommitStatus, Priority};
 pub use durable::{DurableOutcome, Ticket};
 pub use error::{ClientError, CopyError};
 pub use keeper::{KeeperStatus, SessionKeeper};

@@ -158,6 +158,8 @@ struct Job {
     direction: Direction,
     order: Order,
     blocks: Vec<(BlockKey, PhysicalBlock)>,
+    /// Of a save: the block before the first one in its chain.
+    parent: Option<BlockKey>,
     submitted: Instant,
     /// Why it ends undone, if it does.
     undone: Option<ClientError>,
@@ -203,12 +205,17 @@ impl Transfers {
         Ok(transfers)
     }
 
-    /// Saves blocks. They must not change until the save has ended.
+    /// Saves consecutive blocks of one chain, in its order, behind `parent`; see
+    /// [`CommitOptions::parent`](crate::CommitOptions::parent). They must not change until the save has ended.
     ///
     /// # Errors
     /// `BadRequest`: there is no such block.
-    pub fn submit_save(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
-        self.submit(Direction::Save, Order::ByWindows, blocks)
+    pub fn submit_save(
+        &self,
+        blocks: Vec<(BlockKey, PhysicalBlock)>,
+        parent: Option<BlockKey>,
+    ) -> Result<TransferId, ClientError> {
+        self.submit((Direction::Save, Order::ByWindows), blocks, parent)
     }
 
     /// Saves blocks that are filled layer by layer: [`Transfers::note_filled`] says how far. What was told filled must
@@ -219,8 +226,9 @@ impl Transfers {
     pub fn submit_save_by_layers(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
+        parent: Option<BlockKey>,
     ) -> Result<TransferId, ClientError> {
-        self.submit(Direction::Save, Order::ByLayers, blocks)
+        self.submit((Direction::Save, Order::ByLayers), blocks, parent)
     }
 
     /// So many leading layers of all blocks of a save by layers are filled. Nothing, of a transfer that has ended.
@@ -233,7 +241,7 @@ impl Transfers {
     /// # Errors
     /// `BadRequest`: there is no such block.
     pub fn submit_load(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
-        self.submit(Direction::Load, Order::ByWindows, blocks)
+        self.submit((Direction::Load, Order::ByWindows), blocks, None)
     }
 
     /// Loads blocks, the first layers of all before the others. Whether a block is whole is known when the load has
@@ -246,7 +254,7 @@ impl Transfers {
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
     ) -> Result<TransferId, ClientError> {
-        self.submit(Direction::Load, Order::ByLayers, blocks)
+        self.submit((Direction::Load, Order::ByLayers), blocks, None)
     }
 
     /// Waits until these loads have copied a layer of all blocks that have not failed, or have ended; whether they have.
@@ -281,14 +289,15 @@ impl Transfers {
 
     fn submit(
         &self,
-        direction: Direction,
-        order: Order,
+        (direction, order): (Direction, Order),
         blocks: Vec<(BlockKey, PhysicalBlock)>,
+        parent: Option<BlockKey>,
     ) -> Result<TransferId, ClientError> {
         check_blocks(&blocks, &*self.shared.memory)?;
         let id = self.shared.begin(direction);
         let shared = Arc::clone(&self.shared);
-        let job = Job { shared, id, direction, order, blocks, submitted: Instant::now(), undone: None };
+        let submitted = Instant::now();
+        let job = Job { shared, id, direction, order, blocks, parent, submitted, undone: None };
         let queues = self.queues.as_ref().expect("they are there until it is dropped");
         let queue = match direction {
             Direction::Save => &queues.saves,
@@ -356,8 +365,8 @@ impl Job {
         let memory = &*shared.memory;
         match self.direction {
             Direction::Save => {
-                let options = &shared.options.save;
-                client.save_blocks_paced(&self.blocks, memory, options, self).map(Outcome::Saved)
+                let options = SaveOptions { parent: self.parent, ..shared.options.save };
+                client.save_blocks_paced(&self.blocks, memory, &options, self).map(Outcome::Saved)
             }
             Direction::Load => {
                 let options = LoadOptions { deadline: self.load_deadline()?, ..shared.load_options() };

@@ -51,6 +51,7 @@ mod lookups;
 mod peers;
 mod placing;
 mod progress;
+mod recency;
 mod save;
 mod serves;
 mod sessions;
@@ -269,7 +270,7 @@ impl AgentCore {
         }
         match body {
             Request::Reserve { count } => self.reserve(session, request, count),
-            Request::Commit { items, priority } => self.commit(session, request, &items, priority),
+            Request::Commit(commit) => self.commit(session, request, &commit),
             Request::Abort { leases } => self.abort(session, request, &leases),
             Request::Match { keys, scope } => self.match_keys(session, request, keys, scope),
             Request::Load(wanted) => self.load(session, request, wanted, received),

@@ -251,12 +251,7 @@ pub enum Request {
         count: u32,
     },
     /// Publishes filled slots.
-    Commit {
-        /// The filled slots and what they hold.
-        items: Vec<CommitItem>,
-        /// How much these blocks are worth keeping.
-        priority: Priority,
-    },
+    Commit(CommitRequest),
     /// Gives slots back unused.
     Abort {
         /// The reservations; unknown ones are passed over.
@@ -287,6 +282,17 @@ pub enum Request {
     Trim,
     /// Wants the counters.
     Stats,
+}
+
+/// Filled slots to publish.
+#[derive(Clone, Debug)]
+pub struct CommitRequest {
+    /// The slots and what they hold: consecutive blocks of one chain, in its order.
+    pub items: Vec<CommitItem>,
+    /// How much these blocks are worth keeping.
+    pub priority: Priority,
+    /// The block before the first item in its chain; `None`: there is none, or the client does not know it.
+    pub parent: Option<BlockKey>,
 }
 
 /// One block to publish.

@@ -11,7 +11,9 @@ use reprise_agent_core::agent::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
 use reprise_agent_core::effect::{LeaseId, LoadId};
-use reprise_agent_core::event::{CommitItem, LoadRequest, Priority, Request, RequestId, Scope};
+use reprise_agent_core::event::{
+    CommitItem, CommitRequest, LoadRequest, Priority, Request, RequestId, Scope,
+};
 use reprise_policy::BlockKey;
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
 
@@ -85,8 +87,18 @@ fn convert_commit(commit: &local::Commit) -> Result<Request, String> {
         2 => Priority::Low,
         other => return Err(format!("commit: priority {other} is not 0 (normal), 1 (high) or 2 (low)")),
     };
+    let parent = match commit.parent.as_ref() {
+        [] => None,
+        bytes => Some(BlockKey(bytes.try_into().map_err(|_| {
+            format!(
+                "commit: parent has {} bytes: send a key of {} bytes or none",
+                bytes.len(),
+                BlockKey::SIZE
+            )
+        })?)),
+    };
     let items = commit.items.iter().map(convert_item).collect();
-    Ok(Request::Commit { items, priority })
+    Ok(Request::Commit(CommitRequest { items, priority, parent }))
 }
 
 /// An item with a wrong key or checksums still reaches the core, which gives its lease back.
@@ -151,6 +163,10 @@ mod tests {
         }
     }
 
+    fn one_item() -> local::Commit {
+        local::Commit { items: vec![local::CommitItem::default()], priority: 0, parent: Bytes::new() }
+    }
+
     #[test]
     fn sizes_that_do_not_fit_are_refused_with_words() {
         let keys = |bytes: usize| Bytes::from(vec![0; bytes]);
@@ -165,8 +181,10 @@ mod tests {
         let suspect = local::Suspect { load: 1, blocks: Vec::new() };
         assert!(refusal(Body::Suspect(suspect)).contains("suspect: blocks"));
         assert!(refusal(Body::Hello(local::Hello::default())).contains("first message"));
-        let commit = local::Commit { items: vec![local::CommitItem::default()], priority: 9 };
+        let commit = local::Commit { priority: 9, ..one_item() };
         assert!(refusal(Body::Commit(commit)).contains("priority"));
+        let commit = local::Commit { parent: keys(15), ..one_item() };
+        assert!(refusal(Body::Commit(commit)).contains("parent has 15 bytes"));
     }
 
     #[test]
@@ -176,9 +194,8 @@ mod tests {
             key: Bytes::from_static(b"short"),
             checksums: Bytes::from_static(b"abc"),
         };
-        let decoded = decode(1, Body::Commit(local::Commit { items: vec![item], priority: 0 }));
-        let Decoded::Request { body: Request::Commit { items, priority: Priority::Normal }, .. } = decoded
-        else {
+        let decoded = decode(1, Body::Commit(local::Commit { items: vec![item], ..one_item() }));
+        let Decoded::Request { body: Request::Commit(CommitRequest { items, .. }), .. } = decoded else {
             panic!("expected a commit, got {decoded:?}");
         };
         assert_eq!((items[0].lease, items[0].key, items[0].checksums.len()), (LeaseId(3), None, 0));

@@ -31,8 +31,8 @@ fn the_requests_in_the_document_are_understood() {
         ("Reserve", "Reserve { count: 3 }"),
         (
             "Commit",
-            "Commit { items: [CommitItem { lease: LeaseId(9), key: Some(11111111111111111111111111111111), checksums: \
-             [572662306, 572662306] }], priority: High }",
+            "Commit(CommitRequest { items: [CommitItem { lease: LeaseId(9), key: Some(11111111111111111111111111111111), checksums: \
+             [572662306, 572662306] }], priority: High, parent: Some(33333333333333333333333333333333) })",
         ),
         ("Abort", "Abort { leases: [LeaseId(9), LeaseId(300)] }"),
         ("Match", "Match { keys: [11111111111111111111111111111111], scope: Local }"),

@@ -100,6 +100,17 @@ impl PriorityLru {
         self.links[entry.0 as usize] = Link { older: NIL, newer };
     }
 
+    /// Links an entry that is in no list on the older side of one that is in `list`.
+    fn link_before(&mut self, entry: EntryIndex, list: u16, successor: EntryIndex) {
+        let older = std::mem::replace(&mut self.links[successor.0 as usize].older, entry.0);
+        if older == NIL {
+            self.lists[usize::from(list)].oldest = entry.0;
+        } else {
+            self.links[older as usize].newer = entry.0;
+        }
+        self.links[entry.0 as usize] = Link { older, newer: successor.0 };
+    }
+
     /// Takes note of an entry; returns the list in which the caller links it.
     fn enter(&mut self, entry: EntryIndex, standing: Standing) -> u16 {
         assert!(entry.0 != NIL, "entry index {NIL} is reserved");
@@ -148,6 +159,15 @@ impl EvictionPolicy for PriorityLru {
     fn put_back(&mut self, entry: EntryIndex, standing: Standing) {
         let list = self.enter(entry, standing);
         self.link_oldest(entry, list);
+    }
+
+    fn insert_before(&mut self, entry: EntryIndex, standing: Standing, successor: EntryIndex) {
+        let list = self.enter(entry, standing);
+        if successor != entry && self.list_of(successor) == Some(list) {
+            self.link_before(entry, list, successor);
+        } else {
+            self.link_newest(entry, list);
+        }
     }
 
     fn touch(&mut self, entry: EntryIndex) {
@@ -228,6 +248,13 @@ mod tests {
             self.list(standing).insert(0, entry);
         }
 
+        fn insert_before(&mut self, entry: u32, standing: Standing, successor: u32) {
+            self.remove(entry);
+            let list = self.list(standing);
+            let at = list.iter().position(|other| *other == successor).unwrap_or(list.len());
+            list.insert(at, entry);
+        }
+
         fn touch(&mut self, entry: u32) {
             if let Some(list) = self.lists.iter_mut().flatten().find(|entries| entries.contains(&entry)) {
                 list.retain(|other| *other != entry);
@@ -257,6 +284,7 @@ mod tests {
     enum Operation {
         Insert(u32, Standing),
         PutBack(u32, Standing),
+        InsertBefore(u32, Standing, u32),
         Touch(u32),
         Remove(u32),
         Victim(Group),
@@ -274,6 +302,8 @@ mod tests {
         prop_oneof![
             (0..24u32, standing()).prop_map(|(entry, standing)| Operation::Insert(entry, standing)),
             (0..24u32, standing()).prop_map(|(entry, standing)| Operation::PutBack(entry, standing)),
+            (0..24u32, standing(), 0..30u32)
+                .prop_map(|(entry, standing, successor)| Operation::InsertBefore(entry, standing, successor)),
             (0..30u32).prop_map(Operation::Touch),
             (0..30u32).prop_map(Operation::Remove),
             group().prop_map(Operation::Victim),
@@ -295,6 +325,10 @@ mod tests {
                     Operation::PutBack(entry, standing) => {
                         policy.put_back(EntryIndex(entry), standing);
                         model.put_back(entry, standing);
+                    }
+                    Operation::InsertBefore(entry, standing, successor) => {
+                        policy.insert_before(EntryIndex(entry), standing, EntryIndex(successor));
+                        model.insert_before(entry, standing, successor);
                     }
                     Operation::Touch(entry) => {
                         policy.touch(EntryIndex(entry));
@@ -350,6 +384,27 @@ mod tests {
         (0..3).for_each(|entry| policy.insert(EntryIndex(entry), Standing::of_class(1)));
         policy.touch(EntryIndex(0));
         assert_eq!(victims(&mut policy), [1, 2, 0]);
+    }
+
+    #[test]
+    fn an_entry_inserted_before_its_prefix_goes_first() {
+        let mut policy = PriorityLru::new();
+        let standing = Standing::of_class(1);
+        policy.insert(EntryIndex(0), standing);
+        policy.insert(EntryIndex(9), standing);
+        policy.insert_before(EntryIndex(1), standing, EntryIndex(0));
+        policy.insert_before(EntryIndex(2), standing, EntryIndex(1));
+        assert_eq!(victims(&mut policy), [2, 1, 0, 9]);
+    }
+
+    #[test]
+    fn an_entry_whose_prefix_is_in_another_list_or_in_none_enters_as_the_newest() {
+        let mut policy = PriorityLru::new();
+        policy.insert(EntryIndex(0), Standing::of_class(2));
+        policy.insert(EntryIndex(1), Standing::of_class(1));
+        policy.insert_before(EntryIndex(2), Standing::of_class(1), EntryIndex(0));
+        policy.insert_before(EntryIndex(3), Standing::of_class(1), EntryIndex(77));
+        assert_eq!(victims(&mut policy), [1, 2, 3, 0]);
     }
 
     #[test]

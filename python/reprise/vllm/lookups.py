@@ -33,6 +33,8 @@ class RequestLookups:
     question: Question | None = None
     looked_in: int = -1
     """The step in which the answer was looked for last: a step waits for it once."""
+    last: OffloadKey | None = None
+    """The last key of the request's chain that was found or stored."""
 
 
 @dataclass
@@ -78,6 +80,17 @@ class Lookups:
                 if key in state.verdicts:
                     state.verdicts[key] = LookupResult.MISS
 
+    def parent(self, request_id: str) -> OffloadKey | None:
+        """The key that precedes the next one to be stored in the request's chain; None: there is none, or it is not known."""
+        state = self._requests.get(request_id)
+        return None if state is None else state.last
+
+    def note_stored(self, request_id: str, key: OffloadKey) -> None:
+        """This is the last key that was stored of a request."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.last = key
+
     def end_request(self, request_id: str) -> None:
         """A request is over."""
         self._requests.pop(request_id, None)
@@ -104,6 +117,8 @@ class Lookups:
         if sources is None:
             return
         asked = list(state.asked)
+        if len(sources) > 0:
+            state.last = asked[len(sources) - 1]
         state.verdicts.update(dict.fromkeys(asked[: len(sources)], LookupResult.HIT))
         state.verdicts.update(dict.fromkeys(asked[len(sources) : len(sources) + 1], LookupResult.MISS))
         state.asked = {}

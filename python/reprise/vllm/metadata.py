@@ -26,6 +26,8 @@ class SavePlan:
     save_id: int
     hashes: tuple[bytes, ...]
     blocks: tuple[int, ...]
+    parent: bytes | None = None
+    """vLLM's hash of the block before the first one in the prompt; None: there is none."""
 
 
 @dataclass

@@ -347,12 +347,12 @@ class SchedulerSide:
         if block_ids is None:
             return
         blocks = tuple(block_ids[0][first:full])
-        plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks)
+        before = self._hashes(state, first - 1, first) if first else ()
+        plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks, *before)
         unproven = self._unproven.get(request_id)
         (metadata.saves if unproven is None else unproven.saves).append(plan)
         if self.events is not None:
-            parent = self._hashes(state, first - 1, first) if first else ()
-            self.events.plan(plan.save_id, request, first, plan.hashes, parent)
+            self.events.plan(plan.save_id, request, first, plan.hashes, before)
         state.known = full
 
     def _prove(self, unproven: Unproven, *, is_whole: bool) -> None:

@@ -155,11 +155,17 @@ class RepriseTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Stores chunks; those that are there are not stored again."""
-        self._submit(job_metadata, Transfers.save)
+        request = job_metadata.req_context.req_id
+        parent = self._lookups.parent(request)
+        packed = None if parent is None else self._keys([parent])
+        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.save(keys, chunks, packed))
+        keys = tuple(job_metadata.keys)
+        if keys:
+            self._lookups.note_stored(request, keys[-1])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Loads chunks."""
-        self._submit(job_metadata, Transfers.load)
+        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.load(keys, chunks))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that have ended since the last call, well or not."""

@@ -201,10 +201,14 @@ class WorkerSide:
             self._transfers = None
         self.session.close()
 
-    def _submit_saves(self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int]], int]) -> list[int]:
+    def _submit_saves(
+        self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int], bytes | None], int]
+    ) -> list[int]:
         submitted = []
         for plan in metadata.saves:
-            save = submit(block_keys(self.geometry.namespace, plan.hashes), plan.blocks)
+            keys = block_keys(self.geometry.namespace, plan.hashes)
+            parent = None if plan.parent is None else block_keys(self.geometry.namespace, [plan.parent])
+            save = submit(keys, plan.blocks, parent)
             self._saving[save] = (plan, time.monotonic())
             submitted.append(save)
         return submitted

@@ -184,8 +184,10 @@ def test_a_block_is_saved_once_and_when_it_is_full() -> None:
     asked = request(2)
     scheduler.matched_tokens(asked, 0)
     assert scheduler.step(output({"r": (0, TOKENS - 1)}, {"r": [1, 2]})).saves == []
-    assert scheduler.step(output({"r": (TOKENS - 1, 1)}, {"r": [1, 2]})).saves[0].blocks == (1,)
-    assert scheduler.step(output({"r": (TOKENS, TOKENS)}, {"r": [1, 2]})).saves[0].blocks == (2,)
+    (first,) = scheduler.step(output({"r": (TOKENS - 1, 1)}, {"r": [1, 2]})).saves
+    assert (first.blocks, first.parent) == ((1,), None)
+    (second,) = scheduler.step(output({"r": (TOKENS, TOKENS)}, {"r": [1, 2]})).saves
+    assert (second.blocks, second.parent) == ((2,), first.hashes[0]), "the agent is told what it follows"
     assert scheduler.step(output({"r": (2 * TOKENS, 5)}, {"r": [1, 2, 3]})).saves == []
 
 

@@ -8,7 +8,7 @@ use super::{
     Pace, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, Unpaced, cancelled, check, window_blocks,
 };
 use crate::client::Client;
-use crate::commit::{CommitStatus, Priority};
+use crate::commit::{CommitOptions, CommitStatus, Priority};
 use crate::durable::Ticket;
 use crate::error::ClientError;
 use crate::reservation::Reservation;
@@ -22,6 +22,8 @@ pub const LAYER_WAIT_DEFAULT: Duration = Duration::from_secs(10);
 pub struct SaveOptions {
     /// What the blocks are worth.
     pub priority: Priority,
+    /// Key of the block before the first one in its chain; see [`CommitOptions::parent`].
+    pub parent: Option<BlockKey>,
     /// How long a window waits for room in an arena that is full of leased blocks.
     pub room_wait: Duration,
     /// How long an answer may take.
@@ -56,6 +58,7 @@ impl Default for SaveOptions {
     fn default() -> SaveOptions {
         SaveOptions {
             priority: Priority::default(),
+            parent: None,
             room_wait: STALL_TIMEOUT_DEFAULT,
             stall_timeout: STALL_TIMEOUT_DEFAULT,
             layer_wait: LAYER_WAIT_DEFAULT,
@@ -90,7 +93,7 @@ impl From<CommitStatus> for SaveStatus {
 }
 
 impl Client {
-    /// Saves blocks, any number of them, until all are saved, the arena has no room, or something goes wrong: the answer
+    /// Saves consecutive blocks of one chain, in its order, any number of them, until all are saved, the arena has no room, or something goes wrong: the answer
     /// says it for each.
     ///
     /// # Errors
@@ -119,8 +122,9 @@ impl Client {
                 saved.stopped_by = Some(cancelled());
                 break;
             }
-            let rest = &blocks[saved.statuses.len()..];
-            match self.save_window(rest, memory, options, pace) {
+            let (before, rest) = blocks.split_at(saved.statuses.len());
+            let parent = before.last().map_or(options.parent, |(key, _)| Some(*key));
+            match self.save_window(rest, memory, &SaveOptions { parent, ..*options }, pace) {
                 Ok(None) => break,
                 Ok(Some((ticket, statuses))) => {
                     saved.tickets.push(ticket);
@@ -155,7 +159,8 @@ impl Client {
             }
         }
         let items = slots.into_iter().map(|(reservation, (key, _))| (reservation, key)).collect();
-        let outcome = self.commit_within(items, options.priority, options.stall_timeout)?;
+        let commit = CommitOptions { priority: options.priority, parent: options.parent };
+        let outcome = self.commit_within(items, commit, options.stall_timeout)?;
         Ok(Some((outcome.ticket, outcome.statuses.into_iter().map(SaveStatus::from).collect())))
     }
 }

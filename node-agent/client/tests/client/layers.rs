@@ -215,7 +215,7 @@ fn a_save_by_layers_copies_each_layer_when_it_is_filled_and_commits_after_the_la
     });
     let memory = Arc::new(Memory::new(1));
     let (transfers, _keeper) = transfers(&agent, &memory, patient());
-    let save = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
     fill_layer(&memory, 0, 0);
     transfers.note_filled(save, 1);
     told_that_it_is_copied.recv().expect("the agent says so");
@@ -244,9 +244,9 @@ fn a_save_whose_layers_never_come_ends_unsaved_gives_its_slot_back_and_lets_the_
     let memory = Arc::new(Memory::filled(1));
     let save = SaveOptions { layer_wait: SHORT, ..patient().save };
     let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
-    let never = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+    let never = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
     transfers.note_filled(never, 1);
-    let whole = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    let whole = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
     assert!(transfers.wait(&[never, whole], LONG));
     let finished = transfers.finished();
     assert_eq!(save_statuses(&finished[0]), [SaveStatus::Unsaved]);
@@ -271,7 +271,7 @@ fn a_save_that_waits_for_a_layer_holds_nobody_up_who_cancels() {
     let memory = Arc::new(Memory::filled(1));
     let save = SaveOptions { layer_wait: LONG * 60, ..patient().save };
     let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
-    let save = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
     told_that_it_is_at_work.recv().expect("the agent says so");
     transfers.cancel();
     let ended = end_of(&transfers, save);
@@ -297,7 +297,7 @@ fn an_agent_that_dies_or_hangs_while_layers_are_computed_costs_the_save_only() {
         let stall_timeout = if agent_dies { LONG } else { SHORT };
         let save = SaveOptions { stall_timeout, ..patient().save };
         let (transfers, keeper) = transfers(&agent, &memory, TransferOptions { save, ..patient() });
-        let save = transfers.submit_save_by_layers(placed([(0, 0)])).expect("a right call");
+        let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a right call");
         told_that_it_is_at_work.recv().expect("the agent says so");
         transfers.note_filled(save, 1);
         transfers.note_filled(save, 2);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::fake_agent::{FakeAgent, Grant, LONG, Peer, block_bytes, key, layout, place};
 use bytes::Bytes;
 use reprise_buffers::crc32c;
-use reprise_client::{ClientError, CommitStatus, DurableOutcome, Priority, Reservation};
+use reprise_client::{ClientError, CommitOptions, CommitStatus, DurableOutcome, Priority, Reservation};
 use reprise_proto::local::{self, request, response};
 
 fn expect_abort(peer: &mut Peer) -> (u64, Vec<u64>) {
@@ -62,7 +62,12 @@ fn a_filled_block_is_in_the_arena_with_its_checksums_on_the_socket_and_zero_padd
     let mut reserved = client.reserve(1, LONG).expect("a slot");
     let mut reservation = reserved.remove(0);
     fill(&mut reservation, 9);
-    let outcome = client.commit(vec![(reservation, key(4))], Priority::High).expect("committed");
+    let outcome = client
+        .commit(
+            vec![(reservation, key(4))],
+            CommitOptions { priority: Priority::High, ..CommitOptions::default() },
+        )
+        .expect("committed");
     assert_eq!(outcome.statuses, [CommitStatus::Committed]);
     drop(client);
     agent.join();
@@ -85,7 +90,7 @@ fn a_block_written_through_the_span_gets_the_same_checksums() {
     fill(&mut first, 3);
     second.span().copy_in(&block_bytes(3)).expect("writable");
     second.checksum_written().expect("readable");
-    client.commit(vec![(first, key(1)), (second, key(2))], Priority::Normal).expect("committed");
+    client.commit(vec![(first, key(1)), (second, key(2))], CommitOptions::default()).expect("committed");
     agent.join();
 }
 
@@ -192,7 +197,7 @@ fn a_reservation_that_is_not_filled_cannot_be_committed_and_is_given_back() {
     reservation.fill_object(0, &object).expect("an object");
     assert!(matches!(reservation.fill_object(4, &object), Err(ClientError::BadRequest(_))));
     assert!(matches!(reservation.fill_object(1, &object[1..]), Err(ClientError::BadRequest(_))));
-    let error = client.commit(vec![(reservation, key(1))], Priority::Normal).expect_err("not filled");
+    let error = client.commit(vec![(reservation, key(1))], CommitOptions::default()).expect_err("not filled");
     assert!(matches!(&error, ClientError::BadRequest(text) if text.contains("object 1")), "{error}");
     agent.join();
 }
@@ -217,7 +222,7 @@ fn a_durable_notice_is_found_whether_it_comes_before_or_after_the_wait() {
     reserved.iter_mut().for_each(|reservation| fill(reservation, 1));
     let mut commit = |number| {
         let item = (reserved.remove(0), key(number));
-        client.commit(vec![item], Priority::Normal).expect("committed").ticket
+        client.commit(vec![item], CommitOptions::default()).expect("committed").ticket
     };
     let early = commit(5);
     assert_eq!(client.wait_durable(early, LONG).expect("it came before").durable, 1);

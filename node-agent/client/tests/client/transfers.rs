@@ -66,7 +66,7 @@ fn saves_and_loads_end_and_are_told_once() {
     let memory = Arc::new(Memory::filled(2));
     let transfers = transfers(&agent, &memory, LONG);
     assert!(transfers.finished().is_empty());
-    let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
     assert!(transfers.wait(&[save], LONG));
     let load = transfers.submit_load(placed([(0, 1)])).expect("a right call");
     assert!(transfers.wait(&[save, load], LONG));
@@ -89,7 +89,7 @@ fn without_an_agent_transfers_end_at_once_undone() {
     let keeper = SessionKeeper::new(options(&directory.path().join("nobody"))).expect("a thread");
     let memory = Arc::new(Memory::filled(1));
     let transfers = Transfers::new(Arc::new(keeper), memory, transfer_options(LONG)).expect("threads");
-    let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
     let load = transfers.submit_load(placed([(0, 0)])).expect("a right call");
     assert!(transfers.wait(&[save, load], LONG));
     for ended in transfers.finished() {
@@ -108,7 +108,7 @@ fn a_save_that_finds_the_queue_full_ends_unsaved_at_once() {
     });
     let memory = Arc::new(Memory::filled(1));
     let transfers = transfers(&agent, &memory, LONG);
-    let submit = || transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    let submit = || transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
     // One at work and two that wait is what there is room for; the thread may not have taken the first yet.
     let ids: Vec<TransferId> = (0..4).map(|_| submit()).collect();
     assert!(transfers.wait(&ids[3..], LONG));
@@ -136,7 +136,7 @@ fn an_agent_that_hangs_costs_one_transfer_its_patience_and_the_next_nothing() {
     assert!(transfers.wait(&[load], LONG));
     assert!(keeper.status().is_suspected);
     let started = Instant::now();
-    let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
     assert!(transfers.wait(&[save], LONG));
     let finished = transfers.finished();
     assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
@@ -271,7 +271,7 @@ fn what_is_cancelled_ends_with_the_part_that_it_is_at_and_what_waits_ends_undone
     });
     let memory = Arc::new(Memory::filled(2));
     let transfers = transfers(&agent, &memory, LONG);
-    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)])).expect("a right call");
+    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)]), None).expect("a right call");
     let ids = [submit(), submit()];
     told_that_it_is_at_work.recv().expect("the agent says so");
     transfers.cancel();
@@ -351,7 +351,7 @@ fn a_memory_that_panics_leaves_no_transfer_without_an_end() {
     let memory = Arc::new(Broken(layout()));
     let transfers = Transfers::new(connected(&agent), memory, transfer_options(LONG)).expect("threads");
     for _ in 0..2 {
-        let save = transfers.submit_save(placed([(0, 0)])).expect("a right call");
+        let save = transfers.submit_save(placed([(0, 0)]), None).expect("a right call");
         assert!(transfers.wait(&[save], LONG));
     }
     for ended in transfers.finished() {

@@ -254,6 +254,18 @@ impl Arena {
         self.order.put_back(EntryIndex(frame.0), Standing { group, class });
     }
 
+    /// Makes an evictable frame the one that goes immediately before `successor`.
+    pub(super) fn order_before(&mut self, place: Place, frame: FrameIndex, class: u8, successor: FrameIndex) {
+        let group = Group(self.owner(place).0);
+        let standing = Standing { group, class };
+        self.order.insert_before(EntryIndex(frame.0), standing, EntryIndex(successor.0));
+    }
+
+    /// Notes a use of a frame; nothing happens when it is not evictable.
+    pub(super) fn touch(&mut self, frame: FrameIndex) {
+        self.order.touch(EntryIndex(frame.0));
+    }
+
     /// Makes it not evictable.
     pub(super) fn remove_evictable(&mut self, place: Place, frame: FrameIndex) {
         self.regions[usize::from(place.region)].evictable -= 1;

@@ -155,6 +155,11 @@ impl Devices {
         self.order.following(tenant, behind, count)
     }
 
+    /// A block that may be evicted goes immediately before `successor`.
+    pub(super) fn order_before(&mut self, entry: EntryIndex, standing: Standing, successor: EntryIndex) {
+        self.order.insert_before(entry, standing, successor);
+    }
+
     /// It may not.
     pub(super) fn leave_order(&mut self, entry: EntryIndex) {
         self.order.remove(entry);

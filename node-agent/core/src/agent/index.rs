@@ -276,26 +276,30 @@ impl Index {
         found
     }
 
-    /// Appends the source of each leading key that is on this node in this shape. Hot path: no allocation beyond
-    /// `sources`, no formatting.
-    pub(super) fn leading_run(&self, keys: &[BlockKey], shape: ShapeId, sources: &mut Vec<Source>) {
+    /// The leading keys that are on this node in this shape, with the source of each. Hot path: one allocation, no
+    /// formatting.
+    pub(super) fn leading_run(&self, keys: &[BlockKey], shape: ShapeId) -> Vec<(EntryIndex, Source)> {
+        let mut run = Vec::with_capacity(keys.len());
         let mut candidates = [None; RUN_KEYS];
-        for run in keys.chunks(RUN_KEYS) {
-            for (key, candidate) in run.iter().zip(&mut candidates) {
+        for chunk in keys.chunks(RUN_KEYS) {
+            for (key, candidate) in chunk.iter().zip(&mut candidates) {
                 // As in `find_all`.
                 *candidate = self.table.find(key.table_hash(), |_| true).copied();
             }
-            for (key, candidate) in run.iter().zip(&candidates) {
-                let Some(slot) = candidate else { return };
-                let mut entry = &self.entries[*slot as usize];
-                if entry.key != *key {
-                    let Some(found) = self.find(key) else { return };
-                    entry = self.entry(found);
+            for (key, candidate) in chunk.iter().zip(&candidates) {
+                let Some(slot) = candidate else { return run };
+                let mut found = EntryIndex(*slot);
+                if self.entries[*slot as usize].key != *key {
+                    match self.find(key) {
+                        Some(other) => found = other,
+                        None => return run,
+                    }
                 }
-                let Some(source) = entry.source(shape) else { return };
-                sources.push(source);
+                let Some(source) = self.entry(found).source(shape) else { return run };
+                run.push((found, source));
             }
         }
+        run
     }
 
     /// All blocks.
@@ -360,20 +364,17 @@ mod tests {
         }
         let first = index.find(&keys[0]).expect("inserted");
         index.entry_mut(first).set_dram(Dram::Resident(FrameIndex(0)));
-        let mut sources = Vec::new();
-        index.leading_run(&keys, ShapeId(3), &mut sources);
-        assert_eq!(sources.len(), 200);
-        assert_eq!(sources[..2], [Source::OwnDram, Source::OwnNvme]);
+        let run = index.leading_run(&keys, ShapeId(3));
+        assert_eq!(run.len(), 200);
+        assert_eq!([run[0].1, run[1].1], [Source::OwnDram, Source::OwnNvme]);
+        assert!(run.iter().zip(&keys).all(|((entry, _), key)| index.find(key) == Some(*entry)));
 
         let middle = index.find(&keys[130]).expect("inserted");
         index.set_stored(middle, None);
         index.entry_mut(middle).set_dram(Dram::Filling(FrameIndex(1)));
-        sources.clear();
-        index.leading_run(&keys, ShapeId(3), &mut sources);
-        assert_eq!(sources.len(), 130, "a block that is only on its way does not count");
-        sources.clear();
-        index.leading_run(&keys, ShapeId(4), &mut sources);
-        assert!(sources.is_empty(), "blocks of another shape do not count");
+        let run = index.leading_run(&keys, ShapeId(3));
+        assert_eq!(run.len(), 130, "a block that is only on its way does not count");
+        assert!(index.leading_run(&keys, ShapeId(4)).is_empty(), "blocks of another shape do not count");
         assert_eq!(index.stored_blocks(), 199);
     }
 
@@ -395,14 +396,10 @@ mod tests {
         twins[1].0[0] ^= 1;
         let first = index.insert(twins[0], ShapeId(0), Priority::Normal, SAVED);
         index.set_stored(first, Some(stored(1)));
-        let mut sources = Vec::new();
-        index.leading_run(&twins, ShapeId(0), &mut sources);
-        assert_eq!(sources.len(), 1);
+        assert_eq!(index.leading_run(&twins, ShapeId(0)).len(), 1);
         let second = index.insert(twins[1], ShapeId(0), Priority::Normal, SAVED);
         index.set_stored(second, Some(stored(2)));
-        sources.clear();
-        index.leading_run(&twins, ShapeId(0), &mut sources);
-        assert_eq!(sources.len(), 2);
+        assert_eq!(index.leading_run(&twins, ShapeId(0)).len(), 2);
         assert_ne!(index.find(&twins[0]), index.find(&twins[1]));
     }
 

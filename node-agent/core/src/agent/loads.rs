@@ -17,6 +17,7 @@
 
 use std::time::Duration;
 
+use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId, Tick};
 
 use super::AgentCore;
@@ -161,6 +162,7 @@ impl AgentCore {
         let lost = vec![LoadBlock::Lost(LossReason::Deadline); load.blocks.len()].into_boxed_slice();
         let held = std::mem::replace(&mut load.blocks, lost);
         self.counters.expired_loads += 1;
+        let used = self.entries_of(&held);
         for (block, state) in (0..).zip(&held) {
             match *state {
                 LoadBlock::Ready { frame, .. } => {
@@ -172,12 +174,23 @@ impl AgentCore {
                 LoadBlock::Unplaced | LoadBlock::Waiting(_) | LoadBlock::Lost(_) => {}
             }
         }
+        self.touch_chain(used.into_iter());
         self.emit(Effect::Progress { session, entry, update: ProgressUpdate::Done });
+    }
+
+    /// Blocks of a load that are in DRAM, in the order of the load.
+    fn entries_of(&self, blocks: &[LoadBlock]) -> Vec<EntryIndex> {
+        let frame = |block: &LoadBlock| match *block {
+            LoadBlock::Ready { frame, .. } => Some(frame),
+            LoadBlock::Held { .. } | LoadBlock::Waiting(_) | LoadBlock::Unplaced | LoadBlock::Lost(_) => None,
+        };
+        blocks.iter().filter_map(frame).filter_map(|frame| self.frames.get(frame).entry()).collect()
     }
 
     /// A load ends, with the session or by its wish: everything it holds is given back.
     pub(super) fn end_load(&mut self, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
+        let used = self.entries_of(&load.blocks);
         for at in 0..load.blocks.len() as u32 {
             let Some(load) = self.loads.get(id) else { return };
             match load.blocks[at as usize] {
@@ -189,6 +202,7 @@ impl AgentCore {
                 LoadBlock::Unplaced | LoadBlock::Lost(_) => {}
             }
         }
+        self.touch_chain(used.into_iter());
         let Some(load) = self.loads.remove(id) else { return };
         self.timers.clear(load.deadline, Timer::Load(id));
         if let Some(session) = self.sessions.get_mut(&load.session) {

@@ -78,8 +78,9 @@ impl AgentCore {
         let Some(shape) = self.sessions.get(&session).map(|session| session.shape) else { return };
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
-        let mut sources = Vec::with_capacity(keys.len());
-        self.index.leading_run(&keys, shape, &mut sources);
+        let run = self.index.leading_run(&keys, shape);
+        self.touch_chain(run.iter().map(|(entry, _)| *entry));
+        let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(session, request, sources);
         }

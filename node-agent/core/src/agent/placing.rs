@@ -83,6 +83,7 @@ impl AgentCore {
         let (mut on_device, mut missing) = (Vec::new(), Vec::new());
         let keys = wanted.iter().map(|wanted| &load.keys[wanted.block as usize]);
         let (shape, entries) = (load.shape, self.index.find_all(keys));
+        self.touch_chain(entries.iter().flatten().copied());
         // Nothing enters or leaves the index in this pass.
         for (wanted, entry) in wanted.into_iter().zip(entries) {
             match self.here(entry, shape) {
@@ -194,9 +195,6 @@ impl AgentCore {
     /// A block is in DRAM.
     fn take_hit(&mut self, id: SlabId, block: u32, frame: FrameIndex) {
         self.lease(frame);
-        if let Some(entry) = self.frames.get(frame).entry() {
-            self.devices.touch(entry);
-        }
         let layout = &self.shapes.get(self.frames.get(frame).shape).layout;
         let (layers, bytes) = (layout.layers(), layout.block_bytes());
         let Some(load) = self.loads.get_mut(id) else { return };

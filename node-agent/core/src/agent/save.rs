@@ -4,6 +4,9 @@
 //! is readable on the node. A commit of a block that is here already gives the slot back; a commit of a block that
 //! is only on its way from a peer wins over the fetch, which goes on for those who wait for it.
 //!
+//! Items of one commit are consecutive blocks of a chain, and the commit names the block before them: so each new block
+//! enters the orders of eviction in front of its parent ([`super::recency`]).
+//!
 //! A reservation lasts for a time. What is not committed by then is taken back, and its commit is refused: an engine
 //! that has forgotten its slots does not keep them from others. The slots of one `Reserve` end together.
 
@@ -24,7 +27,16 @@ use super::tickets::{ItemEnd, TicketState};
 use super::timers::Timer;
 use super::writeback::Cause;
 use crate::effect::{Access, Change, CommitStatus, LeaseId, Reply, Ticket};
-use crate::event::{CommitItem, Priority, RequestId};
+use crate::event::{CommitItem, CommitRequest, Priority, RequestId};
+
+/// What a commit says of one of its blocks.
+#[derive(Clone, Copy, Debug)]
+struct Saved {
+    ticket: SlabId,
+    priority: Priority,
+    /// The block before it in its chain.
+    parent: Option<BlockKey>,
+}
 
 impl AgentCore {
     /// Gives a session as many slots as it wants and may have.
@@ -66,8 +78,7 @@ impl AgentCore {
         &mut self,
         session: SessionId,
         request: RequestId,
-        items: &[CommitItem],
-        priority: Priority,
+        CommitRequest { items, priority, parent }: &CommitRequest,
     ) {
         if items.len() > COMMIT_ITEMS_MAX {
             let text = format!("{} items in one commit: send at most {COMMIT_ITEMS_MAX}", items.len());
@@ -86,7 +97,15 @@ impl AgentCore {
         let id = self.tickets.insert(waiting);
         state.tickets.insert(id);
         self.counters.commits += 1;
-        let statuses = items.iter().map(|item| self.commit_item(session, id, item, priority)).collect();
+        let parents = std::iter::once(*parent).chain(items.iter().map(|item| item.key));
+        let statuses = items
+            .iter()
+            .zip(parents)
+            .map(|(item, parent)| {
+                let saved = Saved { ticket: id, priority: *priority, parent };
+                self.commit_item(session, item, saved)
+            })
+            .collect();
         self.reply(session, request, Reply::Committed { ticket, statuses });
         let waiting = self.tickets.get_mut(id).expect("it waits for this call");
         waiting.waiting -= 1;
@@ -214,13 +233,7 @@ impl AgentCore {
         }
     }
 
-    fn commit_item(
-        &mut self,
-        session: SessionId,
-        ticket: SlabId,
-        item: &CommitItem,
-        priority: Priority,
-    ) -> CommitStatus {
+    fn commit_item(&mut self, session: SessionId, item: &CommitItem, saved: Saved) -> CommitStatus {
         let Some(frame) = self.take_reservation(session, item.lease) else {
             self.counters.refused_items += 1;
             return CommitStatus::NoLease;
@@ -240,26 +253,27 @@ impl AgentCore {
         match known {
             Some(entry) if self.index.entry(entry).source(shape).is_some() => {
                 self.give_back_slot(frame);
-                self.commit_duplicate(entry, ticket, priority);
+                self.commit_duplicate(entry, saved);
                 CommitStatus::Duplicate
             }
             _ => {
                 self.set_checksums(frame, &item.checksums);
-                self.publish(frame, key, ticket, priority);
+                self.publish(frame, key, saved);
                 CommitStatus::Committed
             }
         }
     }
 
     /// The block is here already: the item ends as the block does.
-    fn commit_duplicate(&mut self, entry: EntryIndex, ticket: SlabId, priority: Priority) {
+    fn commit_duplicate(&mut self, entry: EntryIndex, saved: Saved) {
+        let Saved { ticket, priority, parent } = saved;
         self.counters.duplicate_items += 1;
         self.raise_priority(entry, priority);
+        self.order_before_parent(entry, parent);
         self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
         let state = self.index.entry(entry);
         let key = state.key();
         if state.stored().is_some() {
-            self.devices.touch(entry);
             return self.count_item(ticket, key, ItemEnd::Durable);
         }
         let Dram::Resident(frame) = state.dram() else {
@@ -272,12 +286,13 @@ impl AgentCore {
                 self.tickets.get_mut(ticket).expect("it waits for this call").waiting += 1;
                 self.save_as_committed(id);
             }
-            _ => self.save_or_lose(frame, key, ticket),
+            _ => self.save_or_lose(frame, key, saved),
         }
     }
 
     /// Makes a committed block findable and readable.
-    fn publish(&mut self, frame: FrameIndex, key: BlockKey, ticket: SlabId, priority: Priority) {
+    fn publish(&mut self, frame: FrameIndex, key: BlockKey, saved: Saved) {
+        let priority = saved.priority;
         let shape = self.frames.get(frame).shape;
         let slot_bytes = self.shapes.get(shape).slot_bytes;
         let entry = match self.index.find(&key) {
@@ -299,14 +314,14 @@ impl AgentCore {
         self.frames.get_mut(frame).set_entry(Some(entry));
         self.resident_blocks += 1;
         self.replica_changed(entry, Tier::Dram, Change::Added);
-        self.save_or_lose(frame, key, ticket);
+        self.save_or_lose(frame, key, saved);
     }
 
     /// A readable block that is on no device: it is saved, or nothing will ever save it.
-    fn save_or_lose(&mut self, frame: FrameIndex, key: BlockKey, ticket: SlabId) {
+    fn save_or_lose(&mut self, frame: FrameIndex, key: BlockKey, saved: Saved) {
         let lane = self.lane_of(frame, Cause::Committed);
         if self.may_be_saved(lane) {
-            return self.save_later(frame, ticket);
+            return self.save_later(frame, saved.ticket, saved.parent);
         }
         if self.devices.can_hold(lane.slot_bytes) {
             self.count_limited(lane);
@@ -314,7 +329,10 @@ impl AgentCore {
             self.report_unstorable(self.frames.get(frame).shape);
         }
         self.set_frame_state(frame, FrameState::Clean);
-        self.count_item(ticket, key, ItemEnd::Lost);
+        if let Some(entry) = self.frames.get(frame).entry() {
+            self.order_before_parent(entry, saved.parent);
+        }
+        self.count_item(saved.ticket, key, ItemEnd::Lost);
     }
 
     /// An item whose end is known at commit.

@@ -358,6 +358,8 @@ impl AgentCore {
 
     fn forget_serve(&mut self, id: ServeId) {
         let Some(serve) = self.serves.remove(&id) else { return };
+        let entries = self.index.find_all(serve.keys.iter());
+        self.touch_chain(entries.into_iter().flatten());
         self.timers.clear(serve.expires, Timer::Serve(id));
         if (serve.next as usize) < serve.blocks.len() {
             self.serve_share.waiting.retain(|waiting| *waiting != id);

@@ -278,7 +278,7 @@ impl AgentCore {
             let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
             self.index.entry_mut(entry).set_origin(BlockOrigin::Placed);
             self.taking.in_flight_bytes += lane.slot_bytes;
-            self.queue_save((lane, worth), frame, TicketList::default());
+            self.queue_save((lane, worth), frame, TicketList::default(), None);
         } else if worth == Worth::Unasked {
             self.evict_first(frame);
         }

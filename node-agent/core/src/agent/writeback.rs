@@ -11,7 +11,9 @@
 //!
 //! Invariants: a frame is `Unsaved` exactly while it has a record here; a record is in the queue or in one batch.
 
-use reprise_policy::{ContentId, Tick};
+use std::collections::BTreeMap;
+
+use reprise_policy::{BlockKey, ContentId, Tick};
 
 use super::AgentCore;
 use super::devices::Room;
@@ -47,6 +49,8 @@ pub(super) struct UnsavedBlock {
     pub(super) frame: FrameIndex,
     pub(super) tickets: TicketList,
     pub(super) cause: Cause,
+    /// The block before it in its chain, where the commit named one.
+    parent: Option<BlockKey>,
     worth: Worth,
     since: Tick,
     attempts: u8,
@@ -165,13 +169,13 @@ impl AgentCore {
     }
 
     /// A readable, findable frame needs saving; `ticket` waits for it. Without a usable device it never will be.
-    pub(super) fn save_later(&mut self, frame: FrameIndex, ticket: SlabId) {
+    pub(super) fn save_later(&mut self, frame: FrameIndex, ticket: SlabId, parent: Option<BlockKey>) {
         let mut tickets = TicketList::default();
         tickets.push(ticket);
         if let Some(waiting) = self.tickets.get_mut(ticket) {
             waiting.waiting += 1;
         }
-        self.queue_save((self.lane_of(frame, Cause::Committed), Worth::Used), frame, tickets);
+        self.queue_save((self.lane_of(frame, Cause::Committed), Worth::Used), frame, tickets, parent);
     }
 
     /// Puts a readable, findable frame into the queue of a lane.
@@ -180,9 +184,11 @@ impl AgentCore {
         (lane, worth): (Lane, Worth),
         frame: FrameIndex,
         tickets: TicketList,
+        parent: Option<BlockKey>,
     ) {
         let (state, cause) = (SaveState::Queued, lane.cause);
-        let record = UnsavedBlock { frame, tickets, cause, worth, since: self.now, attempts: 0, state };
+        let record =
+            UnsavedBlock { frame, tickets, cause, parent, worth, since: self.now, attempts: 0, state };
         let id = self.writeback.unsaved.insert(record);
         self.writeback.unsaved_bytes += lane.slot_bytes;
         if cause == Cause::Taken {
@@ -270,7 +276,7 @@ impl AgentCore {
             self.tenants.give_nvme(lane.tenant, lane.slot_bytes);
         }
         if self.devices.is_usable(batch.device) {
-            for block in stored {
+            for block in self.in_order_of_commit(&batch, stored) {
                 self.block_stored(batch.device, block);
             }
         }
@@ -280,6 +286,24 @@ impl AgentCore {
                 self.write_failed(record, batch.device);
             }
         }
+    }
+
+    /// What a device has stored of a batch, parents before their children: writes end in any order.
+    fn in_order_of_commit<'a>(&self, batch: &Batch, stored: &'a [StoredBlock]) -> Vec<&'a StoredBlock> {
+        let key = |record: &SlabId| {
+            let entry = self.frames.get(self.writeback.unsaved.get(*record)?.frame).entry()?;
+            Some(self.index.entry(entry).key())
+        };
+        let order: BTreeMap<Option<BlockKey>, usize> = batch.blocks.iter().map(key).zip(0..).collect();
+        let mut blocks: Vec<&StoredBlock> = stored.iter().collect();
+        blocks.sort_by_key(|block| order.get(&Some(block.key)));
+        blocks
+    }
+
+    /// Of a block that is not durable yet, the block before it in its chain.
+    pub(super) fn parent_of_unsaved(&self, frame: FrameIndex) -> Option<BlockKey> {
+        let FrameState::Unsaved(slot) = self.frames.get(frame).state else { return None };
+        self.writeback.unsaved.at(slot)?.parent
     }
 
     /// Whether a flush is due. Without a usable device everything is due, to come to its end.
@@ -440,8 +464,9 @@ impl AgentCore {
         let entry = self.frames.get(ended.frame).entry().expect("an unsaved block can be found");
         let key = self.index.entry(entry).key();
         self.set_frame_state(ended.frame, FrameState::Clean);
-        if ended.worth == Worth::Unasked {
-            self.evict_first(ended.frame);
+        match ended.worth {
+            Worth::Used => self.order_before_parent(entry, ended.parent),
+            Worth::Unasked => self.evict_first(ended.frame),
         }
         self.drop_if_damaged(ended.frame);
         self.end_items(&ended.tickets, key, end);

@@ -17,6 +17,7 @@ mod power_loss;
 mod random;
 mod rng;
 mod scenarios_attached;
+mod scenarios_chains;
 mod scenarios_devices;
 mod scenarios_giving;
 mod scenarios_load;

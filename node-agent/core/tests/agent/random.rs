@@ -407,7 +407,7 @@ fn whatever_happens_nothing_leaks_nothing_hangs_and_nobody_reads_wrong_bytes() {
         "pulls_dropped",
         "taken_blocks_stored",
     ]);
-    for_seeds(40, |seed| {
+    for_seeds(80, |seed| {
         let mut world = World::new(random_setup(seed, FAULTS));
         for _ in 0..1500 {
             step(&mut world);

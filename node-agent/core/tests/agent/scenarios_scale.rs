@@ -7,7 +7,8 @@ use std::time::Duration;
 use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{CommitStatus, Effect, FillId, LeaseId, RegionId, Reply};
 use reprise_agent_core::event::{
-    CommitItem, Event, FillError, FillUpdate, LoadRequest, Priority, Request, RequestId, Scope, SessionOpened,
+    CommitItem, CommitRequest, Event, FillError, FillUpdate, LoadRequest, Priority, Request, RequestId,
+    Scope, SessionOpened,
 };
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, Parts, SessionId, TenantId, Tick};
 
@@ -86,7 +87,7 @@ impl Quick {
         };
         let items = leases.into_iter().map(|(lease, _)| lease).zip(keys).map(item).collect();
         let Reply::Committed { statuses, .. } =
-            self.request(Request::Commit { items, priority: Priority::Normal })
+            self.request(Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None }))
         else {
             panic!("not committed")
         };

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use reprise_agent_core::agent::{AgentCore, Settings};
 use reprise_agent_core::effect::{Effect, FillId, LeaseId, RegionId, Reply};
 use reprise_agent_core::event::{
-    CommitItem, Event, FillUpdate, LoadRequest, Priority, Request, RequestId, Scope, SessionOpened,
+    CommitItem, CommitRequest, Event, FillUpdate, LoadRequest, Priority, Request, RequestId, Scope,
+    SessionOpened,
 };
 use reprise_agent_core::pool::{DevicePool, StoredBlock};
 use reprise_policy::{
@@ -84,7 +85,7 @@ impl Bench {
             checksums: sums.clone(),
         };
         let items = leases.into_iter().zip(keys).map(item).collect();
-        self.request(Request::Commit { items, priority: Priority::Normal });
+        self.request(Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None }));
     }
 
     fn apply(&mut self, event: Event) {

@@ -9,8 +9,8 @@ use reprise_agent_core::effect::{
     ArenaSlot, Change, DeviceId, Effect, LoadId, PeerOfferId, RegionId, ReplicaChange, Reply, Report, ServeId,
 };
 use reprise_agent_core::event::{
-    CommitItem, Event, LoadRequest, PeerOffer, PeerRequest, Priority, Request, RequestId, Scope,
-    SessionOpened,
+    CommitItem, CommitRequest, Event, LoadRequest, PeerOffer, PeerRequest, Priority, Request, RequestId,
+    Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_policy::{
@@ -279,7 +279,7 @@ impl World {
 
     pub(crate) fn request(&mut self, session: SessionId, asked: Asked, body: Request) -> RequestId {
         let request = self.engines.get_mut(&session).expect("an open session").ask(asked);
-        if let Request::Commit { items, .. } = &body {
+        if let Request::Commit(CommitRequest { items, .. }) = &body {
             self.committed.extend(items.iter().filter_map(|item| item.key));
         }
         let received = self.now;
@@ -293,6 +293,17 @@ impl World {
 
     /// Fills reserved slots with new contents and commits them under these keys, as far as slots are there.
     pub(crate) fn commit(&mut self, session: SessionId, keys: &[BlockKey], priority: Priority) -> RequestId {
+        self.commit_behind(session, keys, priority, None)
+    }
+
+    /// The same with the block before them in their chain.
+    pub(crate) fn commit_behind(
+        &mut self,
+        session: SessionId,
+        keys: &[BlockKey],
+        priority: Priority,
+        parent: Option<BlockKey>,
+    ) -> RequestId {
         let engine = self.engines.get_mut(&session).expect("an open session");
         let layout = engine.layout;
         let slots: Vec<_> = engine.reserved.drain(..keys.len().min(engine.reserved.len())).collect();
@@ -303,7 +314,11 @@ impl World {
             items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
         }
         let committed = keys[..items.len()].to_vec();
-        self.request(session, Asked::Commit(committed), Request::Commit { items, priority })
+        self.request(
+            session,
+            Asked::Commit(committed),
+            Request::Commit(CommitRequest { items, priority, parent }),
+        )
     }
 
     pub(crate) fn match_keys(&mut self, session: SessionId, keys: &[BlockKey], scope: Scope) -> RequestId {
