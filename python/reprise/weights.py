@@ -60,6 +60,17 @@ def hub_snapshot(folder: str) -> tuple[str, str] | None:
     return (repository.replace("--", "/"), parts[2]) if kind == "models" and repository else None
 
 
+def downloaded(repository: str, revision: str | None = None) -> Path | None:
+    """The folder of a snapshot that was already fetched from the hub; None: there is none, or this is not a repository's name."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
 def _sample_file(file: Path) -> bytes:
     size = file.stat().st_size
     digest = hashlib.sha256(f"{file.name}:{size}".encode())

@@ -11,26 +11,19 @@ have changed are not kept any more, until it is to be read anew (``load_inplace`
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise import weights
+from reprise.adapters import AdapterFiles, Stamp
 from reprise.told import Told
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-CONFIGURATION = "adapter_config.json"
-
 LOOKS_MAX = 256
 """Looks that wait for the thread; a request beyond that goes on without Reprise."""
-
-Stamp = tuple[tuple[str, int, int], ...]
-"""Names, sizes and times of files: what is sampled again when it changes."""
 
 
 @dataclass
@@ -90,49 +83,17 @@ class Adapters:
                 self._told.note(f"{look.path}: {why}")
 
     def _digest(self, look: AdapterLook) -> bytes | None:
-        folder = _folder(look.path)
-        if folder is None:
+        files = AdapterFiles.find(look.path)
+        if files is None:
             return None
-        snapshot = weights.hub_snapshot(str(folder))
-        files = weights.files(folder)
-        if snapshot is None and not files:
-            return None
-        stamp = _stamp([*files, folder / CONFIGURATION])
+        stamp = files.stamp()
         known = self._known.get(look.path)
         if known is not None and (known[0] == stamp or not look.is_anew):
             if known[0] != stamp:
                 self._known[look.path] = (known[0], None)
             return self._known[look.path][1]
-        told = f"hub:{snapshot}" if snapshot is not None else f"{_configuration(folder)}:{weights.sample(files)}"
-        digest = hashlib.sha256(told.encode()).digest()
-        if _stamp([*files, folder / CONFIGURATION]) != stamp:
+        digest = files.digest()
+        if files.stamp() != stamp:
             return None
         self._known[look.path] = (stamp, digest)
         return digest
-
-
-def _folder(path: str) -> Path | None:
-    """Where an adapter's files are; None: nowhere on this machine yet."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute():
-        return None
-    # As vLLM names one of the hub. Only what was fetched is looked at: the network is not for the scheduler.
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(path, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
-def _configuration(folder: Path) -> str:
-    """Rank and scale are there, and change what the same weights do."""
-    return hashlib.sha256((folder / CONFIGURATION).read_bytes()).hexdigest()
-
-
-def _stamp(files: list[Path]) -> Stamp:
-    seen = [(file, file.stat()) for file in files if file.exists()]
-    return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in seen)

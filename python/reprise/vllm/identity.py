@@ -12,16 +12,15 @@ on it.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from reprise import weights
+from reprise import digest, weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -141,7 +140,7 @@ def model_digest(config: VllmConfig, weights_digest: str) -> str:
         ValueError: weights that cannot be told apart from others.
     """
     model = config.model_config
-    architecture = _plain(configuration_of(model).to_dict())
+    architecture = digest.plain(configuration_of(model).to_dict(), NOT_ARCHITECTURE)
     described: dict[str, Any] = {
         "architecture": _digest(architecture),
         "dtype": str(model.dtype),
@@ -213,24 +212,7 @@ def _read_anew(model: ModelConfig) -> PretrainedConfig:
 
 
 def _digest(described: Any) -> str:
-    return hashlib.sha256(json.dumps(_plain(described), sort_keys=True).encode()).hexdigest()
-
-
-def _plain(described: Any) -> Any:
-    """A configuration, and those within it, as JSON has them, without what differs between nodes and processes."""
-    if isinstance(described, dict):
-        return {str(name): _plain(value) for name, value in described.items() if name not in NOT_ARCHITECTURE}
-    if is_dataclass(described) and not isinstance(described, type):
-        return {each.name: _plain(getattr(described, each.name)) for each in fields(described)}
-    if isinstance(described, list | tuple):
-        return [_plain(value) for value in described]
-    if isinstance(described, set | frozenset):
-        return sorted(str(_plain(value)) for value in described)
-    if described is None or isinstance(described, str | int | float | bool):
-        return described
-    words = str(described)
-    # By default Python says where an object lies in memory.
-    return type(described).__qualname__ if " at 0x" in words else words
+    return digest.digest(described, NOT_ARCHITECTURE)
 
 
 def _of_length(architecture: Any, model: ModelConfig) -> list[Any]:

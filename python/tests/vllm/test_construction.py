@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from reprise import BadRequest
+from reprise.digest import plain
 from reprise.vllm import RepriseConnector, geometry, identity
 from reprise.vllm.identity import Handshake
 from reprise.vllm.options import Options
@@ -296,9 +297,7 @@ def test_what_processes_say_differently_of_one_configuration_is_not_in_its_key(w
     one, other = Rule(), Rule()
     assert str(one) != str(other)
     assert of(one) == of(other) != of("another rule")
-    assert identity._plain({"names": {"c", "a", "b"}}) == {"names": ["a", "b", "c"]}, (
-        "whatever the seed of this process's hashes"
-    )
+    assert plain({"names": {"c", "a", "b"}}) == {"names": ["a", "b", "c"]}, "whatever the seed of this process's hashes"
 
 
 def test_workers_whose_keys_are_not_the_scheduler_s_end_the_start_with_words(weights: Path) -> None:
