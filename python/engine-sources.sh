@@ -5,13 +5,14 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 case ${1:-} in
-    vllm) version=0.33.0 size="336 MB" keep='vllm/*.py' ;;
-    sglang) version=0.5.23 size="39 MB" keep='sglang/srt/mem_cache/*.py sglang/srt/environ.py' ;;
+    vllm) version=0.33.0 size="336 MB" keep='vllm/*.py' what=sources ;;
+    # All but what is compiled: it looks for sources of kernels when it is imported, and compiles its page hash.
+    sglang) version=0.5.23 size="39 MB" keep='sglang/*[!o] sglang/*[!s]o' what=package ;;
     *) echo "engine-sources.sh vllm|sglang" >&2; exit 2 ;;
 esac
 engine=$1
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
-home=$cache/$engine-$version-sources
+home=$cache/$engine-$version-$what
 if [ ! -e "$home" ]; then
     refuse() { printf '%s\n' "the sources of $engine $version cannot be had: $1" >&2; exit 3; }
     [ "$(uname -m)" = x86_64 ] || refuse "its wheel is for x86-64 here"

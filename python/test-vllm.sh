@@ -34,13 +34,30 @@ sources() {
     return 1
 }
 
+# imports SUITE: the folder of what an engine imports and vLLM's environment lacks (tests/SUITE/requirements.txt).
+imports() {
+    local list=$tests/$1/requirements.txt cache=${REPRISE_CACHE:-$HOME/.cache/reprise} home part
+    home=$cache/$1-imports-$({ cat "$list" && "$python" -V; } | sha256sum | cut -c1-12)
+    if [ ! -e "$home" ]; then
+        part=$(mktemp -d "$cache/$1-imports.XXXXXX")
+        "$python" -m pip -q install --no-deps --no-compile --target "$part" -r "$list" >&2 || exit 1
+        chmod 755 "$part"
+        # Another run may have installed them meanwhile.
+        mv -T "$part" "$home" 2> /dev/null || { rm -rf "$part" && [ -e "$home" ]; } || exit 1
+    fi
+    printf '%s\n' "$home"
+}
+
 suites=${1:-vllm tier sglang}
 [ $# -eq 0 ] || shift
 for suite in $suites; do
     case $suite in
         vllm) run vllm "" "$@" ;;
         tier) if sources vllm "the tests of vLLM's secondary tier"; then run tier "$found" "$@"; fi ;;
-        sglang) if sources sglang "the tests of SGLang's storage"; then run sglang "$found" "$@"; fi ;;
+        sglang) if sources sglang "the tests of SGLang's storage"; then
+            lacking=$(imports sglang)
+            run sglang "$found:$lacking" "$@"
+        fi ;;
         *) echo "there is no suite $suite: vllm, tier or sglang" >&2; exit 2 ;;
     esac
 done

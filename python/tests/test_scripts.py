@@ -38,6 +38,7 @@ class Checkout:
         shutil.copy(PACKAGE / "test-vllm.sh", self.home)
         for suite in SUITES:
             (self.home / "tests" / suite).mkdir(parents=True)
+        (self.home / "tests" / "sglang" / "requirements.txt").write_text("orjson\n")
         self.installs("vllm-venv.sh", prints=str(self.home / "python"))
         self.installs("engine-sources.sh", prints="/sources")
         self.installs("wheel.sh", prints="reprise.whl")
@@ -54,7 +55,7 @@ class Checkout:
 
     def test(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs ``test-vllm.sh``."""
-        return run([str(self.home / "test-vllm.sh"), *arguments])
+        return run([str(self.home / "test-vllm.sh"), *arguments], REPRISE_CACHE=str(self.home))
 
     @property
     def suites(self) -> list[str]:
@@ -101,6 +102,12 @@ def test_an_installation_that_goes_wrong_fails_the_run(checkout: Checkout, name:
     assert ended.returncode != 0
     assert "SKIPPED" not in ended.stderr
     assert not {"tier", "sglang"} & set(checkout.suites)
+
+
+def test_imports_of_an_engine_that_cannot_be_installed_fail_the_run(checkout: Checkout) -> None:
+    script(checkout.home / "python", 'case " $* " in *" pip "*" -r "*) exit 1 ;; *) exit 0 ;; esac')
+    assert checkout.test("tier").returncode == 0
+    assert checkout.test("sglang").returncode != 0
 
 
 def test_tests_that_fail_fail_the_run(checkout: Checkout) -> None:
