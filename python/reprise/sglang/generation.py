@@ -1,20 +1,32 @@
-"""Which generation an engine's pages are of after SGLang has cleared its storage.
+"""Key generations: pages of an engine whose weights were updated, or whose storage was cleared, get keys of their own.
 
-Clearing erases nothing: hashes get a new generation behind them, which nobody has saved anything of. Pages of a latent are the
-same on every rank; one rank writes them and the others read them, so all must mean the same generation. The writer makes it and
-the others follow, over the store with which SGLang's ranks have found each other::
+A generation is a suffix behind SGLang's page hashes. An engine starts with the empty one, under which engines with the same model
+share pages. Each change of weights and each clear ends a generation for good: nothing that was saved under it is found again by this
+engine. The next generation is random, so no other engine finds its pages, and nobody has saved anything under it.
 
-    rank 0   clear ── new generation ──▶ store: reprise/clear/GROUP/NUMBER
-    rank n   clear ──────────────────────▶ waits for it, a moment: SGLang clears on all ranks in the same step
+```text
+current ── weights begin to change ──▶ suspended ── the cache holds KV of the current weights only ──▶ next generation
+        ── clear ────────────────────────────────────────────────────────────────────────────────────▶ next generation
+```
 
-A rank that cannot follow gets a generation of its own: it finds nothing, and therefore the engine nothing, which is safe.
+While a generation is suspended there is no key: nothing is saved and nothing is found. SGLang's own cache may hold KV of the old
+weights then (an update with ``flush_cache: false``), or of half the new ones, and its backup thread would save it.
+
+Pages of a latent are the same on every rank; one rank writes them and the others read them, so all must use the same generation. The
+writer publishes it in the store over which SGLang's ranks have found each other, under the digest of all that has happened to its
+weights so far. A rank that has not seen the same updates with the same outcomes asks for another name::
+
+    rank 0   update, flush ── new generation ──▶ store: reprise/generation/GROUP/HISTORY
+    rank n   update, flush ──────────────────────▶ waits for it: SGLang updates and flushes all ranks in the same step
+
+A rank that finds no generation under its history takes a random one: it finds nothing, and therefore the engine nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
-from collections import Counter
 from datetime import timedelta
 
 import torch.distributed
@@ -24,26 +36,72 @@ from torch.distributed import distributed_c10d
 logger = logging.getLogger("reprise")
 
 FOLLOW_WITHIN_S = 5.0
-"""How long a rank waits for the writer's generation. Its clear belongs to the same step, so milliseconds are the rule."""
-
-_clears: Counter[tuple[str, int]] = Counter()
-"""Clears of each group's ranks in this process, which outlive a storage: one that is attached anew goes on counting."""
+"""How long a rank waits for the writer's generation. Both reach it in the same step, so milliseconds are the rule."""
 
 
-def following_clear(config: HiCacheStorageConfig) -> bytes:
-    """The generation after one more clear of this rank's storage."""
+class Generation:
+    """The key generation of one rank's pages. SGLang runs each rank in a process of its own; it outlives a storage that is detached.
+
+    The scheduler's thread changes it, SGLang's storage threads read it.
+    """
+
+    def __init__(self) -> None:
+        self._config: HiCacheStorageConfig | None = None
+        self._history = b""
+        """Digest of all changes, in order; empty: none since the start."""
+        self._resolved_history = b""
+        self._suffix: bytes | None = b""
+
+    @property
+    def suffix(self) -> bytes | None:
+        """What follows each page hash in a key; None: suspended, no page has a key."""
+        return self._suffix
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether no page has a key."""
+        return self._suffix is None
+
+    def attach(self, config: HiCacheStorageConfig) -> None:
+        """Takes the rank of a storage that begins to use this generation."""
+        self._config = config
+        if not self.is_suspended and self._resolved_history != self._history:
+            self.resume()
+
+    def suspend(self) -> None:
+        """Ends the generation, because weights are about to change."""
+        self._suffix = None
+
+    def note(self, change: str) -> None:
+        """Adds a change of the weights, with its outcome, to the history."""
+        self._history = hashlib.sha256(self._history + change.encode()).digest()
+
+    def resume(self) -> None:
+        """Begins the generation that belongs to the history, once SGLang's cache holds KV of the current weights only."""
+        if self._config is None:
+            # Nothing is saved before a storage is attached, which comes here again.
+            self._suffix = b""
+            return
+        self._suffix = _following(self._config, self._history)
+        self._resolved_history = self._history
+
+    def clear(self) -> None:
+        """Begins another generation of the same weights."""
+        self.note("clear")
+        if not self.is_suspended:
+            self.resume()
+
+
+def _following(config: HiCacheStorageConfig, history: bytes) -> bytes:
     if not config.is_mla_model or config.tp_size == 1:
         return uuid.uuid4().bytes
     group = f"{config.model_name}:dp{config.dp_rank}:pp{config.pp_rank}:cp{config.attn_cp_rank}"
-    _clears[group, config.tp_rank] += 1
-    name = f"reprise/clear/{group}/{_clears[group, config.tp_rank]}"
-    if config.is_storage_writer:
-        return _told(name)
-    return _heard(name)
+    name = f"reprise/generation/{group}/{history.hex()}"
+    return _publish(name) if config.is_storage_writer else _follow(name)
 
 
-def _told(name: str) -> bytes:
-    """A new generation, which the others are told."""
+def _publish(name: str) -> bytes:
+    """Makes a generation and publishes it to the other ranks."""
     generation = uuid.uuid4().bytes
     store = _store()
     if store is not None:
@@ -51,8 +109,8 @@ def _told(name: str) -> bytes:
     return generation
 
 
-def _heard(name: str) -> bytes:
-    """The generation that the writer has told, or one that nobody else has."""
+def _follow(name: str) -> bytes:
+    """The writer's generation, or one that no other rank has."""
     store = _store()
     try:
         if store is None:
@@ -61,13 +119,15 @@ def _heard(name: str) -> bytes:
         return bytes.fromhex(store.get(name).decode())
     except RuntimeError as error:
         logger.warning(
-            "this rank finds no pages any more, because it was not told what the writer's clear has begun: %s", error
+            "this rank finds no pages from now on: the rank that writes them has published no generation for the updates and "
+            "clears that this rank has seen; restart the engine (%s)",
+            error,
         )
         return uuid.uuid4().bytes
 
 
 def _store() -> torch.distributed.Store | None:
-    """Where SGLang's ranks have found each other; None: they have not."""
+    """The store over which SGLang's ranks have found each other; None: there is none."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return distributed_c10d._get_default_store()

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from reprise.sglang import generation, pools
+from reprise.sglang import identity, pools, weight_updates
 from reprise.sglang.options import StorageOptions
 from reprise.sglang.store import Store
 
@@ -38,19 +38,15 @@ class RepriseStorage(HiCacheStorage):
         self._options = StorageOptions.read(extra)
         self._wants_direct = bool(extra.get("interface_v1", 0))
         self._config = storage_config
-        if not self._options.model_digest:
-            raise ValueError(
-                "--hicache-storage-backend-extra-config: RepriseStorage does not know which weights this engine has, which "
-                "SGLang does not tell a storage: set model_digest to something that differs wherever weights, revision, dtype, "
-                "quantization or --json-model-override-args do"
-            )
         if storage_config.dcp_size > 1 or storage_config.should_split_heads:
             raise ValueError(
                 "RepriseStorage does not keep pages of engines with decode context parallelism or tp_lcm_size: leave them out"
             )
+        self._revision = identity.model_revision(self._options.model_digest, self._options.multimodal)
+        self._generation = weight_updates.observe().generation
+        self._generation.attach(storage_config)
         self._stores: dict[str, Store] = {}
         self._registered: dict[str, Any] = {}
-        self._generation = b""
 
     # Pools
 
@@ -79,13 +75,13 @@ class RepriseStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Loads pages straight to SGLang's memory; which could be."""
-        return self._store(PoolName.KV).load(self._hashes(keys), host_indices)
+        return self._move(PoolName.KV, keys, lambda store, hashes: store.load(hashes, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Saves pages straight from SGLang's memory; which are there now."""
-        return self._store(PoolName.KV).save(self._hashes(keys), host_indices)
+        return self._move(PoolName.KV, keys, lambda store, hashes: store.save(hashes, host_indices))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
@@ -102,7 +98,7 @@ class RepriseStorage(HiCacheStorage):
         """Loads flat pages to where they are to be; None for those that are not there."""
         given = target_locations or [None] * len(keys)
         places = [self.mem_pool_host.get_dummy_flat_data_page() if place is None else place for place in given]
-        ok = self._store(PoolName.KV).load_flat(self._hashes(keys), places)
+        ok = self._move(PoolName.KV, keys, lambda store, hashes: store.load_flat(hashes, places))
         return [place if is_ok else None for place, is_ok in zip(places, ok, strict=True)]
 
     def set(
@@ -126,7 +122,7 @@ class RepriseStorage(HiCacheStorage):
         tensors = [value for value in values or () if value is not None]
         if values is None or len(tensors) < len(values):
             raise ValueError("RepriseStorage saves values; pages of SGLang's memory are saved by batch_set_v1")
-        return all(self._store(PoolName.KV).save_flat(self._hashes(keys), tensors))
+        return all(self._move(PoolName.KV, keys, lambda store, hashes: store.save_flat(hashes, tensors)))
 
     def exists(self, key: str) -> bool:
         """Whether a page is there."""
@@ -134,7 +130,8 @@ class RepriseStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are there."""
-        return self._store(PoolName.KV).leading(self._hashes(keys))
+        hashes = self._hashes(keys)
+        return 0 if hashes is None else self._store(PoolName.KV).leading(hashes)
 
     # The second interface
 
@@ -146,6 +143,8 @@ class RepriseStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         """How many leading pages are there, with what each kind of state needs of them."""
         hashes = self._hashes(keys)
+        if hashes is None:
+            return PoolTransferResult(0, {}, [])
         kv_pages = self._store(PoolName.KV).leading(hashes)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         usable = set(range(1, kv_pages + 1))
@@ -171,9 +170,9 @@ class RepriseStorage(HiCacheStorage):
         return self._each_pool(transfers, Store.save)
 
     def clear(self) -> bool:
-        """Nothing that was saved before is found by this engine any more; what other engines need stays, and what is being
-        written is written. SGLang calls it on every rank; where they share pages, one decides."""
-        self._generation = generation.following_clear(self._config)
+        """Begins another key generation: this engine finds nothing that was saved before. Pages of other engines stay, and saves in
+        progress end. SGLang calls it on every rank."""
+        self._generation.clear()
         return True
 
     def close(self) -> None:
@@ -197,6 +196,7 @@ class RepriseStorage(HiCacheStorage):
         shape = f"{name}:pp{config.pp_rank}/{config.pp_size}:cp{config.attn_cp_rank}/{config.attn_cp_size}"
         described = {
             "model": config.model_name or "",
+            "revision": self._revision,
             "rank": 0 if is_shared else config.tp_rank,
             "ranks": 1 if is_shared else config.tp_size,
             "shape": shape,
@@ -214,8 +214,14 @@ class RepriseStorage(HiCacheStorage):
             raise ValueError(f"SGLang has registered no memory for the pool {name}")
         return store
 
-    def _hashes(self, keys: Sequence[str]) -> list[bytes]:
-        return [key.encode() + self._generation for key in keys]
+    def _hashes(self, keys: Sequence[str]) -> list[bytes] | None:
+        """What names pages in keys; None: nothing does, while weights change."""
+        suffix = self._generation.suffix
+        return None if suffix is None else [key.encode() + suffix for key in keys]
+
+    def _move(self, name: str, keys: Sequence[str], move: Callable[[Store, list[bytes]], list[bool]]) -> list[bool]:
+        hashes = self._hashes(keys)
+        return [False] * len(keys) if hashes is None else move(self._store(name), hashes)
 
     def _usable(self, transfer: PoolTransfer, hashes: list[bytes]) -> builtins.set[int]:
         """For which lengths of the prefix a pool has what it needs."""
@@ -242,7 +248,10 @@ class RepriseStorage(HiCacheStorage):
             if not keys or transfer.host_indices is None or transfer.host_indices.numel() != pages:
                 results[transfer.name] = [False] * len(keys)
                 continue
-            results[transfer.name] = move(self._store(transfer.name), self._hashes(keys), transfer.host_indices)
+            indices = transfer.host_indices
+            results[transfer.name] = self._move(
+                transfer.name, keys, lambda store, hashes, indices=indices: move(store, hashes, indices)
+            )
         return results
 
 

@@ -41,7 +41,7 @@ class Store:
         pool: SGLang's.
         direct: its pages in place (:func:`pools.runs`); None: they go over a copy.
         options: of the storage.
-        described: model, rank, ranks, and what else tells its pages from others.
+        described: model, revision, rank, ranks, and what else tells its pages from others.
 
     Raises:
         ValueError: a pool whose pages cannot be kept, and what to do.
@@ -59,7 +59,7 @@ class Store:
         self.layout = self._layout(described)
         self._namespace = Namespace(
             model=options.model_id or described["model"],
-            revision=options.model_digest,
+            revision=described["revision"],
             layout=self.layout,
             hash_algorithm="sglang-sha256",
             hash_seed="",

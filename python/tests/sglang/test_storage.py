@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import MIB, Cluster
+from cluster import Cluster
+from engine import another_process, extra_config
 from faults import damage, drop_dram, eventually, freeze, observer, thaw
 from pool import PAGES, HostPool
 from sglang.srt.mem_cache.hicache_storage import (
@@ -27,10 +28,6 @@ from reprise.sglang import RepriseStorage, generation
 LONG_S = 60.0
 """Nothing takes as long, unless it hangs."""
 
-PATIENT = {
-    f"{name}_ms": LONG_S * 1e3
-    for name in ("match_deadline", "load_deadline", "load_stall", "load_standstill", "save_stall")
-}
 NOWHERE = Path("/nonexistent/agent.sock")
 BUSY_MACHINE_S = 0.5
 """What other processes of a test machine may cost a call."""
@@ -42,16 +39,7 @@ def storage_config(
     socket: Path = NOWHERE, changes: dict[str, Any] | None = None, **engine: Any
 ) -> HiCacheStorageConfig:
     """What SGLang makes of its configuration."""
-    extra = {
-        "backend_name": "reprise",
-        "module_path": "reprise.sglang",
-        "class_name": "RepriseStorage",
-        "interface_v1": 1,
-        "socket": str(socket),
-        "model_digest": "weights-1",
-        **PATIENT,
-        **(changes or {}),
-    }
+    extra = extra_config(socket, {"model_digest": "weights-1", **(changes or {})})
     flat = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -77,19 +65,12 @@ def storage_of(config: HiCacheStorageConfig, pool: HostPool) -> RepriseStorage:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A member and an agent with two regions of DRAM, as blocks of two sizes need, and 128 MiB of disk."""
-    cluster = Cluster(tmp_path / "cluster", arena=128 * MIB, pool=128 * MIB)
-    yield cluster
-    cluster.stop()
-
-
-@pytest.fixture
-def make(cluster: Cluster) -> Iterator[Make]:
-    """Makes storages that have a session."""
+def make(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes storages that have a session, each as if in a process of its own."""
     made: list[RepriseStorage] = []
 
     def storage(pool: HostPool, changes: dict[str, Any] | None = None, **engine: Any) -> RepriseStorage:
+        another_process(monkeypatch)
         made.append(storage_of(storage_config(cluster.agents[0].socket, changes, **engine), pool))
         connected(made[-1])
         return made[-1]
@@ -275,14 +256,6 @@ def test_clearing_makes_the_engine_s_pages_its_own(make: Make) -> None:
     assert make(pool).batch_exists(hashes(1, 2)) == 2
 
 
-@pytest.fixture
-def ranks_have_met() -> Iterator[None]:
-    """As SGLang's ranks have, over a store."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 LATENT = {"is_mla_model": True, "tp_size": 2}
 
 
@@ -423,7 +396,6 @@ def test_damage_on_nvme_is_a_page_that_is_not_there(cluster: Cluster, make: Make
         ({"sokcet": "/x"}, "did you mean 'socket'"),
         ({"socket": "agent.sock"}, "give the whole path"),
         ({"socket": "/tmp"}, "is no socket"),
-        ({"model_digest": ""}, "set model_digest"),
         ({"load_stall_ms": -1}, "above 0"),
     ],
 )
