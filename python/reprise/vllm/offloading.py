@@ -38,8 +38,8 @@ def identify(config: VllmConfig) -> None:
     """Puts into the tiers' configuration what names the model.
 
     Raises:
-        ValueError: no Reprise tier in the configuration, prefixes that cannot be reused, weights that cannot be told apart
-            from others, or another hash algorithm than the engine's.
+        ValueError: no Reprise tier in the configuration, prefixes that cannot be reused, weights or adapters that cannot be told
+            apart from others, or another hash algorithm than the engine's.
     """
     extra: dict[str, Any] = config.kv_transfer_config.kv_connector_extra_config
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -55,6 +55,11 @@ def identify(config: VllmConfig) -> None:
         )
     algorithm = config.cache_config.prefix_caching_hash_algo
     for tier in tiers:
+        if config.lora_config is not None and not tier.get("unchanging_adapters", False):
+            raise ValueError(
+                "secondary_tiers: RepriseTier cannot tell a LoRA adapter from one that was trained again under its name and path: "
+                "leave --enable-lora out, or give each training another name and set unchanging_adapters to true"
+            )
         if tier.setdefault("hash_algorithm", algorithm) != algorithm:
             raise ValueError(
                 f"secondary_tiers: hash_algorithm is {tier['hash_algorithm']!r}, and this engine hashes with {algorithm!r} "

@@ -68,5 +68,9 @@ class TierOptions(MatchOptions):
     """vLLM's ``--prefix-caching-hash-algo``, which it does not tell a tier. Filled in like ``model_digest``; beside one that is set by
     hand it is set by hand as well."""
 
+    unchanging_adapters: bool = False
+    """Whether the files of each LoRA adapter stay the same under its name and path, on all nodes. A tier sees vLLM's hash of a chunk only,
+    which has an adapter's name and path and not its weights."""
+
     save_stall_ms: float = 500.0
     """After which a save that makes no progress is given up; vLLM's chunk is free again then."""

@@ -11,7 +11,7 @@ import torch
 from cluster import Cluster
 from engine_model import model
 from offloading import CHUNKS, LAYERS, LONG_S, TOKENS, Offloading, chain, offloading_config, tier_config
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -235,6 +235,20 @@ def test_a_model_of_the_hub_has_the_same_chunks_wherever_its_snapshot_lies(weigh
         tiers.append(config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][0])
     assert tiers[0] == tiers[1]
     assert tiers[0]["model_id"] == "org/name"
+
+
+def test_an_engine_for_lora_adapters_is_refused_unless_they_never_change(weights: Path) -> None:
+    config = vllm_config(weights)
+    identify(config)
+    config.lora_config = LoRAConfig()
+    with pytest.raises(ValueError, match=r"trained again under its name and path: .* unchanging_adapters"):
+        identify(config)
+    unchanging = vllm_config(weights, unchanging_adapters=True)
+    unchanging.lora_config = LoRAConfig()
+    identify(unchanging)
+    (tier,) = unchanging.kv_transfer_config.kv_connector_extra_config["secondary_tiers"]
+    given = {name: value for name, value in tier.items() if name not in ("type", "module_path")}
+    assert TierOptions.read(given).unchanging_adapters
 
 
 def test_the_connector_without_a_reprise_tier_is_refused(weights: Path) -> None:
