@@ -82,9 +82,7 @@ class AsyncClient:
     ) -> Saved:
         """See :meth:`reprise.Client.save`."""
         return await self._run_whole(
-            lambda: self._client.save(
-                keys, memory, blocks, parent=parent, priority=priority, room_wait=room_wait
-            )
+            lambda: self._client.save(keys, memory, blocks, parent=parent, priority=priority, room_wait=room_wait)
         )
 
     async def load(

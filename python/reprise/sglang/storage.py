@@ -81,7 +81,8 @@ class RepriseStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Saves pages straight from SGLang's memory; which are there now."""
-        return self._move(PoolName.KV, keys, lambda store, hashes: store.save(hashes, host_indices))
+        parent = self._parent(extra_info)
+        return self._move(PoolName.KV, keys, lambda store, hashes: store.save(hashes, host_indices, parent))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
@@ -167,7 +168,8 @@ class RepriseStorage(HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Saves pages of each kind of state."""
-        return self._each_pool(transfers, Store.save)
+        parent = self._parent(extra_info)
+        return self._each_pool(transfers, lambda store, hashes, indices: store.save(hashes, indices, parent))
 
     def clear(self) -> bool:
         """Begins another key generation: this engine finds nothing that was saved before. Pages of other engines stay, and saves in
@@ -218,6 +220,12 @@ class RepriseStorage(HiCacheStorage):
         """What names pages in keys; None: nothing does, while weights change."""
         suffix = self._generation.suffix
         return None if suffix is None else [key.encode() + suffix for key in keys]
+
+    def _parent(self, extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
+        """The page before those of a call, where SGLang passes it (``hicache_storage_pass_prefix_keys``)."""
+        before = extra_info.prefix_keys if extra_info is not None else None
+        hashes = self._hashes(before[-1:]) if before else None
+        return hashes[0] if hashes else None
 
     def _move(self, name: str, keys: Sequence[str], move: Callable[[Store, list[bytes]], list[bool]]) -> list[bool]:
         hashes = self._hashes(keys)

@@ -101,12 +101,18 @@ class Store:
         """Which pages are there."""
         return [answer == 1 for answer in self._answers([[key] for key in keys])]
 
-    def save(self, keys: Sequence[bytes], host_indices: torch.Tensor) -> list[bool]:
-        """Saves pages of the pool. Those that are there already count as saved."""
+    def save(self, keys: Sequence[bytes], host_indices: torch.Tensor, parent: bytes | None = None) -> list[bool]:
+        """Saves pages of the pool. Those that are there already count as saved.
+
+        Args:
+            keys: of consecutive pages of one prompt.
+            host_indices: where they are.
+            parent: key of the page before the first one; None: there is none, or it is not known.
+        """
         if self._direct is None:
             values = [self._pool.get_data_page(index, flat=True) for index in self._first_tokens(host_indices)]
-            return self.save_flat(keys, values)
-        return self._saved(self._direct, keys, self._pages(host_indices))
+            return self.save_flat(keys, values, parent)
+        return self._saved(self._direct, keys, self._pages(host_indices), parent)
 
     def load(self, keys: Sequence[bytes], host_indices: torch.Tensor) -> list[bool]:
         """Loads pages to the pool."""
@@ -119,8 +125,10 @@ class Store:
                 self._pool.set_from_flat_data_page(index, place)
         return ok
 
-    def save_flat(self, keys: Sequence[bytes], values: Sequence[torch.Tensor]) -> list[bool]:
-        """Saves flat pages, over memory of our own."""
+    def save_flat(
+        self, keys: Sequence[bytes], values: Sequence[torch.Tensor], parent: bytes | None = None
+    ) -> list[bool]:
+        """Saves flat pages through memory of the storage; arguments as for :meth:`save`."""
         saved: list[bool] = []
         with self._staging:
             transfers = self._stage_transfers()
@@ -128,7 +136,8 @@ class Store:
                 part = values[at : at + STAGED_PAGES]
                 for page, value in enumerate(part):
                     self._put(page, value)
-                saved += self._saved(transfers, keys[at : at + STAGED_PAGES], range(len(part)))
+                before = keys[at - 1] if at else parent
+                saved += self._saved(transfers, keys[at : at + STAGED_PAGES], range(len(part)), before)
         return saved
 
     def load_flat(self, keys: Sequence[bytes], places: Sequence[torch.Tensor]) -> list[bool]:
@@ -215,8 +224,11 @@ class Store:
                 answers.append(len(sources or ()))
         return answers
 
-    def _saved(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
-        done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages)))
+    def _saved(
+        self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int], parent: bytes | None
+    ) -> list[bool]:
+        before = None if parent is None else self._keys([parent])
+        done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages), before))
         self._told.note(done and done.error)
         return [False] * len(keys) if done is None else [status != "unsaved" for status in done.statuses]
 
