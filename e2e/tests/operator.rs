@@ -9,6 +9,8 @@
 mod access;
 #[path = "operator/agents.rs"]
 mod agents;
+#[path = "operator/agreement.rs"]
+mod agreement;
 #[path = "operator/chaos.rs"]
 mod chaos;
 #[path = "operator/children.rs"]

@@ -7,7 +7,7 @@
 //! wait for it, so those that run go on as they are.
 
 use std::collections::BTreeSet;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
 use kube::core::Status;
@@ -36,10 +36,12 @@ const NAMESPACE_GOES: &str = "NamespaceTerminating";
 /// What came of writing children.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Applied {
-    /// What could not be written or does not stay so, and who could do something about it.
+    /// What could not be written, and who could do something about it.
     pub refused: Vec<Refusal>,
     /// What somebody else had written, and is again as it was.
     pub(crate) put_back: Vec<PutBack>,
+    /// When the next child that is paced may be put back ([`crate::put_back`]).
+    pub(crate) waits: Option<Duration>,
 }
 
 /// What came of one child.
@@ -98,7 +100,7 @@ pub async fn apply(
     let namespace = wanted.iter().find_map(|child| child.namespace.as_deref());
     let keys = names.map(|(kind, name)| key(kind, namespace.filter(|_| kind.is_namespaced()), name));
     let now = Instant::now();
-    applied.refused.extend(keys.filter_map(|key| context.disputes.contested(&key, now)));
+    applied.waits = keys.filter_map(|key| context.disputes.waits(&key, now)).min();
     applied.refused.extend(remove_unwanted(context, cluster_uid, wanted, kept, &refused).await?);
     Ok(applied)
 }
@@ -151,7 +153,7 @@ async fn apply_one(context: &Context, cluster_uid: &str, child: &Child) -> Resul
         Ok(None) => (written, taken),
         Ok(Some((without, added))) => {
             context.metrics.wrote(child.kind.as_str(), Write::Apply);
-            context.disputes.put_back(&key, &added, Instant::now());
+            context.disputes.put_back(&key, Instant::now());
             (without, Some(added))
         }
         Err(error) => return refused(&key, error).map(One::Refused),
@@ -164,7 +166,7 @@ async fn apply_one(context: &Context, cluster_uid: &str, child: &Child) -> Resul
     let taken = taken.or_else(|| {
         let live = live.as_deref().filter(|live| had_less(context, &key, child, (*live, &written)))?;
         let taken = Taken::removed(&missing(live, &child.body).join(", "));
-        context.disputes.put_back(&key, &taken, Instant::now());
+        context.disputes.put_back(&key, Instant::now());
         Some(taken)
     });
     let version = written.resource_version().unwrap_or_default();

@@ -90,7 +90,9 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
         None => NEXT,
     };
     let next = usage.look_again(&*cluster).map_or(next, |soon| soon.min(next));
-    let is_refused = applied.is_some_and(|applied| !applied.refused.is_empty());
+    let (is_refused, paced) =
+        applied.map_or((false, None), |applied| (!applied.refused.is_empty(), applied.waits));
     let next = if is_refused { next.min(GIVEN_UP_WITHIN) } else { next };
+    let next = paced.map_or(next, |paced| paced.min(next));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

@@ -5,8 +5,10 @@
 //! agent's, but for one condition ([`mode`]).
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
 use kube::runtime::controller::Action;
 
 use crate::clock;
@@ -50,6 +52,7 @@ pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action,
     }
     // Neither waits for the other.
     readiness::write(&node, &readiness, &context).await?;
-    let next = told?.into_iter().chain(readiness::look_again(found.live.as_deref())).min();
+    let paced = context.disputes.waits(&apply::key(&node.name_any()), Instant::now());
+    let next = told?.into_iter().chain(readiness::look_again(found.live.as_deref())).chain(paced).min();
     Ok(next.map_or_else(Action::await_change, Action::requeue))
 }

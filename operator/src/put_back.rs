@@ -1,22 +1,23 @@
-//! Fields that are the operator's alone, and others who write them.
+//! Puts back fields that only the operator owns, and reports who had written them.
 //!
-//! They are put back: a right, an admission policy or an agent's configuration that an edit could change would protect nobody. But nobody who
-//! edits is undone in silence, and no fight is fought at full speed.
+//! A right, an admission policy or an agent's configuration that an edit could change would protect nothing. So the operator writes these fields
+//! again. Each time it emits an event, counts the write-back in a metric, and paces itself when the other writer does not stop.
 //!
 //! ```text
-//!  applied without force ──nobody else has them──▶ written
-//!        └──another manager has some──▶ applied by force; an event names manager and fields, and it is counted
-//!                                             └──the fifth within 10 min──▶ contested: once a minute, and a condition says so
+//!  apply without force ──no other manager owns the fields──▶ written
+//!        └──another manager owns some──▶ apply with force; event with manager and fields; metric
+//!                                             └──fifth time within 10 min──▶ paced: at most once a minute
 //! ```
 //!
-//! * Without force first: only then the API server says whose the fields are. By force it takes them without a word.
-//! * What somebody has added is no field of ours, and an apply leaves it: it is taken away afterwards ([`crate::surplus`]).
-//! * A field that somebody has removed is nobody's, so it comes back without a conflict. Whoever applies sees it, and says so by
+//! * Without force first: only then the API server names the owner of the fields. With force it takes them silently.
+//! * A field that another writer added is not ours, and an apply leaves it. It is removed afterwards ([`crate::surplus`]).
+//! * A field that another writer removed has no owner, so it comes back without a conflict. The caller detects that and reports
 //!   [`Taken::removed`].
-//! * Once a minute, and not more and more seldom: who writes again and again may be an attacker, and so long his right would hold. A write a
-//!   minute is nothing to the API server.
-//! * A status cannot say of itself that it is contested: there the event is all that is said.
-//! * What is remembered is this process's. The next one counts from nothing, which costs a few writes.
+//! * The pace does not slow down further than once a minute: the other writer may be an attacker, whose right would hold that long. One write
+//!   a minute costs the API server nothing.
+//! * No condition depends on what is remembered here. It is the memory of one process, so another replica, or the next process, would report
+//!   the opposite. A condition reports what any process derives from objects. Here the event and the metric are the report.
+//! * A new process starts without memory, which costs a few writes.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt::Debug;
@@ -26,17 +27,15 @@ use std::time::{Duration, Instant};
 use kube::Api;
 use kube::api::PatchParams;
 use kube::core::Status;
-use reprise_crds::status::Reason;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::conflict::{self, Part};
-use crate::plan::Refusal;
 
-/// Put back so often within [`WITHIN`], something is contested.
+/// Write-backs of one object within [`WITHIN`] from which on it is paced.
 pub(crate) const MANY: usize = 5;
 const WITHIN: Duration = Duration::from_secs(600);
-/// What is contested is put back so far apart.
+/// Pause between two write-backs of an object that is paced.
 const SPACED: Duration = Duration::from_secs(60);
 /// Fields that an event names.
 const FIELDS_MAX: usize = 5;
@@ -64,7 +63,7 @@ pub(crate) enum Outcome<K> {
     Written(K),
     /// It is written over what somebody else had written.
     PutBack(K, Taken),
-    /// It is contested, and its turn comes then.
+    /// It is paced, and not written before this time has passed.
     Waits(Duration),
 }
 
@@ -120,84 +119,52 @@ where
         Err(kube::Error::Api(status)) if conflict::is_of_fields(&status) => {
             let taken = Taken::of(&status);
             let written = conflict::apply(api, name, *part, &params.clone().force(), body).await?;
-            disputes.put_back(key, &taken, Instant::now());
+            disputes.put_back(key, Instant::now());
             Ok(Outcome::PutBack(written, taken))
         }
         answer => answer.map(Outcome::Written),
     }
 }
 
-/// What was put back lately, what is not ours although it has a name of ours, and what agents have said of the like.
+/// Memory of one process about other writers. It decides when something is written and which event is new, never what a condition reports.
 #[derive(Debug, Default)]
 pub(crate) struct Disputes {
-    of_fields: Mutex<HashMap<String, Dispute>>,
-    /// Unique ids of objects that are left to whoever made them, by their keys.
+    /// When an object was put back, the earliest first, by its key.
+    of_fields: Mutex<HashMap<String, VecDeque<Instant>>>,
+    /// Unique ids of objects that are left to another maker, by their keys.
     left: Mutex<HashMap<String, String>>,
     /// What agents have said last, by node.
     heard: Mutex<HashMap<String, String>>,
 }
 
-/// Of one object.
-#[derive(Debug)]
-struct Dispute {
-    /// When it was put back, the earliest first.
-    times: VecDeque<Instant>,
-    last: Taken,
-}
-
 impl Disputes {
-    /// It was put back.
-    pub(crate) fn put_back(&self, key: &str, taken: &Taken, now: Instant) {
+    /// Records that an object was put back.
+    pub(crate) fn put_back(&self, key: &str, now: Instant) {
         let mut all = self.of_fields.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|_, dispute| dispute.lately(now) > 0);
-        let dispute = all
-            .entry(key.to_owned())
-            .or_insert_with(|| Dispute { times: VecDeque::new(), last: taken.clone() });
-        dispute.times.push_back(now);
-        dispute.last = taken.clone();
+        all.retain(|_, times| lately(times, now) > 0);
+        all.entry(key.to_owned()).or_default().push_back(now);
     }
 
-    /// How long it is left as somebody else wants it.
+    /// How long an object is still left as another writer wants it.
     pub(crate) fn waits(&self, key: &str, now: Instant) -> Option<Duration> {
         let mut all = self.of_fields.lock().unwrap_or_else(PoisonError::into_inner);
-        let dispute = all.get_mut(key)?;
-        if dispute.lately(now) < MANY {
+        let times = all.get_mut(key)?;
+        if lately(times, now) < MANY {
             return None;
         }
-        let passed = now.duration_since(*dispute.times.back()?);
+        let passed = now.duration_since(*times.back()?);
         SPACED.checked_sub(passed).filter(|rest| !rest.is_zero())
     }
 
-    /// What to say of something that is contested, also between two turns.
-    pub(crate) fn contested(&self, key: &str, now: Instant) -> Option<Refusal> {
-        let mut all = self.of_fields.lock().unwrap_or_else(PoisonError::into_inner);
-        let dispute = all.get_mut(key)?;
-        let count = dispute.lately(now);
-        if count < MANY {
-            return None;
-        }
-        let Taken { by, fields } = &dispute.last;
-        let message = format!(
-            "{fields} of {key} are the operator's alone, and were put back {MANY} times and more within 10 min: from now on once a minute. \
-             Make {by} stop"
-        );
-        Some(Refusal::new(Reason::FieldConflict, message))
-    }
-
-    /// An object is left to whoever made it. Whether that is new.
+    /// Records that an object is left to its maker. Returns whether that is new, so that the event is emitted once.
     pub(crate) fn leave(&self, key: &str, uid: &str) -> bool {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         left.insert(key.to_owned(), uid.to_owned()).as_deref() != Some(uid)
     }
 
-    /// It is gone, or is ours. Whether that is new.
-    pub(crate) fn take(&self, key: &str) -> bool {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).remove(key).is_some()
-    }
-
-    /// Whether it is left to whoever made it.
-    pub(crate) fn is_left(&self, key: &str) -> bool {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).contains_key(key)
+    /// Forgets an object that is gone or is ours by now.
+    pub(crate) fn take(&self, key: &str) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
     }
 
     /// An agent says this, or nothing. Whether it is news.
@@ -213,14 +180,12 @@ impl Disputes {
     }
 }
 
-impl Dispute {
-    /// How often it was put back within the time that counts.
-    fn lately(&mut self, now: Instant) -> usize {
-        while self.times.front().is_some_and(|first| now.duration_since(*first) > WITHIN) {
-            self.times.pop_front();
-        }
-        self.times.len()
+/// Number of times within [`WITHIN`]; drops the older ones.
+fn lately(times: &mut VecDeque<Instant>, now: Instant) -> usize {
+    while times.front().is_some_and(|first| now.duration_since(*first) > WITHIN) {
+        times.pop_front();
     }
+    times.len()
 }
 
 #[cfg(test)]

@@ -117,6 +117,7 @@ where
         "metadata": { "name": name },
         "status": status,
     });
+    context.triggers.own.expect(object.meta().uid.as_ref(), &Some(&status));
     match apply(context, object, api, &body).await {
         Ok(None) => {}
         Ok(Some(wait)) => return Ok(Some(wait)),
@@ -132,8 +133,8 @@ where
     Ok(None)
 }
 
-/// Applies fields of a status that are the operator's alone: what somebody else put there is put right, and said. How long to wait with it, if it is
-/// contested.
+/// Applies fields of a status that only the operator owns. What another writer put there is put back and reported. Returns how long to wait if the
+/// object is paced ([`crate::put_back`]).
 ///
 /// # Errors
 /// The API server did not take it.
@@ -216,8 +217,8 @@ where
     context.metrics.put_back(kind);
     tracing::info!(kind, name, by, fields, "what somebody else had written is put back");
     let note = format!(
-        "{fields} of {kind} {name} are the operator's alone and were written by {by}: they are put back. Change what they are made of, which \
-         is a field of a resource of Reprise or of the chart"
+        "only the operator owns {fields} of {kind} {name}; they were written by {by}, and the operator has put them back. Change the field of the \
+         Reprise resource or of the chart that they are made of. From the fifth time within 10 min on, the operator puts an object back once a minute"
     );
     let event = Event {
         type_: EventType::Warning,

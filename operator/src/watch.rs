@@ -5,7 +5,7 @@
 //! | spec of a cluster, pool, tenant or profile, or whether a cluster or pool is accepted | everything: the plan may have changed |
 //! | name or labels of a node | it, all clusters, pools, profiles and allocations |
 //! | name or labels of a namespace | all clusters, and tenants that name pods, if there are such tenants |
-//! | anything else of these | it |
+//! | anything else of these, except what the operator has written last itself | it |
 //! | a child | its cluster |
 //! | a CacheNode | its node, its cluster, the pools that it has or had, one of its allocations, which decides for all of them |
 //! | spec of a CacheNode, if the plan has changed by what its node had | everything |
@@ -15,10 +15,12 @@
 //! | spec of an allocation | another one of its node: one that is gone decides nothing |
 //! | what was decided of a profile | nodes that it was decided for, clusters of its namespace ([`crate::profile::apply`]) |
 //!
+//! A status or condition that a reconcile has written does not trigger that reconcile again ([`own`]); what depends on it is reconciled all the same.
+//!
 //! Nothing is reconciled before all stores have been filled ([`Triggers::open`]): a half-known world would look like one in which much
 //! was deleted. After a watch was lost and everything was read again, all is reconciled, since deletions may have been missed.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,17 +36,23 @@ use kube::runtime::utils::Backoff;
 use kube::runtime::watcher::{DefaultBackoff, Event};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, Resource, ResourceExt};
-use reprise_crds::status::{ConditionStatus, ConditionType, find};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::task::JoinSet;
 
-use crate::in_use;
 use crate::names::{CLUSTER_UID, MANAGED_BY, OPERATOR};
+use crate::node::apply::is_of_other_maker;
 use crate::optional;
 use crate::tenant::pods;
 use crate::world::{World, Writers};
+
+mod news;
+pub(crate) mod own;
+
+use news::{News, Seen, Watched, strip};
+pub(crate) use news::{is_by_operator, own_of};
+use own::OwnWrites;
 
 /// Requests that wait for a queue, which takes them at once: it keeps one for each object.
 const REQUESTS_MAX: usize = 1024;
@@ -56,6 +64,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Triggers {
     open: AtomicBool,
+    /// What this process has written last.
+    pub(crate) own: OwnWrites,
     clusters: Sender<ObjectRef<KVCacheCluster>>,
     pools: Sender<ObjectRef<SSDPool>>,
     nodes: Sender<ObjectRef<Node>>,
@@ -91,7 +101,8 @@ impl Triggers {
         let (profiles, profile_requests) = channel(REQUESTS_MAX);
         let (allocations, allocation_requests) = channel(REQUESTS_MAX);
         let open = AtomicBool::new(false);
-        let triggers = Triggers { open, clusters, pools, nodes, tenants, profiles, allocations };
+        let own = OwnWrites::default();
+        let triggers = Triggers { open, own, clusters, pools, nodes, tenants, profiles, allocations };
         let requests = Requests {
             clusters: cluster_requests,
             pools: pool_requests,
@@ -220,8 +231,14 @@ impl Triggers {
             self.everything(world).await;
         }
         self.one_allocation(world, &cache_node.name_any()).await;
-        if let Some(node) = world.nodes.get(&ObjectRef::new(&cache_node.name_any())) {
+        // Of its own condition the node has nothing left to do.
+        let node = world.nodes.get(&ObjectRef::new(&cache_node.name_any()));
+        if let Some(node) = node.filter(|_| news != News::Own) {
             self.send(&self.nodes, &*node).await;
+        }
+        if news == News::Spec && is_of_other_maker(cache_node) {
+            // The conditions of the cluster that selects the node name it.
+            self.all_clusters(world).await;
         }
         let of_cluster = cache_node.spec.cluster_ref.as_ref().and_then(|cluster| {
             world.clusters.get(&ObjectRef::new(cluster.name.as_str()).within(cluster.namespace.as_str()))
@@ -265,7 +282,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         on(),
         |on, object, news| {
             Box::pin(async move {
-                on.triggers.send(&on.triggers.clusters, object).await;
+                on.itself(&on.triggers.clusters, object, news).await;
                 on.wide(news).await;
             })
         },
@@ -277,7 +294,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         on(),
         |on, object, news| {
             Box::pin(async move {
-                on.triggers.send(&on.triggers.pools, object).await;
+                on.itself(&on.triggers.pools, object, news).await;
                 on.wide(news).await;
             })
         },
@@ -289,7 +306,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         on(),
         |on, object, news| {
             Box::pin(async move {
-                on.triggers.send(&on.triggers.tenants, object).await;
+                on.itself(&on.triggers.tenants, object, news).await;
                 on.wide(news).await;
             })
         },
@@ -301,7 +318,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
         on(),
         |on, object, news| {
             Box::pin(async move {
-                on.triggers.send(&on.triggers.profiles, object).await;
+                on.itself(&on.triggers.profiles, object, news).await;
                 on.triggers.allocations_with(&on.world, object).await;
                 on.wide(news).await;
             })
@@ -310,7 +327,10 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
     let allocations = Api::<GPUQueueAllocation>::all(client.clone());
     tasks.spawn(follow(allocations, all(), writers.allocations, on(), |on, object, news| {
         Box::pin(async move {
-            on.triggers.send(&on.triggers.allocations, object).await;
+            // The end of a grant is scheduled by the reconcile that sees it in the status.
+            let ends = object.status.as_ref().is_some_and(|status| status.expires_at.is_some());
+            let news_of_it = if ends && news == News::Own { News::Other } else { news };
+            on.itself(&on.triggers.allocations, object, news_of_it).await;
             // One that is gone decides nothing, and others may have its room.
             let node = object.spec.node_name.as_str();
             if news == News::Spec {
@@ -327,7 +347,7 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
                 on.triggers.all_profiles(&on.world).await;
                 on.triggers.all_allocations(&on.world).await;
             }
-            on.triggers.send(&on.triggers.nodes, object).await;
+            on.itself(&on.triggers.nodes, object, news).await;
         })
     }));
     let namespaces = Api::<Namespace>::all(client.clone());
@@ -359,57 +379,6 @@ pub fn start(client: &Client, world: &Arc<World>, writers: Writers, triggers: &A
     tasks
 }
 
-/// What has changed of an object.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum News {
-    /// What is wanted of it, or that it is there.
-    Spec,
-    /// Something else.
-    Other,
-}
-
-/// What is watched.
-trait Watched: Resource {
-    /// What others depend on, beside the spec.
-    fn more(&self) -> Option<String> {
-        None
-    }
-}
-
-impl Watched for KVCacheCluster {
-    /// Nodes wait until the spec is accepted. Tenants are of one that goes no more, once engines hold its deletion no more.
-    fn more(&self) -> Option<String> {
-        let accepted = find(&self.status.as_ref()?.conditions, ConditionType::Accepted)?;
-        Some(format!("{} {} {}", accepted.status, accepted.observed_generation, in_use::goes(self)))
-    }
-}
-
-impl Watched for SSDPool {
-    /// A pool that is to be wiped is, once engines hold its deletion no more. Before a deletion nobody depends on that. Nodes of one that is refused, or is
-    /// refused no more, may be many, and a label of one of them may have done it.
-    fn more(&self) -> Option<String> {
-        let goes = self.metadata.deletion_timestamp.as_ref().map(|_| in_use::holds(self));
-        let conditions = self.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let accepted = find(conditions, ConditionType::Accepted);
-        let is_refused = accepted.is_some_and(|accepted| accepted.status == ConditionStatus::False);
-        (goes.is_some() || is_refused).then(|| format!("{goes:?} {is_refused}"))
-    }
-}
-impl Watched for CacheTenant {}
-impl Watched for SlackProfile {}
-impl Watched for GPUQueueAllocation {}
-impl Watched for CacheNode {
-    /// Profiles go to nodes with their GPU, and on when these say that they have them; tenants wait until nodes know whose pods are whose.
-    fn more(&self) -> Option<String> {
-        let status = self.status.as_ref()?;
-        let applied = status.applied.as_ref().map(|applied| (&applied.profiles, &applied.tenants_digest));
-        Some(format!("{:?} {applied:?}", status.gpus))
-    }
-}
-impl Watched for Node {}
-impl Watched for Namespace {}
-impl Watched for DynamicObject {}
-
 /// What happens on a change has this to work with.
 struct On {
     world: Arc<World>,
@@ -417,6 +386,16 @@ struct On {
 }
 
 impl On {
+    /// The object itself is reconciled, unless the event only shows what its last reconcile wrote.
+    async fn itself<K>(&self, to: &Sender<ObjectRef<K>>, object: &K, news: News)
+    where
+        K: Resource<DynamicType = ()>,
+    {
+        if news != News::Own {
+            self.triggers.send(to, object).await;
+        }
+    }
+
     /// A child has changed: its cluster is looked at, or it has none any more.
     async fn child(&self, child: &DynamicObject) {
         let cluster = child.labels().get(CLUSTER_UID).and_then(|uid| self.world.cluster_of_uid(uid));
@@ -462,19 +441,17 @@ where
     K::DynamicType: Clone + Eq + std::hash::Hash,
     F: for<'a> Fn(&'a On, &'a K, News) -> BoxFuture<'a, ()>,
 {
-    let mut known: HashMap<String, String> = HashMap::new();
+    let mut seen = Seen::default();
     let stream = watcher(api, config).backoff(Pauses::default()).modify(strip);
     let mut events = std::pin::pin!(reflector(writer, stream));
     while let Some(event) = events.next().await {
         match event {
             Ok(Event::Apply(object) | Event::InitApply(object)) => {
-                let is = fingerprint(&object);
-                let before = known.insert(key(&object), is.clone());
-                let news = if before.as_ref() == Some(&is) { News::Other } else { News::Spec };
+                let news = seen.see(&object, &on.triggers.own);
                 changed(&on, &object, news).await;
             }
             Ok(Event::Delete(object)) => {
-                known.remove(&key(&object));
+                seen.forget(&object, &on.triggers.own);
                 changed(&on, &object, News::Spec).await;
             }
             Ok(Event::Init) => {}
@@ -485,19 +462,4 @@ where
             }
         }
     }
-}
-
-/// Without what nobody here reads and what is large: managers of fields are kilobytes.
-fn strip<K: Resource>(object: &mut K) {
-    object.meta_mut().managed_fields = None;
-}
-
-fn key<K: Resource>(object: &K) -> String {
-    format!("{}/{}", object.meta().namespace.as_deref().unwrap_or_default(), object.name_any())
-}
-
-/// Changes with what is wanted of an object. Nodes have no generation; their names and labels are what the plan depends on.
-fn fingerprint<K: Watched>(object: &K) -> String {
-    let (meta, more) = (object.meta(), object.more());
-    format!("{:?} {:?} {:?} {:?} {more:?}", meta.uid, meta.generation, meta.deletion_timestamp, meta.labels)
 }

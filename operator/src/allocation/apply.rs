@@ -42,6 +42,7 @@ use crate::finalizers::{Finalizer, set};
 use crate::metrics::Write;
 use crate::names::QUEUES_FINALIZER;
 use crate::status::tell;
+use crate::watch::own_of;
 
 /// HTTP's codes for what is not there and for what somebody else has changed; from the last on, what was asked for may be done all the same.
 const NOT_FOUND: u16 = 404;
@@ -157,6 +158,7 @@ async fn write(
     });
     let params =
         PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
+    context.triggers.own.expect(object.metadata.uid.as_ref(), &own_of(Some(status)));
     match api.patch_status(&name, &params, &Patch::Merge(&body)).await {
         Ok(_) => {}
         // Deleted meanwhile, and its grant with it.

@@ -1,8 +1,7 @@
 //! Writes the children of a cluster: certificates first, which are made once and not built. Says what was put back of them, and which of its nodes are
 //! not as it wants them.
 
-use std::time::Instant;
-
+use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use reprise_crds::status::Reason;
@@ -41,14 +40,14 @@ pub async fn apply(
     Ok(applied)
 }
 
-/// Nodes whose `CacheNode` somebody else has made, or writes again and again.
+/// Nodes of the cluster whose `CacheNode` another writer has made. Derived from the objects alone, so every process reports the same.
 fn nodes(found: &Found, context: &Context) -> Vec<Refusal> {
-    let (disputes, now) = (&context.disputes, Instant::now());
-    let wrong = |name: &String| {
-        let key = node::apply::key(name);
-        let left =
-            disputes.is_left(&key).then(|| Refusal::new(Reason::Conflict, node::apply::not_ours(name)));
-        left.or_else(|| disputes.contested(&key, now))
+    let is_left = |name: &&String| {
+        let live = context.world.cache_nodes.get(&ObjectRef::new(name));
+        live.is_some_and(|live| {
+            live.metadata.deletion_timestamp.is_none() && node::apply::is_of_other_maker(&live)
+        })
     };
-    found.plan.nodes.iter().filter_map(wrong).collect()
+    let refusal = |name: &String| Refusal::new(Reason::Conflict, node::apply::not_ours(name));
+    found.plan.nodes.iter().filter(is_left).map(refusal).collect()
 }

@@ -62,7 +62,7 @@ const RENEW_DAYS: i64 = 60;
 pub struct Drawn {
     /// Of certificates, keys and authority: members of the control plane read all of them once.
     pub certificates: String,
-    /// Of the authority alone, which etcd reads once. `None`: the Secret is contested, and etcd's pods stay as they are.
+    /// Of the authority alone, which etcd reads once. `None`: the Secret is paced, and etcd's pods stay as they are.
     pub authority: Option<String>,
 }
 
@@ -70,7 +70,7 @@ pub struct Drawn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stored {
     Now,
-    /// It is contested, and its turn comes.
+    /// It is paced ([`crate::put_back`]), and is stored at its turn.
     Later,
 }
 
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_contested_changes_no_pod() {
+    fn a_secret_that_is_paced_changes_no_pod() {
         let (_, made, mut secrets) = drawn();
         secrets.certificates = secrets.certificates.map(|found| without(found, "server.key"));
         assert_eq!(secrets.as_before(), Drawn { certificates: digest_of(&made), authority: None });

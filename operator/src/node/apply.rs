@@ -2,7 +2,8 @@
 //!
 //! One that somebody else has made is left: the node's agent works by it already, with devices that its author named, and to put another spec in its
 //! place would let go of these. So that is said, on it and on the cluster, until it is removed. The agent goes on meanwhile, and after that with the
-//! operator's. Whose it is says the label, and where somebody has taken that away, the manager of its fields.
+//! operator's. The label tells whose it is, and where that was removed, the manager of its fields. Both are in the store, so every reconciler derives it
+//! from the object.
 
 use std::time::Instant;
 
@@ -24,6 +25,7 @@ use crate::names::{MANAGED_BY, OPERATOR};
 use crate::put_back::{self, Ours, Outcome, Taken};
 use crate::status::{PutBack, tell, tell_put_back};
 use crate::surplus;
+use crate::watch::is_by_operator;
 
 /// By which a node is known in [`crate::put_back`].
 pub(crate) fn key(node: &str) -> String {
@@ -49,8 +51,8 @@ pub async fn apply(
     context: &Context,
 ) -> Result<(), OperatorError> {
     let live = found.live.as_deref();
-    if live.is_none_or(is_ours) && context.disputes.take(&key(&node.name_any())) {
-        context.triggers.all_clusters(&context.world).await;
+    if live.is_none_or(is_ours) {
+        context.disputes.take(&key(&node.name_any()));
     }
     match (wanted, live) {
         (Wanted::Unchanged, _) | (Wanted::Nothing, None) => Ok(()),
@@ -68,9 +70,7 @@ pub async fn apply(
         {
             Ok(())
         }
-        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Leaves(_), Some(live))
-            if !is_ours(live) && !was_ours(live, context).await? =>
-        {
+        (Wanted::Spec(_) | Wanted::Queues(_) | Wanted::Leaves(_), Some(live)) if is_of_other_maker(live) => {
             leave(live, context).await;
             Ok(())
         }
@@ -80,15 +80,10 @@ pub async fn apply(
     }
 }
 
-/// Whether one without our label has our fields. Stores keep no managers, so it is asked for.
-async fn was_ours(live: &CacheNode, context: &Context) -> Result<bool, OperatorError> {
-    let (api, name) = (Api::<CacheNode>::all(context.client.clone()), live.name_any());
-    let found =
-        api.get_metadata_opt(&name).await.map_err(OperatorError::api(format!("look at CacheNode {name}")))?;
-    let managers = found.as_ref().map(ResourceExt::managed_fields).unwrap_or_default();
-    Ok(managers
-        .iter()
-        .any(|entry| entry.manager.as_deref() == Some(OPERATOR_FIELD_MANAGER) && entry.subresource.is_none()))
+/// Whether another writer made it: it has neither our label nor fields of ours.
+pub(crate) fn is_of_other_maker(live: &CacheNode) -> bool {
+    let has_ours = live.managed_fields().iter().any(is_by_operator);
+    !is_ours(live) && !has_ours
 }
 
 /// Leaves it to whoever made it, and says so once.
@@ -98,7 +93,6 @@ async fn leave(live: &CacheNode, context: &Context) {
         context.metrics.conflicted("CacheNode");
         let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, not_ours(&name));
         tell(context, live, &finding).await;
-        context.triggers.all_clusters(&context.world).await;
     }
 }
 
@@ -154,7 +148,7 @@ async fn write(
         None => (written, taken),
         Some((without, added)) => {
             context.metrics.wrote("CacheNode", Write::Apply);
-            context.disputes.put_back(&key, &added, Instant::now());
+            context.disputes.put_back(&key, Instant::now());
             (without, Some(added))
         }
     };
@@ -165,7 +159,7 @@ async fn write(
     let taken = taken.or_else(|| {
         let fields = removed(live?, (&digest, &generation), context.remembered(&key))?;
         let taken = Taken::removed(fields);
-        context.disputes.put_back(&key, &taken, Instant::now());
+        context.disputes.put_back(&key, Instant::now());
         Some(taken)
     });
     context.remember(key, digest, generation);

@@ -205,6 +205,7 @@ async fn say(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(
         "status": { "conditions": conditions },
     });
     let api: Api<CacheNode> = Api::all(context.client.clone());
+    context.triggers.own.expect(live.metadata.uid.as_ref(), &conditions.first());
     match apply(context, live, &api, &body).await {
         // Contested, it is said when its turn comes: the control plane is asked again before.
         Ok(Some(_)) => return Ok(()),

@@ -116,11 +116,12 @@ fn last_report(live: &CacheNode) -> Option<&Time> {
 /// The API server did not take it, and has not forbidden it.
 pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), OperatorError> {
     let name = node.name_any();
-    let body = match step {
+    let wanted = match step {
         Step::Nothing => return Ok(()),
-        Step::Say(condition) => body(&name, Some(condition)),
-        Step::Remove => body(&name, None),
+        Step::Say(condition) => Some(&**condition),
+        Step::Remove => None,
     };
+    let body = body(&name, wanted);
     if context.refusals.of_all(AGENT_READY) {
         return Ok(());
     }
@@ -128,6 +129,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     let key = format!("{AGENT_READY} of Node//{name}");
     let params = PatchParams::apply(FIELD_MANAGER);
     let ours = Ours { api: &api, key: &key, name: &name, part: Part::Status, params, body: &body };
+    context.triggers.own.expect(node.metadata.uid.as_ref(), &wanted);
     match put_back::apply(&context.disputes, &ours).await {
         Ok(Outcome::Written(_)) => {}
         Ok(Outcome::PutBack(written, taken)) => {

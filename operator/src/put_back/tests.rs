@@ -1,4 +1,4 @@
-//! How often something is put back, what is said of it, and what the API server is asked for.
+//! How often an object is put back, what is reported of it, and what the API server is asked for.
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use serde_json::json;
@@ -7,10 +7,6 @@ use super::*;
 use crate::scripted::{Answer, refusal, serve};
 
 const KEY: &str = "ConfigMap/n/c";
-
-fn taken() -> Taken {
-    Taken { by: "\"somebody\"".to_owned(), fields: ".data.k".to_owned() }
-}
 
 fn stored() -> Answer {
     Answer::Is(
@@ -69,10 +65,10 @@ async fn a_force_that_is_refused_is_an_error_and_no_put_back() {
 }
 
 #[tokio::test]
-async fn what_is_contested_is_not_asked_for_before_its_turn() {
+async fn an_object_that_is_paced_is_not_written_before_its_turn() {
     let disputes = Disputes::default();
     for _ in 0..MANY {
-        disputes.put_back(KEY, &taken(), Instant::now());
+        disputes.put_back(KEY, Instant::now());
     }
     let (outcome, forced) = applied(&disputes, vec![stored()]).await;
     assert!(matches!(outcome, Ok(Outcome::Waits(_))), "{outcome:?}");
@@ -80,35 +76,31 @@ async fn what_is_contested_is_not_asked_for_before_its_turn() {
 }
 
 #[test]
-fn the_fifth_put_back_within_ten_minutes_makes_it_contested_and_then_it_is_one_a_minute() {
+fn from_the_fifth_write_back_within_ten_minutes_on_an_object_is_written_once_a_minute() {
     let disputes = Disputes::default();
     let start = Instant::now();
     let at = |seconds: u64| start + Duration::from_secs(seconds);
     for number in 0..4 {
-        disputes.put_back(KEY, &taken(), at(number));
+        disputes.put_back(KEY, at(number));
     }
-    assert_eq!((disputes.waits(KEY, at(4)), disputes.contested(KEY, at(4))), (None, None));
-    disputes.put_back(KEY, &taken(), at(4));
+    assert_eq!(disputes.waits(KEY, at(4)), None);
+    disputes.put_back(KEY, at(4));
     assert_eq!(disputes.waits(KEY, at(4)), Some(SPACED));
     assert_eq!(disputes.waits(KEY, at(63)), Some(Duration::from_secs(1)));
     assert_eq!(disputes.waits(KEY, at(64)), None, "its turn");
     assert_eq!(disputes.waits("ConfigMap/n/other", at(4)), None);
-    let said = disputes.contested(KEY, at(64)).expect("also at its turn");
-    assert_eq!(said.reason, Reason::FieldConflict);
-    for words in [".data.k", KEY, "\"somebody\"", "once a minute"] {
-        assert!(said.message.contains(words), "{}", said.message);
-    }
-    // The first does not count any more.
-    assert_eq!(disputes.contested(KEY, at(601)), None);
+    disputes.put_back(KEY, at(590));
+    assert_eq!(disputes.waits(KEY, at(591)), Some(SPACED - Duration::from_secs(1)));
+    assert_eq!(disputes.waits(KEY, at(602)), None, "two of the six are more than ten minutes old");
 }
 
 #[test]
-fn what_was_put_back_long_ago_is_forgotten() {
+fn an_object_that_was_put_back_long_ago_is_forgotten() {
     let disputes = Disputes::default();
     let start = Instant::now();
-    disputes.put_back(KEY, &taken(), start);
-    disputes.put_back("ConfigMap/n/other", &taken(), start + WITHIN + Duration::from_secs(1));
-    let kept: Vec<String> = disputes.of_fields.lock().expect("nobody panics").keys().cloned().collect();
+    disputes.put_back(KEY, start);
+    disputes.put_back("ConfigMap/n/other", start + WITHIN + Duration::from_secs(1));
+    let kept: Vec<String> = disputes.of_fields.lock().expect("no test panics").keys().cloned().collect();
     assert_eq!(kept, ["ConfigMap/n/other"]);
 }
 
@@ -119,8 +111,8 @@ fn what_is_left_and_what_agents_say_is_news_once() {
     let said = |words: &str| disputes.hear("n1", Some(words.to_owned()));
     assert_eq!((disputes.leave(key, "1"), disputes.leave(key, "1")), (true, false));
     assert!(disputes.leave(key, "2"), "another object");
-    assert!(disputes.is_left(key));
-    assert_eq!((disputes.take(key), disputes.take(key), disputes.is_left(key)), (true, false, false));
+    disputes.take(key);
+    assert!(disputes.leave(key, "2"), "it was ours in between");
     assert_eq!((said("a"), said("a"), said("b")), (true, false, true));
     assert!(!disputes.hear("n1", None));
     assert!(said("b"), "after it was silent");
