@@ -33,6 +33,7 @@ pub mod directory;
 pub mod disk;
 pub mod engine;
 pub mod etcd;
+mod failure;
 pub mod host;
 pub mod interposer;
 pub mod kubernetes;

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 /// Marks of lines that somebody has to look at, as the text format of `tracing` has them.
 const BAD: [&str; 3] = [" WARN ", " ERROR ", "panicked at"];
 
-/// Lines of each log that are shown when a test fails.
-const TAIL_LINES: usize = 40;
+/// Lines of each log that are printed when a test fails.
+const TAIL_LINES: usize = 20;
 
 /// Logs, and which of their bad lines are as they should be.
 #[derive(Debug, Default)]
@@ -26,6 +26,11 @@ impl Logs {
         if !self.files.contains(&file) {
             self.files.push(file);
         }
+    }
+
+    /// Files that processes log to.
+    pub(crate) fn files(&self) -> &[PathBuf] {
+        &self.files
     }
 
     /// Bad lines with these words may occur.

@@ -15,6 +15,7 @@ use crate::agent::{self, Agent};
 use crate::config::{AgentConfig, AgentFiles, StartedWith};
 use crate::control_plane::{ControlPlane, Store};
 use crate::etcd::Etcd;
+use crate::failure;
 use crate::host::Host;
 use crate::interposer::Interposer;
 use crate::kubernetes::{self, ApiServer};
@@ -52,6 +53,7 @@ impl World {
     }
 
     fn under(parent: &Path) -> World {
+        failure::remember_panics();
         fs::create_dir_all(parent).expect("a folder for tests can be made");
         let folder = tempfile::Builder::new().prefix("w").tempdir_in(parent).expect("a folder for a test");
         World { folder, logs: Mutex::default() }
@@ -187,9 +189,10 @@ impl World {
         Interposer::to(server, self.folder())
     }
 
-    /// Says the ends of all logs, for whoever looks at a failure. A world that is dropped in a panic does so by itself.
-    pub fn show_logs(&self) {
-        say(&self.logs().tails());
+    /// Prints the ends of all logs and the error of a test that has just panicked, for tests that share this world. A world that is dropped in a panic
+    /// does so by itself.
+    pub fn show_failure(&self, test: &str) {
+        failure::print(test, &self.logs());
     }
 
     fn logs(&self) -> MutexGuard<'_, Logs> {
@@ -220,14 +223,12 @@ impl Drop for World {
     fn drop(&mut self) {
         let logs = self.logs();
         if std::thread::panicking() {
-            return say(&logs.tails());
+            return failure::print(&failure::test(), &logs);
         }
         let complaints = logs.complaints();
-        assert!(
-            complaints.is_empty(),
-            "the logs are not as they should be:\n{}\n{}",
-            complaints.join("\n"),
-            logs.tails()
-        );
+        if !complaints.is_empty() {
+            say(&logs.tails());
+            panic!("the logs are not as they should be:\n{}", complaints.join("\n"));
+        }
     }
 }

@@ -121,10 +121,10 @@ fn main() -> ExitCode {
     conclusion.exit_code()
 }
 
-/// A test that fails shows what all programs have logged.
+/// A test that fails prints what all programs have logged, and then its own error.
 fn on_the_cluster(name: &str, shared: &Shared, test: Test) -> Trial {
-    let shared = Arc::clone(shared);
-    Trial::test(name, move || {
+    let (shared, name) = (Arc::clone(shared), name.to_owned());
+    Trial::test(name.clone(), move || {
         let mut cluster = taken(&shared);
         let cluster = cluster.get_or_insert_with(|| Cluster::start(NODES));
         let started = Instant::now();
@@ -133,7 +133,7 @@ fn on_the_cluster(name: &str, shared: &Shared, test: Test) -> Trial {
             say(&format!("took {:.1?}", started.elapsed()));
         });
         if let Err(panic) = std::panic::catch_unwind(run) {
-            cluster.show_logs();
+            cluster.show_failure(&name);
             std::panic::resume_unwind(panic);
         }
         Ok(())

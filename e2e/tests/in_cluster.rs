@@ -54,7 +54,12 @@ macro_rules! on_the_server {
         vec![$({
             let shared: Arc<OnceLock<Shared>> = Arc::clone(&$shared);
             Trial::test(stringify!($test), move || {
-                $test(&shared.get_or_init(Shared::start).server);
+                let shared = shared.get_or_init(Shared::start);
+                let run = std::panic::AssertUnwindSafe(|| $test(&shared.server));
+                if let Err(panic) = std::panic::catch_unwind(run) {
+                    shared.world.show_failure(stringify!($test));
+                    std::panic::resume_unwind(panic);
+                }
                 Ok(())
             })
         }),+]
@@ -103,11 +108,6 @@ fn main() -> ExitCode {
         identities::while_the_server_is_away_only_pods_that_it_has_known_are_a_kept_tenant,
     ]);
     let conclusion = libtest_mimic::run(&arguments, tests);
-    if conclusion.has_failed()
-        && let Some(shared) = shared.get()
-    {
-        shared.world.show_logs();
-    }
     drop(shared);
     conclusion.exit_code()
 }

@@ -327,9 +327,9 @@ impl Cluster {
         self.end.before.leftovers()
     }
 
-    /// Says the ends of all logs.
-    pub fn show_logs(&self) {
-        self.world.show_logs();
+    /// Prints the ends of all logs and the error of a test that has just panicked.
+    pub fn show_failure(&self, test: &str) {
+        self.world.show_failure(test);
     }
 
     fn ready_nodes(&self) -> Vec<String> {

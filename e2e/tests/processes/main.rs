@@ -10,6 +10,7 @@ mod control_plane;
 mod corruption;
 mod engines;
 mod events;
+mod failures;
 mod forget;
 mod kill;
 mod members;
