@@ -13,12 +13,13 @@ REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build lint lint-python test test-quick test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
+.PHONY: help demo build lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
 	@echo "make demo        two nodes serve a real trace, every byte checked; one agent is killed and comes back"
 	@echo "make test        everything but e2e-scale and e2e-skew: lints, unit, model, conformance and end-to-end tests, a demo, a whole Kubernetes; needs root"
 	@echo "make test-quick  the inner loop: lints and tests without the long end-to-end ones"
+	@echo "make soak        random tests with new seeds, each of which is printed, for SOAK_SECONDS (3600); make test has fixed seeds"
 	@echo "make wheel       the Python package, for every Python from 3.11 on"
 	@echo "make test-python its tests, against real processes"
 	@echo "make test-vllm   the tests with a real vLLM engine (CPU), which is installed for it: 6.4 GB; adapters for GPUs"
@@ -74,6 +75,13 @@ test: lint etcd cluster helm
 	e2e/test.sh
 	python/test.sh
 	python/test-vllm.sh
+
+# Random tests with new seeds. It needs no root.
+SOAK_SECONDS ?= 3600
+soak: etcd kubernetes
+	$(PROGRAMS)
+	cargo build --locked --release -p reprise --bins
+	SOAK_SECONDS=$(SOAK_SECONDS) e2e/soak.sh
 
 wheel:
 	python/wheel.sh

@@ -14,8 +14,10 @@
 //!
 //! It speaks plain HTTP to the operator, and TLS as who may do everything to the API server. Watches pass through piece by piece.
 
-use std::collections::BTreeMap;
+use std::collections::hash_map::DefaultHasher;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -28,8 +30,8 @@ use futures_util::{StreamExt, stream};
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use kube::Client;
-use rand::RngExt;
 use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -62,11 +64,36 @@ pub enum Moment {
     After(u64),
 }
 
-/// Faults that come by chance.
+/// Faults that a seed decides, each for the n-th request of one method and path. So they do not depend on the order in which an operator asks for
+/// different objects.
 #[derive(Debug)]
 struct Weather {
-    random: StdRng,
+    seed: u64,
     percent: u32,
+    /// Requests so far, by method and path.
+    requests: HashMap<(String, String), u64>,
+}
+
+impl Weather {
+    fn fault(&mut self, method: &Method, path: &str) -> Option<Fault> {
+        let request = (method.to_string(), path.to_owned());
+        let count = self.requests.entry(request.clone()).or_default();
+        *count += 1;
+        let mut hasher = DefaultHasher::new();
+        (self.seed, request, *count).hash(&mut hasher);
+        let mut random = StdRng::seed_from_u64(hasher.finish());
+        if !random.random_ratio(self.percent, 100) {
+            return None;
+        }
+        // The API server never answers 409 to a read.
+        let faults = [Fault::TimedOut, Fault::Unanswered, Fault::Cut, Fault::Conflict];
+        let choices = if is_write(method) { faults.len() } else { faults.len() - 1 };
+        Some(faults[random.random_range(0..choices)])
+    }
+}
+
+fn is_write(method: &Method) -> bool {
+    method != Method::GET && method != Method::HEAD
 }
 
 #[derive(Debug, Default)]
@@ -161,9 +188,10 @@ impl Interposer {
         book.moment = moment;
     }
 
-    /// From now on so many of a hundred requests get a fault, drawn from this generator; none after `None`.
-    pub fn disturb(&self, weather: Option<(StdRng, u32)>) {
-        self.gate.book().weather = weather.map(|(random, percent)| Weather { random, percent });
+    /// From now on so many of a hundred requests get a fault, which a seed decides; none after `None`.
+    pub fn disturb(&self, weather: Option<(u64, u32)>) {
+        self.gate.book().weather =
+            weather.map(|(seed, percent)| Weather { seed, percent, requests: HashMap::new() });
     }
 
     /// The next writes whose path has these words get this fault, so many of them.
@@ -256,13 +284,12 @@ impl Book {
         if self.is_closed {
             return Course::Hold;
         }
-        let is_write = method != Method::GET && method != Method::HEAD;
-        let is_of_object = is_write && !path.contains("/leases") && !path.contains("/events");
+        let is_of_object = is_write(method) && !path.contains("/leases") && !path.contains("/events");
         if is_of_object && self.moment == Some(Moment::Before(self.writes + 1)) {
             self.is_closed = true;
             return Course::Hold;
         }
-        if let Some(fault) = self.fault(is_write, path) {
+        if let Some(fault) = self.fault(method, path) {
             self.faults += 1;
             return Course::Fault(fault);
         }
@@ -282,9 +309,9 @@ impl Book {
         }
     }
 
-    fn fault(&mut self, is_write: bool, path: &str) -> Option<Fault> {
+    fn fault(&mut self, method: &Method, path: &str) -> Option<Fault> {
         if let Some((words, fault, times)) = &mut self.due
-            && is_write
+            && is_write(method)
             && path.contains(words.as_str())
         {
             let fault = *fault;
@@ -294,14 +321,7 @@ impl Book {
             }
             return Some(fault);
         }
-        let Weather { random, percent } = self.weather.as_mut()?;
-        if !random.random_ratio(*percent, 100) {
-            return None;
-        }
-        // The API server refuses nobody who reads.
-        let faults = [Fault::TimedOut, Fault::Unanswered, Fault::Cut, Fault::Conflict];
-        let choices = if is_write { faults.len() } else { faults.len() - 1 };
-        Some(faults[random.random_range(0..choices)])
+        self.weather.as_mut()?.fault(method, path)
     }
 }
 
@@ -428,5 +448,23 @@ mod tests {
         assert_eq!(gate.admit(&Method::PUT, LEASE), Course::Fault(Fault::Conflict));
         assert_eq!(gate.admit(&Method::PUT, LEASE), Course::Pass(None));
         assert_eq!(gate.book().faults, 1);
+    }
+
+    #[test]
+    fn a_seed_decides_the_fault_of_each_request_whatever_is_asked_for_in_between() {
+        let faults = |seed: u64, others: usize| -> Vec<Option<Fault>> {
+            let mut weather = Weather { seed, percent: 30, requests: HashMap::new() };
+            let mut ask = |number: usize| {
+                for _ in 0..others {
+                    let _ = weather.fault(&Method::PATCH, &format!("{LEASE}{number}"));
+                }
+                weather.fault(&Method::PATCH, OBJECT)
+            };
+            (0..100).map(&mut ask).collect()
+        };
+        assert_eq!(faults(1, 0), faults(1, 3));
+        assert_ne!(faults(1, 0), faults(2, 0));
+        let count = faults(1, 0).into_iter().flatten().count();
+        assert!((15..45).contains(&count), "{count} of 100");
     }
 }

@@ -1,37 +1,38 @@
-//! Randomness of the tests: from one number, which is printed and can be given back; and how long tests go on that could do so for ever.
+//! Seeds of random tests: fixed unless the environment names another one.
+//!
+//! `make test` draws the same numbers every time, so it fails only when the tree has changed. `make soak` runs the same tests with new seeds and prints
+//! each. Timing remains the machine's: a seed decides what a test does, not how processes interleave with it.
 
 use std::io::Write;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-/// Set to the printed number, a run draws the same numbers again.
+/// Seed of a run, if not [`FIXED`].
 pub const SEED_VARIABLE: &str = "REPRISE_E2E_SEED";
 
-/// A generator for a test; says its seed, and how to replay it, on standard error.
+/// Seed of a run that names none.
+pub const FIXED: u64 = 31;
+
+/// Returns a generator for a test, and prints its seed and how to replay it on standard error.
 ///
 /// # Panics
-/// When the variable holds no number.
+/// When the variable does not hold a number.
 pub fn seeded(test: &str) -> StdRng {
-    let seed = match std::env::var(SEED_VARIABLE) {
-        Ok(text) => text.parse().expect("the seed is a number"),
-        Err(_) => {
-            let since = SystemTime::now().duration_since(UNIX_EPOCH);
-            since.map_or(1, |since| u64::from(since.subsec_nanos()) ^ since.as_secs() << 30)
-        }
-    };
+    let seed = number(SEED_VARIABLE, FIXED);
     say(&format!("{test}: replay with {SEED_VARIABLE}={seed}"));
     StdRng::seed_from_u64(seed)
 }
 
-/// Seconds of a test that goes on for as long as it may: by a variable, or so many.
+/// Returns the number in an environment variable, or another one where it is not set.
 ///
 /// # Panics
-/// When the variable holds no number.
-pub fn seconds(variable: &str, otherwise: u64) -> Duration {
+/// When the variable does not hold a number.
+pub fn number(variable: &str, otherwise: u64) -> u64 {
     let text = std::env::var(variable).ok();
-    Duration::from_secs(text.map_or(otherwise, |text| text.parse().expect("seconds are a number")))
+    text.map_or(otherwise, |text| {
+        text.parse().unwrap_or_else(|_| panic!("invalid {variable} \"{text}\": expected a number"))
+    })
 }
 
 /// Writes a line that is shown even when the test passes.

@@ -205,6 +205,24 @@ fn nothing_is_decided_by_the_time_of_day() {
     assert_none("only what people read has the time of day", &offenders);
 }
 
+/// Programs that draw random numbers, where no seed must decide them: pauses of retries, ids.
+const RANDOM_PLACES: &[&str] = &["operator/src/backoff.rs", "controlplane/src/events.rs"];
+
+#[test]
+fn random_tests_have_fixed_seeds() {
+    let words = ["rand::rng()", "rand::random", "from_os_rng", "from_rng(", "RngSeed::Random", "thread_rng"];
+    let is_offender = |(path, text): &(String, String)| {
+        !RANDOM_PLACES.contains(&path.as_str())
+            && path != "e2e/tests/tidy.rs"
+            && words.iter().any(|word| text.contains(word))
+    };
+    let offenders: Vec<String> = rust_files().into_iter().filter(is_offender).map(|(path, _)| path).collect();
+    assert_none("random numbers of tests come from a seed (e2e/src/seed.rs, PROPTEST_RNG_SEED)", &offenders);
+    // Set by cargo for each program that it runs (.cargo/config.toml), unless the environment has another one.
+    let seed = std::env::var("PROPTEST_RNG_SEED").expect("cargo sets the seed of property tests");
+    assert!(seed.parse::<u64>().is_ok(), "invalid PROPTEST_RNG_SEED \"{seed}\": expected a number");
+}
+
 #[test]
 fn every_module_file_belongs_to_a_module() {
     let files = rust_files();

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::agents::{Agents, PRODUCT};
 use crate::in_use::FINALIZER;
-use crate::lab::{Lab, SPACE};
+use crate::lab::{Lab, SPACE, sha256};
 use crate::plane::Plane;
 use crate::queues::{KIND as ALLOCATION, ask};
 
@@ -104,10 +104,12 @@ impl People {
             0..6 => self.change(lab, object, random),
             6..12 => self.delete(lab, object),
             12..15 => {
-                let made: Vec<(String, DynamicObject)> = lab.made().into_iter().collect();
-                if !made.is_empty() {
+                // By name: how many objects there are at this moment is not the seed's doing.
+                let drawn: u64 = random.random();
+                let made =
+                    lab.made().into_iter().min_by_key(|(key, _)| sha256(format!("{drawn} {key}").as_bytes()));
+                if let Some((key, object)) = made {
                     self.held.clear();
-                    let (key, object) = &made[random.random_range(0..made.len())];
                     lab.delete_if_there(key.split_once('/').expect("kind and name").0, &object.name_any());
                 }
             }

@@ -32,20 +32,27 @@ pub(crate) fn mix(mut bits: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// Runs a test for many seeds, or for the one in `REPRISE_SEED`; says which seed failed.
+/// Runs a test for `count` seeds from the one in `REPRISE_FIRST_SEED` on (0 if not set), or only for the one in `REPRISE_SEED`; names the seed that failed.
 pub(crate) fn for_seeds(count: u64, test: impl Fn(u64)) {
     if let Some(seed) = seed_wanted() {
         return test(seed);
     }
-    for seed in 0..count {
+    let first = number("REPRISE_FIRST_SEED").unwrap_or_default();
+    for seed in first..first + count {
         let run = std::panic::AssertUnwindSafe(|| test(seed));
         let ended = std::panic::catch_unwind(run);
         assert!(ended.is_ok(), "for the reason above; replay with REPRISE_SEED={seed}");
     }
 }
 
-/// The seed to replay, if somebody wants to.
-#[expect(clippy::disallowed_methods, reason = "how a person asks for the replay of one seed")]
+/// The seed to replay, if one is named.
 pub(crate) fn seed_wanted() -> Option<u64> {
-    std::env::var("REPRISE_SEED").ok().map(|text| text.parse().expect("REPRISE_SEED is a number"))
+    number("REPRISE_SEED")
+}
+
+/// The number in an environment variable, if it is set.
+#[expect(clippy::disallowed_methods, reason = "how a person or `make soak` names seeds")]
+fn number(variable: &str) -> Option<u64> {
+    let text = std::env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("invalid {variable} \"{text}\": expected a number")))
 }

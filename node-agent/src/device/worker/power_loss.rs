@@ -23,7 +23,10 @@ const LIVES: u64 = 3;
 const TURNS_MAX: u64 = 300;
 
 /// Names the seed of the one world to replay.
-const SEED_VARIABLE: &str = "REPRISE_TEST_SEED";
+const SEED_VARIABLE: &str = "REPRISE_SEED";
+
+/// Names the first seed, if not 0.
+const FIRST_SEED_VARIABLE: &str = "REPRISE_FIRST_SEED";
 
 /// SplitMix64.
 #[derive(Clone, Debug)]
@@ -174,7 +177,9 @@ fn what_the_worker_reported_durable_survives_power_loss_and_all_else_is_right_or
         println!("{:?}", live(seed.parse().expect("a seed is a number")).0);
         return;
     }
-    let worlds = (0..WORLDS).map(|seed| live(seed).0);
+    let first = std::env::var(FIRST_SEED_VARIABLE).ok();
+    let first: u64 = first.map_or(0, |seed| seed.parse().expect("a seed is a number"));
+    let worlds = (first..first + WORLDS).map(|seed| live(seed).0);
     let met = worlds.fold(Met::default(), |sum, met| Met {
         power_losses: sum.power_losses + met.power_losses,
         kept: sum.kept + met.kept,
