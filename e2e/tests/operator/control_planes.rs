@@ -7,6 +7,7 @@ use reprise_e2e::content::{device_slot_bytes, small};
 use reprise_e2e::{Loading, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
+use crate::convergence::settle;
 use crate::lab::{Lab, SETTLED};
 use crate::plane::Plane;
 
@@ -93,6 +94,7 @@ fn a_mode_of_the_resources_is_that_of_the_control_plane_whoever_changes_it_there
 
     // What is as it should be is written no more.
     let version = || cluster.lab.get("CacheNode", "n1").expect("it is there").metadata.resource_version;
+    settle(&cluster.lab);
     let before = version();
     std::thread::sleep(SETTLED);
     assert_eq!(version(), before);

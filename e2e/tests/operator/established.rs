@@ -4,6 +4,7 @@ use kube::api::DynamicObject;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
+use crate::convergence::settle;
 use crate::lab::{Lab, SETTLED};
 use crate::pools::wait_claims;
 
@@ -50,7 +51,7 @@ fn a_node_stays_with_the_cluster_that_has_it() {
         lab.wait_condition("KVCacheCluster", cluster, ["Accepted", "True", "AsDesired"]);
     };
     accepted("two");
-    std::thread::sleep(SETTLED);
+    settle(&lab);
     let before = specs(&lab);
 
     // The older one selects the younger one's node by a label.
@@ -91,7 +92,7 @@ fn an_edit_of_a_pool_that_contradicts_another_one_closes_neither() {
     depth("young", 128);
     wait_claims(&lab, "n2", &["old", "young"]);
     lab.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
-    std::thread::sleep(SETTLED);
+    settle(&lab);
     let parts = || {
         let claims = ["n1", "n2"].map(|node| lab.wait_for("CacheNode", node).data["spec"].clone());
         let configuration = lab.wait_for("ConfigMap", "c-agent").data["data"].clone();

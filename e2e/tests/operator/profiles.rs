@@ -9,6 +9,7 @@ use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::convergence::settle;
 use crate::lab::{Lab, SETTLED};
 
 const H200: &str = "NVIDIA H200";
@@ -139,6 +140,7 @@ fn a_profile_goes_to_the_nodes_that_have_its_gpu_and_is_counted_by_what_they_say
             lab.get(kind, name).expect("it is there").resource_version()
         })
     };
+    settle(&lab);
     let before = (versions(), status(&lab));
     lab.merge("SlackProfile", "p", &json!({ "metadata": { "annotations": { "test/looked": "at" } } }));
     std::thread::sleep(SETTLED);

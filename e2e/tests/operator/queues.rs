@@ -10,6 +10,7 @@ use rand::RngExt;
 use reprise_e2e::{Operator, PATIENCE, seed, wait_until};
 use serde_json::{Value, json};
 
+use crate::convergence::settle;
 use crate::lab::{Lab, SETTLED};
 
 pub(crate) const KIND: &str = "GPUQueueAllocation";
@@ -126,7 +127,7 @@ fn queue_pairs_are_lent_within_the_budget_and_who_waits_gets_them_when_there_is_
     });
 
     // What has been said is not written again.
-    std::thread::sleep(SETTLED);
+    settle(&lab);
     let writes = || operator.metric("reprise_operator_writes_total", &format!("kind=\"{KIND}\""));
     let reconciles = || operator.metric("reprise_operator_reconciles_total", &format!("kind=\"{KIND}\""));
     let (written, reconciled) = (writes(), reconciles());

@@ -4,6 +4,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
+use crate::convergence::settle;
 use crate::lab::{Lab, SETTLED};
 
 const AGENT_READY: &str = "reprise.dev/AgentReady";
@@ -30,6 +31,8 @@ fn a_node_says_whether_its_cache_serves_until_no_cluster_has_it() {
         wait_until("the CacheNode comes", PATIENCE, || lab.get("CacheNode", node));
     }
     lab.agent_reports("n1", "Open");
+    wait_said(&lab, "n1", "True", "AsDesired");
+    settle(&lab);
     let ready = wait_said(&lab, "n1", "True", "AsDesired");
     // Reports that say the same are not told.
     lab.agent_reports("n1", "Open");

@@ -38,7 +38,11 @@ fn one_replica_works_and_another_takes_over_when_it_is_killed_or_stops() {
     // One that stops gives the lease up, and nobody waits for it to run out.
     let third = started("third");
     assert!(second.terminate().success());
-    wait_until("the third one works", Duration::from_secs(12), || is_leader(&third).then_some(()));
+    let leases: Api<Lease> = Api::namespaced(lab.client(), SYSTEM);
+    let lease = lab.server.block_on(leases.get("reprise-operator")).expect("it was held");
+    let holder = lease.spec.and_then(|spec| spec.holder_identity).unwrap_or_default();
+    assert!(holder.is_empty() || holder == "third", "the lease is still held by {holder}");
+    wait_until("the third one works", PATIENCE, || is_leader(&third).then_some(()));
     third.kill();
 }
 

@@ -5,6 +5,7 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
+use crate::convergence::settle;
 use crate::lab::{Lab, SETTLED};
 
 /// The Secret with the authority of a managed etcd.
@@ -174,6 +175,7 @@ fn an_authority_that_is_lost_is_said_and_etcd_goes_on_until_it_is_put_back() {
             ["c-etcd", "c-controlplane"].map(|name| lab.wait_for("StatefulSet", name).metadata.generation);
         (secret, sets)
     };
+    settle(&lab);
     let before = parts();
     lose_the_authority(&lab);
     std::thread::sleep(SETTLED);
