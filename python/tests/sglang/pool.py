@@ -1,6 +1,6 @@
 """A host pool with the memory of SGLang's, by its source (0.5.23, ``mem_cache/pool_host/mha.py`` and ``mla.py``).
 
-The real ``HostKVCache`` does not import without SGLang's compiled kernels and their packages.
+The real ``HostKVCache`` pins its memory, which needs a GPU. In :mod:`engine` it is used without that, in one layout.
 """
 
 from __future__ import annotations

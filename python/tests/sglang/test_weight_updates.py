@@ -20,6 +20,7 @@ from faults import eventually, freeze, thaw
 from sglang.srt import runtime_context
 from sglang.srt.managers import cache_controller, io_struct
 from sglang.srt.managers.scheduler_components import weight_updater
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from test_storage import storage_config
 
@@ -139,6 +140,47 @@ def test_an_update_that_a_request_keeps_from_flushing_suspends_the_storage(
     assert engine.flush()
     assert engine.serve(PROMPT) == 0
     assert engine.serve_again(PROMPT) == len(PROMPT)
+
+
+def hold_in_device_memory(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    engine.serve(PROMPT)
+    # Whatever the pools report: the tree holds pages.
+    patch.setattr(engine.slots, "available_size", lambda: engines.SLOTS)
+    host = engine.tree.cache_controller.mem_pool_host
+    patch.setattr(host, "available_size", lambda: host.logical_size)
+
+
+def hold_in_host_memory(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    engine.serve(PROMPT)
+    engine.tree.evict(EvictParams(num_tokens=len(PROMPT)))
+    assert engine.tree.total_size() == (0, 0)
+    assert engine.slots.available_size() == engines.SLOTS
+
+
+def hold_in_a_session(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    # Its row holds slots that are in no tree yet.
+    assert engine.slots.alloc(engines.PAGE) is not None
+
+
+def hold_in_a_running_request(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine.scheduler, "chunked_req", object())
+
+
+HOLDERS = [hold_in_device_memory, hold_in_host_memory, hold_in_a_session, hold_in_a_running_request]
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_whatever_holds_kv_of_the_old_weights_keeps_the_storage_suspended(
+    hold: Callable[[Engine, pytest.MonkeyPatch], None], make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    with pytest.MonkeyPatch.context() as patch:
+        hold(engine, patch)
+        updated_from_disk(engine, tmp_path / "new", flush_cache=False)
+        assert engine.storage._generation.is_suspended
+    assert engine.flush()
+    assert not engine.storage._generation.is_suspended
+    assert engine.serve(PROMPT) == 0
 
 
 def test_an_update_that_failed_suspends_the_storage_until_a_flush(make_engine: MakeEngine, tmp_path: Path) -> None:
