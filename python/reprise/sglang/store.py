@@ -6,7 +6,6 @@ whatever becomes of the agent; each takes from the ended ones what is its own.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -15,11 +14,9 @@ from typing import Any
 import torch
 
 from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque
+from reprise.repeated_log import RepeatedLog
 from reprise.sglang import pools
 from reprise.sglang.options import StorageOptions
-from reprise.told import Told
-
-logger = logging.getLogger("reprise")
 
 KEYS_PER_MATCH = 8192
 """Keys of one question at the most (docs/PROTOCOL.md, part 1)."""
@@ -67,7 +64,9 @@ class Store:
             tenant_salt="" if options.tenant == "default" else options.tenant,
         )
         self.session = options.session(self._namespace, self.layout, "sglang")
-        self._told = Told("pages were not loaded or saved whole")
+        self._errors = RepeatedLog("pages were not loaded or saved whole")
+        self._refusals = RepeatedLog("a transfer of SGLang's pages was refused")
+        self._waits = RepeatedLog("SGLang waits for a transfer")
         self._direct = self._transfers(direct) if direct else None
         self._staged: Transfers | None = None
         self._stage: list[torch.Tensor] = []
@@ -229,12 +228,12 @@ class Store:
     ) -> list[bool]:
         before = None if parent is None else self._keys([parent])
         done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages), before))
-        self._told.note(done and done.error)
+        self._errors.note(done and done.error)
         return [False] * len(keys) if done is None else [status != "unsaved" for status in done.statuses]
 
     def _loaded(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
         done = self._wait(transfers, lambda: transfers.load(self._keys(keys), list(pages)))
-        self._told.note(done and done.error)
+        self._errors.note(done and done.error)
         return [False] * len(keys) if done is None else list(done.ok)
 
     def _wait(self, transfers: Transfers, submit: Any) -> Finished | None:
@@ -245,9 +244,11 @@ class Store:
                 number = submit()
                 self._awaited[id(transfers), number] = None
             while not transfers.wait([number], WAIT_ROUND_S):
-                logger.warning("SGLang waits for a transfer of %s bytes a page", self._page_bytes)
+                self._waits.note(f"{self._page_bytes} bytes a page")
+            self._refusals.note(None)
+            self._waits.note(None)
         except (RepriseError, ValueError) as error:
-            logger.warning("a transfer of SGLang's pages was refused: %s", error)
+            self._refusals.note(str(error))
         finally:
             done = self._taken(transfers, number)
         return done

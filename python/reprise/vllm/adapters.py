@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reprise.adapters import AdapterFiles, Stamp
-from reprise.told import Told
+from reprise.repeated_log import RepeatedLog
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -53,7 +53,9 @@ class Adapters:
     """The thread's alone. Without a digest: its files have changed under vLLM."""
     _looks: queue.Queue[AdapterLook] = field(default_factory=lambda: queue.Queue(LOOKS_MAX))
     _thread: threading.Thread | None = None
-    _told: Told = field(default_factory=lambda: Told("KV of a LoRA adapter is neither loaded nor saved"))
+    _errors: RepeatedLog = field(
+        default_factory=lambda: RepeatedLog("KV of a LoRA adapter is neither loaded nor saved")
+    )
 
     def look(self, lora: LoRARequest) -> AdapterLook:
         """Begins a look at the adapter of a request, as it is from now on."""
@@ -79,8 +81,7 @@ class Adapters:
                 why = f"{type(error).__name__}: {error}"
             finally:
                 look.end()
-            if why is not None:
-                self._told.note(f"{look.path}: {why}")
+            self._errors.note(None if why is None else f"{look.path}: {why}")
 
     def _digest(self, look: AdapterLook) -> bytes | None:
         files = AdapterFiles.find(look.path)

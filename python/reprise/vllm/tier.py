@@ -41,7 +41,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reprise import Finished, RepriseError, Transfers
-from reprise.told import Told
+from reprise.repeated_log import RepeatedLog
 from reprise.vllm import chunks
 from reprise.vllm.asking import Asker
 from reprise.vllm.lookups import Lookups
@@ -119,7 +119,8 @@ class RepriseTier(SecondaryTierManager):
         self._jobs: dict[int, Job] = {}
         self._results: list[JobResult] = []
         """Of jobs that have ended and were not told yet."""
-        self._told = Told("chunks were not loaded or stored whole")
+        self._errors = RepeatedLog("chunks were not loaded or stored whole")
+        self._refusals = RepeatedLog("a job of vLLM's offloading was refused")
         self._session = options.session(self._chunks.namespace, self._chunks.layout, "vllm-tier")
         self._transfers: Transfers | None = Transfers(
             self._session,
@@ -221,14 +222,15 @@ class RepriseTier(SecondaryTierManager):
             number = submit(self._transfers, self._keys(keys), [int(chunk) for chunk in job.chunk_ids])
         except (RepriseError, RuntimeError, ValueError) as error:
             # vLLM goes on without these chunks, as it does when a job fails later.
-            logger.warning("job %s of vLLM's offloading was refused: %s", job.job_id, error)
+            self._refusals.note(f"job {job.job_id}: {error}")
             self._results.append(JobResult(job_id=job.job_id, success=False))
             self._lookups.missed(keys)
             return
+        self._refusals.note(None)
         self._jobs[number] = Job(job.job_id, keys, time.monotonic())
 
     def _ended(self, done: Finished, job: Job) -> JobResult:
-        self._told.note(done.error)
+        self._errors.note(done.error)
         if done.kind == "load":
             return self._load_ended(done, job)
         seconds = time.monotonic() - job.since

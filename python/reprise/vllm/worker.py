@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from reprise import KvMemory, Session, Transfers, block_keys
-from reprise.told import Told
+from reprise.repeated_log import RepeatedLog
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
 from reprise.vllm.tiles import ask_for_tiles
@@ -46,7 +46,7 @@ class WorkerSide:
     _saving: dict[int, tuple[SavePlan, float]] = field(default_factory=dict)
     _ended: RepriseWorkerMetadata = field(default_factory=RepriseWorkerMetadata)
     _failed_blocks: set[int] = field(default_factory=set)
-    _told: Told = field(default_factory=lambda: Told("blocks were not loaded or saved whole"))
+    _errors: RepeatedLog = field(default_factory=lambda: RepeatedLog("blocks were not loaded or saved whole"))
     _begun: RepriseMetadata | None = None
     """Of the step whose loads were submitted last."""
     _step_loads: list[int] = field(default_factory=list)
@@ -163,7 +163,7 @@ class WorkerSide:
         if is_idle:
             self._transfers.wait([min(self._loading or self._saving)], self.options.idle_wait_ms / 1e3)
         for ended in self._transfers.finished():
-            self._told.note(ended.error)
+            self._errors.note(ended.error)
             if ended.id in self._loading:
                 plan, since = self._loading.pop(ended.id)
                 if not self.options.layerwise_loads:

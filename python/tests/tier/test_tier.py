@@ -169,7 +169,7 @@ def test_why_chunks_are_not_stored_is_logged_once(
     eventually(lambda: offloading.tier._session.last_error is not None, LONG_S)
     for seed in range(3):
         stored(offloading, seed, chunks=2)
-    said = [record.getMessage() for record in caplog.records if "told once" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "whole: " in record.getMessage()]
     assert len(said) == 1
     assert "chunks were not loaded or stored whole" in said[0]
     assert "no agent at" in said[0]

@@ -36,7 +36,7 @@ def test_why_loads_fail_is_logged_once(tmp_path: Path, caplog: pytest.LogCapture
         assert time.monotonic() < give_up
         waiting -= worker.loaded()
     worker.close()
-    said = [record.getMessage() for record in caplog.records if "told once" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "whole: " in record.getMessage()]
     assert len(said) == 1
     assert "blocks were not loaded or saved whole: the session with the agent has ended" in said[0]
     assert "no agent at" in said[0]
