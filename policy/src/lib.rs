@@ -6,12 +6,14 @@
 //!
 //! Deliberately absent: wire formats (crate `reprise-proto`) and the on-disk format (`reprise-agent-core`).
 
+pub mod connection_table;
 pub mod content;
 pub mod eviction;
 pub mod identity;
 pub mod ids;
 pub mod key;
 pub mod layout;
+pub mod log_rate;
 pub mod namespace;
 pub mod placement;
 pub mod prefix_hash;
