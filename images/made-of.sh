@@ -2,7 +2,7 @@
 # decides what is in them, a line each. Two builds for which it prints the same make the same images, in whatever checkout.
 
 # Nothing that changes without the images. What etcd's is built from stands in the name of the program (etcd.sh).
-inputs=(Cargo.toml Cargo.lock Dockerfile images policy proto node-agent controlplane crds operator simulator cli e2e/Cargo.toml e2e/etcd e2e/go.sh)
+inputs=(Cargo.toml Cargo.lock Dockerfile images policy proto daemon node-agent controlplane crds operator simulator cli e2e/Cargo.toml e2e/etcd e2e/go.sh)
 for input in .cargo rust-toolchain rust-toolchain.toml; do
     if [ -e "$input" ]; then inputs+=("$input"); fi
 done

@@ -31,6 +31,7 @@ const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/", "pytho
 const EDGES: &[(&str, &[&str])] = &[
     ("reprise-policy", &[]),
     ("reprise-proto", &[]),
+    ("reprise-daemon", &["reprise-policy"]),
     ("reprise-buffers", &["reprise-policy"]),
     ("reprise-io", &["reprise-policy", "reprise-buffers"]),
     ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
@@ -42,6 +43,7 @@ const EDGES: &[(&str, &[&str])] = &[
         &[
             "reprise-policy",
             "reprise-proto",
+            "reprise-daemon",
             "reprise-buffers",
             "reprise-io",
             "reprise-transport",
@@ -53,16 +55,23 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-controlplane-store", &["reprise-policy"]),
     (
         "reprise-controlplane",
-        &["reprise-policy", "reprise-proto", "reprise-controlplane-core", "reprise-controlplane-store"],
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-daemon",
+            "reprise-controlplane-core",
+            "reprise-controlplane-store",
+        ],
     ),
     ("reprise-crds", &[]),
-    ("reprise-operator", &["reprise-crds", "reprise-policy", "reprise-proto"]),
+    ("reprise-operator", &["reprise-crds", "reprise-daemon", "reprise-policy", "reprise-proto"]),
     ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
         "reprise",
         &[
             "reprise-policy",
             "reprise-proto",
+            "reprise-daemon",
             "reprise-buffers",
             "reprise-io",
             "reprise-transport",
