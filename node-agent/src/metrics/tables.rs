@@ -162,7 +162,8 @@ pub(crate) const PEER: &[Described] = &[
     counter("stalls", "Connections closed because the other side stalled"),
     counter("connections_opened", "Connections opened to peers"),
     counter("connections_accepted", "Connections accepted from peers"),
-    counter("connections_refused", "Connections refused because of the limit"),
+    counter("connections_refused", "Connections refused because all others had requests"),
+    counter("connections_evicted", "Idle connections closed to accept others"),
     gauge("in_flight_bytes_max", "Most payload bytes in flight to one requester at a time"),
 ];
 

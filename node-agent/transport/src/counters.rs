@@ -70,8 +70,10 @@ counters! {
     connections_opened,
     /// Connections accepted from peers.
     connections_accepted,
-    /// Connections refused because of the limit.
+    /// Connections refused because all others had requests.
     connections_refused,
+    /// Idle connections closed to accept others.
+    connections_evicted,
     /// Most payload bytes in flight to one requester at a time.
     in_flight_bytes_max,
 }

@@ -28,6 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use reprise_policy::Tier;
+use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable};
 
 use crate::api::{EventSink, FetchRequest, OfferRequest, ServedObjects, Transport};
 use crate::counters::{Counters, TransportStats, add};
@@ -68,16 +69,15 @@ struct Common {
     accepted: Mutex<Accepted>,
 }
 
-#[derive(Default)]
 struct Accepted {
-    next: u64,
-    sockets: HashMap<u64, Arc<Socket>>,
+    table: ConnectionTable<Arc<Socket>>,
+    sockets: HashMap<ConnectionId, Arc<Socket>>,
 }
 
 /// An accepted connection in [`Common::accepted`]; leaves it when dropped.
 struct Registered {
     common: Arc<Common>,
-    id: u64,
+    id: ConnectionId,
 }
 
 impl TcpTransport {
@@ -87,6 +87,8 @@ impl TcpTransport {
     /// `Invalid` names the setting to change; `Os` when the address cannot be listened on.
     pub fn bind(settings: TcpSettings, sink: EventSink) -> Result<TcpTransport, TransportError> {
         settings.validate()?;
+        let table = ConnectionTable::new(settings.connections_max);
+        let accepted = Mutex::new(Accepted { table, sockets: HashMap::new() });
         let common = Arc::new(Common {
             settings,
             sink,
@@ -97,7 +99,7 @@ impl TcpTransport {
             next_serve: AtomicU64::new(1),
             routes: Mutex::default(),
             offer_routes: Mutex::default(),
-            accepted: Mutex::default(),
+            accepted,
         });
         let (listener, local_address) = Listener::start(&common)?;
         Ok(TcpTransport { common, listener, local_address })
@@ -211,28 +213,50 @@ impl Common {
         lock(&self.routes).remove(&serve);
     }
 
-    /// Counts an accepted connection; `None` when there are too many or the transport shuts down.
+    /// Enters an accepted connection, in place of the longest-idle one when there are too many; `None` when all of them
+    /// have requests, or the transport shuts down.
     fn register_incoming(self: &Arc<Self>, socket: &Arc<Socket>) -> Option<Registered> {
         let mut accepted = lock(&self.accepted);
-        // Looked at under the lock that `shutdown` takes afterwards: a socket is either refused or shut down.
+        // Read under the lock that `shutdown` takes afterwards: a socket is either refused or shut down.
         if self.is_closing() {
             return None;
         }
-        if accepted.sockets.len() >= self.settings.connections_max {
-            add(&self.counters.connections_refused, 1);
-            tracing::warn!(limit = self.settings.connections_max, "too many peer connections: one refused");
-            return None;
-        }
-        let id = accepted.next;
-        accepted.next += 1;
+        let id = match accepted.table.admit(Arc::clone(socket)) {
+            Admission::Admitted(id) => id,
+            Admission::Replaced { id, closed } => {
+                add(&self.counters.connections_evicted, 1);
+                closed.shutdown();
+                id
+            }
+            Admission::Full(_) => {
+                add(&self.counters.connections_refused, 1);
+                let limit = self.settings.connections_max;
+                tracing::warn!(limit, "refused a peer connection: all connections have requests");
+                return None;
+            }
+        };
         accepted.sockets.insert(id, Arc::clone(socket));
         Some(Registered { common: Arc::clone(self), id })
     }
 }
 
+impl Registered {
+    /// The connection has a request: it stays.
+    fn set_busy(&self) {
+        lock(&self.common.accepted).table.set_busy(self.id);
+    }
+
+    /// The connection has no request, and may be closed for another one.
+    fn set_idle(&self, socket: &Arc<Socket>) {
+        lock(&self.common.accepted).table.set_known(self.id, Arc::clone(socket));
+    }
+}
+
 impl Drop for Registered {
     fn drop(&mut self) {
-        lock(&self.common.accepted).sockets.remove(&self.id);
+        let mut accepted = lock(&self.common.accepted);
+        accepted.table.remove(self.id);
+        accepted.sockets.remove(&self.id);
     }
 }
 

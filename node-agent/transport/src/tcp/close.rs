@@ -6,6 +6,9 @@ use super::frames::Boundary;
 use crate::counters::{Counters, add};
 use crate::wire::ProtocolError;
 
+/// A peer cannot be reached, or its connection breaks: logged as one condition that ends with the next greeting.
+pub(super) const CONNECTION_LOST: &str = "peer_connection_lost";
+
 /// Reason of a connection's end.
 #[derive(Debug)]
 pub(super) enum Close {
@@ -25,6 +28,8 @@ pub(super) enum Close {
 pub(super) struct Ending<'a> {
     pub(super) direction: &'static str,
     pub(super) peer: &'a str,
+    /// Where `peer` does not name it.
+    pub(super) port: Option<u16>,
     /// Fetches or serves that ended with it.
     pub(super) open: usize,
 }
@@ -59,24 +64,51 @@ impl Close {
 impl Ending<'_> {
     /// Counts and logs the end: once per connection, and only here.
     pub(super) fn report(&self, close: &Close, counters: &Counters) {
-        let Ending { direction, peer, open } = *self;
+        let Ending { direction, peer, port, open } = *self;
         match close {
-            Close::Ours(reason) => tracing::debug!(direction, peer, open, reason, "peer connection closed"),
+            Close::Ours(reason) => {
+                tracing::debug!(direction, peer, port, open, reason, "peer connection closed")
+            }
             Close::Ended(Boundary::BetweenFrames) if open == 0 => {
-                tracing::debug!(direction, peer, "peer connection closed by the peer");
+                tracing::debug!(direction, peer, port, "peer connection closed by the peer");
             }
             Close::Ended(_) => {
-                tracing::warn!(direction, peer, open, "peer connection lost: the peer closed it");
+                tracing::warn!(
+                    condition = CONNECTION_LOST,
+                    direction,
+                    peer,
+                    port,
+                    open,
+                    "peer connection lost: the peer closed it"
+                );
             }
             Close::Stalled(what) => {
                 add(&counters.stalls, 1);
-                tracing::warn!(direction, peer, open, what, "peer connection lost: the peer stalls");
+                tracing::warn!(
+                    condition = CONNECTION_LOST,
+                    direction,
+                    peer,
+                    port,
+                    open,
+                    what,
+                    "peer connection lost: the peer stalls"
+                );
             }
             Close::Protocol(error) => {
                 add(&counters.protocol_errors, 1);
-                tracing::warn!(direction, peer, open, %error, "peer connection closed: protocol error");
+                tracing::warn!(direction, peer, port, open, %error, "peer connection closed: protocol error");
             }
-            Close::Io(error) => tracing::warn!(direction, peer, open, %error, "peer connection lost"),
+            Close::Io(error) => {
+                tracing::warn!(
+                    condition = CONNECTION_LOST,
+                    direction,
+                    peer,
+                    port,
+                    open,
+                    %error,
+                    "peer connection lost"
+                );
+            }
         }
     }
 }

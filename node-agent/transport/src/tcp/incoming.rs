@@ -9,11 +9,11 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Common;
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::socket::{Readiness, Socket, wait};
 use super::writer;
+use super::{Common, Registered};
 use crate::api::{IncomingOffer, IncomingRequest, TransportEvent};
 use crate::counters::add;
 use crate::limits::REQUEST_DEADLINE_MAX;
@@ -27,6 +27,8 @@ const READ_BYTES: usize = 16 << 10;
 pub(super) struct Incoming {
     pub(super) common: Arc<Common>,
     pub(super) socket: Arc<Socket>,
+    /// Taken after `state`, where both are.
+    registered: Registered,
     /// Something is sent at least this often while a request is open.
     pub(super) alive_every: Duration,
     /// The requester's name, as it has greeted.
@@ -42,33 +44,37 @@ pub(super) struct Incoming {
 pub(super) struct State {
     pub(super) outbound: Outbound,
     pub(super) over: bool,
+    /// Entered as busy, so that it is not closed for another connection.
+    busy: bool,
 }
 
 /// Body of the reading thread.
 pub(super) fn run(common: &Arc<Common>, stream: TcpStream, address: SocketAddr) {
-    let peer = address.to_string();
+    // Without the port, which is another one each time: a peer is one subject in the log.
+    let (peer, port) = (address.ip().to_string(), address.port());
     let socket = match Socket::accepted(stream, &common.settings.socket_options()) {
         Ok(socket) => Arc::new(socket),
         Err(error) => {
-            tracing::warn!(peer, %error, "cannot take over a connection");
+            tracing::warn!(peer, port, %error, "cannot configure a peer connection");
             return;
         }
     };
-    let Some(_registered) = common.register_incoming(&socket) else { return };
-    let close = match greet(common, &socket) {
+    let Some(registered) = common.register_incoming(&socket) else { return };
+    let close = match greet(&registered, &socket) {
         Ok(hello) => {
-            tracing::debug!(peer, node = hello.node_name, "peer connected");
+            tracing::debug!(peer, port, node = hello.node_name, "peer connected");
             add(&common.counters.connections_accepted, 1);
-            serve(common, &socket, &hello, &peer);
+            serve((registered, socket), &hello, (&peer, port));
             return;
         }
         Err(close) => close,
     };
-    Ending { direction: "incoming", peer: &peer, open: 0 }.report(&close, &common.counters);
+    Ending { direction: "incoming", peer: &peer, port: Some(port), open: 0 }.report(&close, &common.counters);
 }
 
 /// Exchanges greetings. A peer of another version is answered, so that it can say which one this is.
-fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
+fn greet(registered: &Registered, socket: &Arc<Socket>) -> Result<Hello, Close> {
+    let common = &registered.common;
     let mut bytes = [0; HELLO_BYTES];
     let mut filled = 0;
     let deadline = std::time::Instant::now() + common.settings.stall_timeout;
@@ -88,6 +94,10 @@ fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
         }
     }
     let hello = Hello::decode(&bytes);
+    if hello.is_ok() {
+        // Before the answer: a peer that has it is no longer the first to be closed.
+        registered.set_idle(socket);
+    }
     if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
         socket.send_all(&common.hello().encode()).map_err(Close::io)?;
     }
@@ -95,14 +105,16 @@ fn greet(common: &Common, socket: &Socket) -> Result<Hello, Close> {
 }
 
 /// Serves a greeted connection until it ends.
-fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) {
+fn serve((registered, socket): (Registered, Arc<Socket>), hello: &Hello, (peer, port): (&str, u16)) {
+    let common = Arc::clone(&registered.common);
     let incoming = Arc::new(Incoming {
-        common: Arc::clone(common),
-        socket: Arc::clone(socket),
+        common: Arc::clone(&common),
+        socket,
+        registered,
         alive_every: (hello.stall_timeout / writer::ALIVE_PER_STALL_TIMEOUT).max(writer::ALIVE_EVERY_MIN),
         node: hello.node_name.clone(),
         born: Instant::now(),
-        state: Mutex::new(State { outbound: Outbound::new(hello.credit_bytes), over: false }),
+        state: Mutex::new(State { outbound: Outbound::new(hello.credit_bytes), over: false, busy: false }),
         changed: Condvar::new(),
     });
     let writing = Arc::clone(&incoming);
@@ -110,7 +122,7 @@ fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) 
     let writer = match writer {
         Ok(writer) => writer,
         Err(error) => {
-            tracing::error!(peer, %error, "cannot start a thread to serve a peer");
+            tracing::error!(peer, port, %error, "cannot start a thread to serve a peer");
             return;
         }
     };
@@ -120,7 +132,8 @@ fn serve(common: &Arc<Common>, socket: &Arc<Socket>, hello: &Hello, peer: &str) 
     let aborted = incoming.lock().outbound.abort_all();
     common.unroute_offers(&incoming);
     let close = Close::first(read_close, write_close);
-    Ending { direction: "incoming", peer, open: aborted.len() }.report(&close, &common.counters);
+    Ending { direction: "incoming", peer, port: Some(port), open: aborted.len() }
+        .report(&close, &common.counters);
     for serve in aborted {
         incoming.report_aborted(serve);
     }
@@ -158,6 +171,19 @@ impl Incoming {
         self.lock().over = true;
         self.socket.shutdown();
         self.changed.notify_one();
+    }
+
+    fn set_busy(&self, state: &mut State) {
+        if !std::mem::replace(&mut state.busy, true) {
+            self.registered.set_busy();
+        }
+    }
+
+    /// Nothing is asked or being sent.
+    pub(super) fn set_idle(&self, state: &mut State) {
+        if std::mem::take(&mut state.busy) {
+            self.registered.set_idle(&self.socket);
+        }
     }
 
     pub(super) fn report_aborted(&self, serve: u64) {
@@ -200,7 +226,10 @@ impl Incoming {
         // A requester that keeps its deadline has cancelled by then, or its cancellation is stuck.
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
         let serve = self.common.route(self);
-        let opened = self.lock().outbound.open((serve, stream), &body, until);
+        let mut state = self.lock();
+        let opened = state.outbound.open((serve, stream), &body, until);
+        self.set_busy(&mut state);
+        drop(state);
         if let Err(error) = opened {
             self.common.unroute(serve);
             return Err(error.into());
@@ -217,7 +246,10 @@ impl Incoming {
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
         let offer = self.common.route_offer(self);
-        self.lock().outbound.open_offer((offer, stream), &body, until)?;
+        let mut state = self.lock();
+        state.outbound.open_offer((offer, stream), &body, until)?;
+        self.set_busy(&mut state);
+        drop(state);
         self.changed.notify_one();
         add(&self.common.counters.offers_received, 1);
         let OfferBody { layout, deadline, tenant, keys } = body;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::close::{Close, Ending};
+use super::close::{CONNECTION_LOST, Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::outgoing::Outgoing;
 use super::socket::{Readiness, Socket, wait};
@@ -51,7 +51,7 @@ pub(super) fn run(connection: &Arc<Outgoing>) {
         receiver.inbound.begin_stream(stream, begun);
     }
     let open = receiver.inbound.open_streams();
-    Ending { direction: "outgoing", peer: &connection.peer, open }
+    Ending { direction: "outgoing", peer: &connection.peer, port: None, open }
         .report(&close, &connection.common.counters);
     receiver.inbound.expire_all(&connection.common.counters);
     receiver.emit();
@@ -161,7 +161,14 @@ impl Receiver<'_> {
         }
         let hello = Hello::decode(&answer)?;
         self.connection.note_progress();
-        tracing::debug!(peer = self.connection.peer, node = hello.node_name, "connected to peer");
+        let peer = &self.connection.peer;
+        tracing::debug!(peer, node = hello.node_name, "connected to peer");
+        tracing::info!(
+            recovered = CONNECTION_LOST,
+            direction = "outgoing",
+            peer,
+            "connected to the peer again"
+        );
         Ok(())
     }
 

@@ -99,6 +99,7 @@ fn next_work(incoming: &Incoming, batch: &mut Batch) -> Work {
         } else if state.outbound.open_requests() > 0 {
             (incoming.alive_every, Work::Alive)
         } else {
+            incoming.set_idle(&mut state);
             state = incoming.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             continue;
         };

@@ -1,33 +1,52 @@
 //! Bounds of connections, and their end.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::time::Duration;
 
 use reprise_transport::{Congestion, ErrorKind, TcpSettings, TcpTransport, Transport};
 
 use crate::harness::{Block, Fate, LATER, by_hand, key, recording_sink, serving, small_layout, wanted};
-use crate::wire::{FakeServer, connect, good_hello, is_closed};
-use crate::{impatient, node, settings};
+use crate::wire::{ABSENT, FakeServer, connect, good_hello, is_closed, read_frame, request};
+use crate::{eventually, impatient, node, settings};
 
 #[test]
-fn connections_beyond_the_limit_are_refused() {
+fn a_full_listener_closes_its_longest_idle_connection_for_a_new_one() {
     let node = node(TcpSettings { connections_max: 2, ..settings() }, by_hand());
     let address = node.transport.local_address();
-    let _first = connect(address, &good_hello());
-    let second = connect(address, &good_hello());
-    let mut third = std::net::TcpStream::connect(address).expect("the kernel accepts it");
-    assert!(is_closed(&mut third));
+    let mut greeted = connect(address, &good_hello());
+    let mut silent = TcpStream::connect(address).expect("the kernel accepts it");
+    // One that has not greeted goes before one that has.
+    let mut third = connect(address, &good_hello());
+    assert!(is_closed(&mut silent));
+    connect(address, &good_hello());
+    assert!(is_closed(&mut greeted), "it was idle for longer than the third");
+    third.write_all(&request(1, small_layout(), &[key(0)])).expect("it is open");
+    node.serve_number();
+    let stats = node.transport.stats();
+    assert_eq!((stats.connections_evicted, stats.connections_refused), (2, 0));
+}
+
+#[test]
+fn a_new_connection_is_refused_while_all_have_requests_and_accepted_after_one_is_served() {
+    let node = node(TcpSettings { connections_max: 1, ..settings() }, by_hand());
+    let address = node.transport.local_address();
+    let mut busy = connect(address, &good_hello());
+    busy.write_all(&request(1, small_layout(), &[key(0)])).expect("it is open");
+    let serve = node.serve_number();
+    let mut refused = TcpStream::connect(address).expect("the kernel accepts it");
+    assert!(is_closed(&mut refused));
     assert_eq!(node.transport.stats().connections_refused, 1);
-    // A place that is given up is free for the next.
-    drop(second);
-    for _ in 0..1000 {
-        let mut stream = std::net::TcpStream::connect(address).expect("the kernel accepts it");
-        std::io::Write::write_all(&mut stream, &good_hello()).expect("sent");
-        if std::io::Read::read_exact(&mut stream, &mut [0; 128]).is_ok() {
-            return;
-        }
-        std::thread::yield_now();
-    }
-    panic!("the place of a closed connection is never free again");
+    node.transport.serve_absent(serve, 0);
+    assert_eq!(read_frame(&mut busy).expect("an answer").kind, ABSENT);
+    // The thread that has sent the answer enters the connection as idle a moment later.
+    eventually("room for another connection", || {
+        let mut stream = TcpStream::connect(address).expect("the kernel accepts it");
+        let sent = stream.write_all(&good_hello());
+        sent.and_then(|()| stream.read_exact(&mut [0; 128])).is_ok()
+    });
+    assert!(is_closed(&mut busy));
+    assert!(node.transport.stats().connections_evicted >= 1);
 }
 
 #[test]
@@ -39,8 +58,8 @@ fn opening_more_connections_than_allowed_is_busy_until_one_is_idle() {
     let error = node.transport.fetch(&second.address(), request()).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     let (mut stream, number) = first.accept_request();
-    let absent = crate::wire::header(crate::wire::ABSENT, number, 0, 0, 0);
-    std::io::Write::write_all(&mut stream, &absent).expect("sent");
+    let absent = crate::wire::header(ABSENT, number, 0, 0, 0);
+    stream.write_all(&absent).expect("sent");
     node.finish(&mut tracker);
     // The idle connection makes room.
     node.transport.fetch(&second.address(), request()).expect("taken");
@@ -59,14 +78,14 @@ fn an_idle_connection_is_closed_and_opened_again_on_demand() {
     let fake = FakeServer::new();
     let (mut tracker, _) = node.fetch(&fake.address(), 1);
     let (mut stream, number) = fake.accept_request();
-    let absent = crate::wire::header(crate::wire::ABSENT, number, 0, 0, 0);
-    std::io::Write::write_all(&mut stream, &absent).expect("sent");
+    let absent = crate::wire::header(ABSENT, number, 0, 0, 0);
+    stream.write_all(&absent).expect("sent");
     node.finish(&mut tracker);
     assert!(is_closed(&mut stream), "the idle connection is closed");
     let (mut tracker, _) = node.fetch(&fake.address(), 1);
     let (mut stream, number) = fake.accept_request();
-    let absent = crate::wire::header(crate::wire::ABSENT, number, 0, 0, 0);
-    std::io::Write::write_all(&mut stream, &absent).expect("sent");
+    let absent = crate::wire::header(ABSENT, number, 0, 0, 0);
+    stream.write_all(&absent).expect("sent");
     node.finish(&mut tracker);
     let stats = node.transport.stats();
     assert_eq!((stats.connections_opened, stats.stalls, stats.protocol_errors), (3, 0, 0));
