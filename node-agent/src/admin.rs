@@ -1,6 +1,7 @@
 //! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`, `/blocks/<key>`, `/slack/<profile>/<phase>/<tokens>`.
 //!
-//! One thread with a runtime of its own, so that a slow scraper costs the data path nothing. Health is not a constant:
+//! One thread with a runtime of its own, so that a slow scraper costs the data path nothing, and a bound on connections
+//! that idle clients cannot exhaust ([`reprise_daemon::http`]). Health is not a constant:
 //! `/healthz` fails when the core's thread no longer turns ([`Pulse`]); a busy one is healthy. Pages of its state ask the
 //! core and fail when it does not answer within [`CORE_PATIENCE`]. Not authenticated, and therefore on loopback unless
 //! configured otherwise; nothing here changes anything.
@@ -27,6 +28,9 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use crossbeam_channel::{Sender, bounded};
+use reprise_daemon::connections::ConnectionLimit;
+use reprise_daemon::http;
+use reprise_daemon::rejected::Listener;
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -54,6 +58,8 @@ pub(crate) struct AdminContext {
     pub(crate) peers: Option<Peers>,
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
+    /// Connections at a time.
+    pub(crate) connections_max: usize,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) slack: InEffect,
     /// Set when the agent serves, cleared when it stops.
@@ -114,6 +120,8 @@ impl AdminPort {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let (stop, stopped) = oneshot::channel();
         let AdminPort { listener, address } = self;
+        let rejected = context.metrics.rejected().clone();
+        let limit = ConnectionLimit::new(Listener::Admin, context.connections_max, rejected);
         let router = Router::new()
             .route("/metrics", get(metrics))
             .route("/healthz", get(healthz))
@@ -122,18 +130,18 @@ impl AdminPort {
             .route("/blocks/{key}", get(block_page))
             .route("/slack/{profile}/{phase}/{tokens}", get(slack_page))
             .with_state(context);
+        let listener = {
+            let _entered = runtime.enter();
+            TcpListener::from_std(listener).map_err(failed)?
+        };
         let body = move || {
-            let served = runtime.block_on(async {
-                let listener = TcpListener::from_std(listener)?;
+            runtime.block_on(async {
                 tokio::select! {
-                    served = axum::serve(listener, router) => served,
+                    () = http::serve(listener, router, limit, std::future::pending()) => {}
                     // Open connections end with the runtime: the agent is about to exit.
-                    _ = stopped => Ok(()),
+                    _ = stopped => {}
                 }
             });
-            if let Err(error) = served {
-                tracing::error!(%error, "the admin server has ended");
-            }
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(body).map_err(failed)?;

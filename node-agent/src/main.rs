@@ -12,6 +12,7 @@ mod checker;
 mod claims;
 mod config;
 mod core_loop;
+mod descriptors;
 mod device;
 mod directory;
 mod error;
@@ -36,6 +37,7 @@ use tracing_subscriber::fmt::format::FmtSpan;
 use config::{Config, FollowedConfig, LogFormat, LogSettings, PodPlace, Settings};
 use error::{AgentError, ErrorKind};
 use reprise_agent_kubernetes::Access;
+use reprise_daemon::log;
 use runtime::{InCluster, Runtime};
 
 /// See setrlimit(2), "RLIMIT_FSIZE", and signal(7).
@@ -81,9 +83,12 @@ fn main() -> ExitCode {
 
 fn run(arguments: &Arguments) -> Result<(), AgentError> {
     let (settings, cluster) = settings(arguments)?;
-    start_log(&settings.log)?;
+    let _log = start_log(&settings.log)?;
     abort_on_panic();
     let failed = |what: &'static str| move |error| AgentError::new(ErrorKind::Resource, what).because(error);
+    // Before anything that opens files.
+    reprise_daemon::descriptors::raise_limit()
+        .map_err(failed("cannot raise the soft limit on open files to the hard limit"))?;
     let signals = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -135,24 +140,23 @@ fn print(text: &str) -> ExitCode {
     }
 }
 
-fn start_log(settings: &LogSettings) -> Result<(), AgentError> {
+fn start_log(settings: &LogSettings) -> Result<log::Log, AgentError> {
     // The client of the API server calls every connection that fails an error; what it means is said where it is known.
     let mut filter = tracing_subscriber::EnvFilter::new(&settings.level);
     for quiet in ["kube_client=off", "kube_runtime=off"] {
         filter = filter.add_directive(quiet.parse().expect("a directive"));
     }
     // At debug level, the end of each request, load and fetch is a line with its time.
-    let ends = match filter.max_level_hint() {
+    let spans = match filter.max_level_hint() {
         Some(level) if level < LevelFilter::DEBUG => FmtSpan::NONE,
         _ => FmtSpan::CLOSE,
     };
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_span_events(ends).with_writer(std::io::stderr);
-    let started = match settings.format {
-        LogFormat::Text => builder.with_ansi(false).try_init(),
-        LogFormat::Json => builder.json().try_init(),
+    let format = match settings.format {
+        LogFormat::Text => log::Format::Text { colours: false },
+        LogFormat::Json => log::Format::Json,
     };
-    started.map_err(|error| AgentError::new(ErrorKind::Internal, "cannot start the log").because(error))
+    log::start(log::Settings { filter, format, spans })
+        .map_err(|error| AgentError::new(ErrorKind::Internal, "cannot start the log").because(error))
 }
 
 fn abort_on_panic() {

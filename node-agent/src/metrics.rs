@@ -28,6 +28,7 @@ use prometheus_client::registry::Registry;
 use reprise_agent_core::effect::DeviceId;
 
 use reprise_buffers::{PageCoverage, PageKind};
+use reprise_daemon::rejected::{Listener, RejectedConnections};
 
 use crate::device::DeviceInfo;
 pub(crate) use read_times::{Between, ReadTimes, p99};
@@ -105,6 +106,7 @@ pub(crate) struct Metrics {
     /// For who judges devices by them.
     read_times: Mutex<BTreeMap<DeviceId, Arc<ReadTimes>>>,
     inbox_waiting: Gauge,
+    rejected: RejectedConnections,
     snapshot: std::sync::Arc<Snapshot>,
 }
 
@@ -229,9 +231,15 @@ impl Metrics {
         let inbox_waiting = Gauge::default();
         registry.register("inbox_waiting", "Inputs waiting for the core", inbox_waiting.clone());
         let devices = DeviceFamilies::register(&mut registry);
+        let rejected = RejectedConnections::register(&mut registry, &[Listener::Admin, Listener::Sessions]);
         let snapshot = std::sync::Arc::new(Snapshot::default());
         registry.register_collector(Box::new(snapshot.clone()));
-        Metrics { registry, phases, devices, read_times: Mutex::default(), inbox_waiting, snapshot }
+        Metrics { registry, phases, devices, read_times: Mutex::default(), inbox_waiting, rejected, snapshot }
+    }
+
+    /// Counts of connections that were not served. Those of peers are the transport's.
+    pub(crate) fn rejected(&self) -> &RejectedConnections {
+        &self.rejected
     }
 
     /// Notes a latency.

@@ -39,6 +39,7 @@ use crate::config::{
     ArenaSettings, FollowedConfig, HugePages, KubernetesSettings, PeerSettings, PodPlace, Settings,
 };
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Pulse};
+use crate::descriptors::ConnectionLimits;
 use crate::device::{self, Device, DeviceContext};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
@@ -111,6 +112,7 @@ impl Runtime {
     /// # Errors
     /// What is missing, of which kind, and what to do.
     pub(crate) fn start(settings: Settings, cluster: Option<InCluster>) -> Result<Runtime, AgentError> {
+        let limits = ConnectionLimits::of(&settings, cluster.is_some())?;
         let clock = Clock::start();
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
         let (inbox, inputs) = Inbox::new();
@@ -134,7 +136,7 @@ impl Runtime {
         let port = settings
             .peers
             .as_ref()
-            .map(|peers| listen_for_peers(&settings, peers, &inbox, &arena))
+            .map(|peers| listen_for_peers((&settings, peers), limits.peers, &inbox, &arena))
             .transpose()?;
         let modes = Arc::new(Mutex::new(Modes::default()));
         let reached_at = |listening: SocketAddr| match &cluster {
@@ -187,9 +189,13 @@ impl Runtime {
             identity: bindings.clone().map(identity),
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
+            rejected: metrics.rejected().clone(),
         });
-        let server =
-            SessionServerSettings { session: settings.session.clone(), context: session_context.clone() };
+        let server = SessionServerSettings {
+            session: settings.session.clone(),
+            sessions_max: limits.sessions,
+            context: session_context.clone(),
+        };
         let sessions = SessionServer::start(server)?;
         let admin_context = Arc::new(AdminContext {
             inbox: inbox.clone(),
@@ -206,6 +212,7 @@ impl Runtime {
             tenants,
             slack: InEffect::default(),
             settings,
+            connections_max: limits.admin,
         });
         let admin = admin.serve(admin_context.clone())?;
         let shared = Shared { context, modes, complete, bindings, reviews, endpoints };
@@ -376,14 +383,15 @@ fn core_settings(settings: &Settings) -> CoreSettings {
 }
 
 fn listen_for_peers(
-    settings: &Settings,
-    peers: &PeerSettings,
+    (settings, peers): (&Settings, &PeerSettings),
+    connections_max: usize,
     inbox: &Inbox,
     arena: &Arc<Arena>,
 ) -> Result<PeerPort, AgentError> {
     let tcp = TcpSettings {
         credit_bytes: peers.credit_bytes,
         stall_timeout: peers.stall_timeout,
+        connections_max,
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
     let transport = TcpTransport::bind(tcp, peer::sink(inbox.clone())).map_err(|error| {
@@ -450,7 +458,7 @@ fn directory_sink(inbox: Inbox, modes: Arc<Mutex<Modes>>) -> DirectorySink {
                 return;
             }
             DirectoryEvent::Connected => {
-                tracing::info!("the control plane answers");
+                tracing::info!(condition = "control_plane_answers", "the control plane answers");
                 return;
             }
             DirectoryEvent::Disconnected => {

@@ -30,6 +30,7 @@ use reprise_agent_core::agent::limits;
 use reprise_agent_core::effect::{Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
+use reprise_daemon::rejected::{Listener, Reason, RejectedConnections};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, SessionId, TenantName};
 use reprise_proto::local;
@@ -90,6 +91,15 @@ pub(crate) struct SessionContext {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set while the agent is about to stop: requests are refused, notices still go out.
     pub(crate) draining: AtomicBool,
+    /// Counts of connections that become no session.
+    pub(crate) rejected: RejectedConnections,
+}
+
+impl SessionContext {
+    /// Counts a connection that becomes no session.
+    fn count_rejected(&self, reason: Reason) {
+        self.rejected.count(Listener::Sessions, reason);
+    }
 }
 
 impl Session {

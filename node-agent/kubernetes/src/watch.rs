@@ -348,7 +348,7 @@ impl NodeWatch {
 
     fn answers(&mut self) {
         if self.server == Server::Away {
-            tracing::info!("the API server answers again");
+            tracing::info!(condition = "api_server_answers", "the API server answers again");
         }
         self.server = Server::Answers;
     }

@@ -40,6 +40,7 @@ fn context(inbox: Inbox, pulse: Pulse) -> Arc<AdminContext> {
         settings: Config::default().validate().expect("the defaults are valid"),
         tenants: Arc::default(),
         slack: InEffect::default(),
+        connections_max: 8,
         ready: AtomicBool::new(true),
     })
 }

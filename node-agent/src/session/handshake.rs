@@ -3,9 +3,10 @@
 //! Whose session it is was checked elsewhere where a cluster says so ([`super::identity`]), and is believed otherwise. That the namespace is this
 //! tenant's is checked in any case.
 //!
-//! A greeting that is refused is answered with words, then the session ends. The greeting has a deadline, so that
-//! somebody who connects and says nothing does not hold one of the sessions.
+//! A greeting that is refused is answered with the reason, then the session ends. The greeting has a deadline, and until it
+//! is complete the connection is closed when another one needs its place ([`super::listener`]).
 
+use std::io::ErrorKind as IoKind;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 use prost::Message;
 use reprise_agent_core::event::SessionOpened;
 use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
+use reprise_daemon::rejected::Reason;
 use reprise_policy::tenant::TenantError;
 use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName};
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
@@ -45,6 +47,7 @@ pub(super) struct Greeted {
 struct Refused {
     id: u64,
     kind: FailureKind,
+    reason: Reason,
     message: String,
 }
 
@@ -69,7 +72,8 @@ pub(super) fn greet(
     let mut frames = match prepare(&socket) {
         Ok(frames) => frames,
         Err(error) => {
-            tracing::warn!(session = id.0, %error, "cannot set a session's socket up");
+            context.count_rejected(Reason::System);
+            tracing::warn!(session = id.0, %error, "cannot configure a session's socket");
             return None;
         }
     };
@@ -81,7 +85,9 @@ pub(super) fn greet(
         Ok(greeting) => greeting,
         Err(None) => return None,
         Err(Some(refused)) => {
-            tracing::warn!(session = id.0, pid = peer.pid, message = %refused.message, "session refused");
+            context.count_rejected(refused.reason);
+            let kind = refused.reason.as_str();
+            tracing::warn!(kind, session = id.0, pid = peer.pid, why = %refused.message, "session refused");
             // The client may be gone already; it has been logged.
             let _ =
                 outbound::send_frame(&socket, encode::failure(refused.id, refused.kind, &refused.message));
@@ -106,6 +112,7 @@ fn open(
     let (progress, page) = match progress_page() {
         Ok(made) => made,
         Err(error) => {
+            context.count_rejected(Reason::System);
             tracing::error!(session = id.0, %error, "no progress page for a session: raise the limits on files or memory");
             let message = "the agent cannot create a progress page; see its log";
             let _ = outbound::send_frame(&socket, encode::failure(hello.id, FailureKind::Internal, message));
@@ -146,6 +153,7 @@ fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refu
         identity.check(&hello.tenant, &hello.token).map_err(|(kind, message)| Refused {
             id: hello.id,
             kind,
+            reason: Reason::Refused,
             message,
         })?;
     }
@@ -158,43 +166,46 @@ fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Refu
             | TenantError::Renumbered { .. }
             | TenantError::Namespace { .. } => FailureKind::BadRequest,
         };
-        Refused { id: hello.id, kind, message: error.to_string() }
+        Refused { id: hello.id, kind, reason: Reason::Refused, message: error.to_string() }
     })
 }
 
 /// `Err(None)`: the client went away without a word.
 fn read_hello(frames: &mut FrameReader) -> Result<Hello, Option<Refused>> {
-    let refuse = |id, kind, message: String| Err(Some(Refused { id, kind, message }));
+    let refuse = |id, reason, message: String| {
+        Err(Some(Refused { id, kind: FailureKind::BadRequest, reason, message }))
+    };
     let frame = match frames.next_frame() {
         Ok(Some(frame)) => frame,
         Ok(None) => return Err(None),
         Err(FrameError::TooLong(bytes)) => {
             return refuse(
                 0,
-                FailureKind::BadRequest,
+                Reason::Protocol,
                 format!(
                     "a greeting of {bytes} bytes exceeds the limit of {HELLO_BYTES_MAX}: this is not the session protocol"
                 ),
             );
         }
+        // What a read with a timeout reports when the time is up, socket(7).
+        Err(FrameError::Io(error)) if matches!(error.kind(), IoKind::TimedOut | IoKind::WouldBlock) => {
+            return refuse(0, Reason::Timeout, format!("no greeting within {HELLO_TIMEOUT:?}"));
+        }
         Err(FrameError::Io(error)) => {
-            return refuse(
-                0,
-                FailureKind::BadRequest,
-                format!("no greeting within {HELLO_TIMEOUT:?}: {error}"),
-            );
+            return refuse(0, Reason::Protocol, format!("cannot read the greeting: {error}"));
         }
     };
     match local::Request::decode(frame) {
         Ok(local::Request { id, body: Some(local::request::Body::Hello(hello)) }) if id > 0 => {
-            check(id, hello).map_err(|(kind, message)| Some(Refused { id, kind, message }))
+            check(id, hello)
+                .map_err(|(kind, message)| Some(Refused { id, kind, reason: Reason::Refused, message }))
         }
         Ok(local::Request { id, .. }) => refuse(
             id,
-            FailureKind::BadRequest,
+            Reason::Protocol,
             "the first message of a session must be hello, with an id above 0".to_owned(),
         ),
-        Err(error) => refuse(0, FailureKind::BadRequest, format!("not a request of this protocol: {error}")),
+        Err(error) => refuse(0, Reason::Protocol, format!("not a request of this protocol: {error}")),
     }
 }
 

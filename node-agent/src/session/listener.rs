@@ -13,16 +13,18 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use reprise_buffers::peer_credentials;
+use reprise_daemon::rejected::{Listener, Reason};
+use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable};
 use reprise_policy::{SessionId, TenantName};
 
 use super::handshake::{Greeted, greet};
-use super::{Peer, SESSIONS_MAX, SessionContext, encode, outbound, read_requests};
+use super::{Peer, SessionContext, encode, outbound, read_requests};
 use crate::config::SessionSettings;
 use crate::core_loop::{Input, Opened};
 use crate::error::{AgentError, ErrorKind};
@@ -34,6 +36,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// What the server is made of.
 pub(crate) struct SessionServerSettings {
     pub(crate) session: SessionSettings,
+    /// Sessions at a time, connections that have not greeted among them.
+    pub(crate) sessions_max: usize,
     pub(crate) context: Arc<SessionContext>,
 }
 
@@ -66,7 +70,15 @@ struct Shared {
     allowed: Vec<u32>,
     stopping: AtomicBool,
     next_id: AtomicU64,
-    sessions: AtomicUsize,
+    sessions_max: usize,
+    /// A connection that has not greeted can be closed by a copy of its socket; a session is busy.
+    connections: Mutex<ConnectionTable<UnixStream>>,
+}
+
+/// The place of a connection among those at a time; returned when dropped.
+struct Place {
+    shared: Arc<Shared>,
+    id: ConnectionId,
 }
 
 impl SessionServer {
@@ -76,7 +88,7 @@ impl SessionServer {
     /// `ErrorKind::Resource`: the directory is missing or not writable, the name is taken by something else, or
     /// another agent listens.
     pub(crate) fn start(settings: SessionServerSettings) -> Result<SessionServer, AgentError> {
-        let SessionServerSettings { session, context } = settings;
+        let SessionServerSettings { session, sessions_max, context } = settings;
         let Bound { listener, file } = bind(&session)?;
         let listening = listener.try_clone().map(|listener| UnixStream::from(OwnedFd::from(listener)));
         let listening = listening.map_err(|error| {
@@ -91,7 +103,8 @@ impl SessionServer {
             allowed,
             stopping: AtomicBool::new(false),
             next_id: AtomicU64::new(1),
-            sessions: AtomicUsize::new(0),
+            sessions_max,
+            connections: Mutex::new(ConnectionTable::new(sessions_max)),
         });
         let accepting = spawn("sessions", {
             let shared = shared.clone();
@@ -155,63 +168,117 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
         match connection {
             Ok(socket) => admit(shared, socket),
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a session");
+                shared.context.count_rejected(Reason::System);
+                tracing::warn!(listener = Listener::Sessions.as_str(), %error, "cannot accept a connection");
                 std::thread::sleep(ACCEPT_PAUSE);
             }
         }
     }
 }
 
-/// Checks who it is and that there is room, then serves the session on threads of its own.
+/// Checks the user and that there is room, then serves the session on threads of its own.
 fn admit(shared: &Arc<Shared>, socket: UnixStream) {
     let peer = match peer_credentials(socket.as_fd()) {
-        Ok(who) => Peer {
+        Ok(credentials) => Peer {
             client_name: String::new(),
             tenant: TenantName::default_tenant(),
-            pid: who.pid,
-            uid: who.uid,
+            pid: credentials.pid,
+            uid: credentials.uid,
         },
         Err(error) => {
-            tracing::warn!(%error, "session refused: the kernel does not say who it is");
+            shared.context.count_rejected(Reason::System);
+            tracing::warn!(%error, "session refused: cannot read the credentials of the client");
             return;
         }
     };
     if !shared.allowed.contains(&peer.uid) {
         let message = format!("user {} may not use this agent; add it to session.allow_uids", peer.uid);
-        turn_away(&socket, &peer, FailureKind::BadRequest, &message);
+        refuse(shared, &socket, &peer, (Reason::Refused, FailureKind::BadRequest, &message));
         return;
     }
-    if shared.sessions.fetch_add(1, Ordering::AcqRel) >= SESSIONS_MAX {
-        shared.sessions.fetch_sub(1, Ordering::AcqRel);
-        turn_away(&socket, &peer, FailureKind::Busy, &format!("{SESSIONS_MAX} sessions are open already"));
-        return;
-    }
-    let id = SessionId(shared.next_id.fetch_add(1, Ordering::Relaxed));
-    let started = spawn(&format!("session-{id}-in"), {
-        let shared = shared.clone();
-        move || {
-            serve(&shared.context, socket, id, peer);
-            shared.sessions.fetch_sub(1, Ordering::AcqRel);
+    let place = match shared.place(&socket) {
+        Ok(Some(place)) => place,
+        Ok(None) => {
+            let message = format!("{} sessions are open already", shared.sessions_max);
+            refuse(shared, &socket, &peer, (Reason::Full, FailureKind::Busy, &message));
+            return;
         }
-    });
+        Err(error) => {
+            let message = format!("the agent has no file descriptor left: {error}");
+            refuse(shared, &socket, &peer, (Reason::System, FailureKind::Busy, &message));
+            return;
+        }
+    };
+    let id = SessionId(shared.next_id.fetch_add(1, Ordering::Relaxed));
+    let started = spawn(&format!("session-{id}-in"), move || serve(&place, socket, id, peer));
     if let Err(error) = started {
-        shared.sessions.fetch_sub(1, Ordering::AcqRel);
+        shared.context.count_rejected(Reason::System);
         tracing::warn!(%error, "session refused: cannot start a thread");
     }
 }
 
-fn turn_away(socket: &UnixStream, peer: &Peer, kind: FailureKind, message: &str) {
-    tracing::warn!(pid = peer.pid, uid = peer.uid, %message, "session refused");
-    // The accepting thread must not wait for a stranger: a fresh socket's buffer takes a failure at once.
+impl Shared {
+    /// A place for a connection, that of the oldest connection without a greeting if there is no other; `None` when all
+    /// are sessions. Sessions are idle for as long as their engine is.
+    fn place(self: &Arc<Shared>, socket: &UnixStream) -> io::Result<Option<Place>> {
+        let admission = self.connections().admit(socket.try_clone()?);
+        let id = match admission {
+            Admission::Admitted(id) => id,
+            Admission::Replaced { id, closed } => {
+                self.context.count_rejected(Reason::Idle);
+                // Its thread reads the end of the stream. It fails when the client has closed it, which is as well.
+                let _ = closed.shutdown(Shutdown::Both);
+                id
+            }
+            Admission::Full(_) => return Ok(None),
+        };
+        Ok(Some(Place { shared: Arc::clone(self), id }))
+    }
+
+    /// Each change is whole, so a poisoned lock is as good as any.
+    fn connections(&self) -> MutexGuard<'_, ConnectionTable<UnixStream>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Place {
+    /// Keeps the place until the session ends; false when it was given to another connection.
+    fn keep(&self) -> bool {
+        self.shared.connections().set_busy(self.id)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.shared.connections().remove(self.id);
+    }
+}
+
+/// Answers a connection that becomes no session.
+fn refuse(
+    shared: &Shared,
+    socket: &UnixStream,
+    peer: &Peer,
+    (reason, kind, message): (Reason, FailureKind, &str),
+) {
+    shared.context.count_rejected(reason);
+    let Peer { pid, uid, .. } = peer;
+    tracing::warn!(kind = reason.as_str(), pid, uid, why = message, "session refused");
+    // The accepting thread must not wait for a client: a new socket's buffer takes a failure at once.
     let _ = socket.set_nonblocking(true);
     let _ = outbound::send_frame(socket, encode::failure(0, kind, message));
 }
 
 /// One session from its greeting to its end.
-fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer: Peer) {
+fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
+    let context = &place.shared.context;
     let _session = tracing::info_span!("session", id = id.0, pid = peer.pid, uid = peer.uid).entered();
     let Some(greeted) = greet(context, socket, id, peer) else { return };
     let Greeted { opened, session, progress, mut frames, welcome } = greeted;
+    if !place.keep() {
+        // Closed to make room while its greeting was checked.
+        return;
+    }
     let Peer { client_name, tenant, .. } = session.peer();
     tracing::info!(client = %client_name, %tenant, "session opened");
     let writer = spawn(&format!("session-{id}-out"), {
@@ -221,6 +288,7 @@ fn serve(context: &Arc<SessionContext>, socket: UnixStream, id: SessionId, peer:
     let writer = match writer {
         Ok(writer) => writer,
         Err(error) => {
+            context.count_rejected(Reason::System);
             tracing::warn!(%error, "session refused: cannot start a thread");
             return;
         }
@@ -324,9 +392,11 @@ fn make_way(path: &Path) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+    use reprise_daemon::rejected::RejectedConnections;
 
     use super::*;
     use crate::core_loop::Inbox;
+    use crate::session::SESSIONS_MAX;
 
     fn settings(directory: &Path) -> SessionSettings {
         SessionSettings { socket: directory.join("agent.sock"), mode: 0o640, allow_uids: None }
@@ -354,8 +424,13 @@ mod tests {
             identity: None,
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
+            rejected: RejectedConnections::default(),
         };
-        let settings = SessionServerSettings { session: settings(directory), context: Arc::new(context) };
+        let settings = SessionServerSettings {
+            session: settings(directory),
+            sessions_max: SESSIONS_MAX,
+            context: Arc::new(context),
+        };
         SessionServer::start(settings).expect("it listens")
     }
 

@@ -24,6 +24,9 @@ use super::super::members::jitter;
 use super::super::{DirectoryEvent, Shared};
 use super::{Beats, Granted, Link, Up, within};
 
+/// The condition of a member that does not register this node, in the log.
+const NOT_REGISTERED: &str = "not_registered";
+
 /// A registration that is lost sooner is renewed with growing delays: two agents of one name would otherwise take it
 /// from each other as fast as they can.
 const SETTLED_AFTER: Duration = Duration::from_secs(5);
@@ -63,21 +66,25 @@ impl Link {
     /// Tries until the member answers.
     async fn register_once(&self, shared: &Shared, client: &mut MembershipClient<Channel>) -> Granted {
         let mut backoff = Backoff::default();
-        let mut reported = None;
         loop {
             let status = match within(shared.settings.call_timeout, client.register(request(shared))).await {
                 Ok(reply) => match granted(&reply) {
-                    Some(granted) => return granted,
+                    Some(granted) => {
+                        tracing::info!(recovered = NOT_REGISTERED, member = %self.name, "the member registers this node");
+                        return granted;
+                    }
                     None => Status::internal(format!("node number {} does not fit 16 bits", reply.node)),
                 },
                 Err(status) => status,
             };
-            // Once per kind of failure, not once per attempt.
-            if reported != Some(status.code()) {
-                let (code, reason) = (status.code(), status.message());
-                tracing::warn!(member = %self.name, ?code, reason, "cannot register with the control plane");
-                reported = Some(code);
-            }
+            let (code, reason) = (status.code(), status.message());
+            tracing::warn!(
+                condition = NOT_REGISTERED,
+                member = %self.name,
+                ?code,
+                reason,
+                "cannot register with the control plane"
+            );
             sleep(backoff.next(jitter())).await;
         }
     }
