@@ -219,7 +219,7 @@ impl Cluster {
         let beat = members.beat(self.now(), node, epoch);
         if beat == Beat::Returned {
             let (record, state) = members.get(node).expect("only members beat");
-            tracing::info!(node = node.0, name = record.name, "node is back");
+            tracing::info!(condition = "node_back", node = node.0, name = record.name, "node is back");
             self.tell_node(&members, record, state);
         }
         drop(members);

@@ -6,7 +6,6 @@ use std::time::Duration;
 use reprise_controlplane_store::{Event, KeyValue, Range, Revision, Store, StoreError, WatchBatch};
 use tokio::time::sleep;
 
-use crate::complaint::Complaint;
 use crate::keys::Family;
 
 /// Pause after the store failed.
@@ -47,25 +46,26 @@ impl<'a> News<'a> {
 /// Follows at most `limit` records of a family; never returns. `take` is told everything in order, also when the store was
 /// away or has compacted what came meanwhile: then it is told all records again.
 pub async fn follow(store: &Arc<dyn Store>, family: Family, limit: usize, mut take: impl FnMut(News<'_>)) {
-    let mut complaint = Complaint::default();
+    let prefix = family.prefix();
     loop {
-        let mut told = false;
+        let mut answered = false;
         let error = follow_on(store, family, limit, |news| {
-            told = true;
+            if !std::mem::replace(&mut answered, true) {
+                tracing::info!(recovered = "store_not_followed", prefix, "following the store again");
+            }
             take(news);
         })
         .await;
-        if told {
-            complaint.mended();
-        }
         match error {
             // Read the range again, at once.
             StoreError::Compacted { .. } => {}
             error => {
-                if complaint.is_news(&error) {
-                    let prefix = family.prefix();
-                    tracing::warn!(%error, prefix, "the store cannot be followed; trying again");
-                }
+                tracing::warn!(
+                    condition = "store_not_followed",
+                    %error,
+                    prefix,
+                    "the store cannot be followed; trying again"
+                );
                 sleep(RETRY_AFTER).await;
             }
         }

@@ -13,27 +13,29 @@
 //! heartbeats and another one for look-ups, always in that order. What may keep a front busy is cut into parts
 //! ([`crate::turns`]), so a heartbeat behind one waits for less than a millisecond.
 //!
+//! How many connections there may be, and which are closed, is for [`connection`] and the limit that [`serve`] is given.
+//!
 //! Deliberately absent: moving a connection to a front that has less to do.
 
+mod connection;
+
+use reprise_daemon::connections::{ConnectionLimit, Permit};
 use std::future::poll_fn;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::Poll;
-use std::time::Duration;
-
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::sleep;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Router;
 
+use connection::Connection;
+
 /// Connections that wait for their front to take them; further ones wait in the listener's queue.
 const HANDED_OVER_MAX: usize = 64;
-/// Pause after a connection could not be accepted: most often all file descriptors are in use.
-const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// Why gRPC is served no more.
 #[derive(Debug, thiserror::Error)]
@@ -50,7 +52,7 @@ pub enum FrontError {
 }
 
 /// Connections on their way to a front.
-type HandOver = mpsc::Sender<std::net::TcpStream>;
+type HandOver = mpsc::Sender<(std::net::TcpStream, Permit)>;
 
 /// How a front ends.
 struct Ending {
@@ -62,7 +64,7 @@ struct Ending {
 /// What a front needs.
 struct Duties {
     router: Router,
-    connections: mpsc::Receiver<std::net::TcpStream>,
+    connections: mpsc::Receiver<(std::net::TcpStream, Permit)>,
     stop: watch::Receiver<bool>,
     cut: oneshot::Receiver<()>,
 }
@@ -73,7 +75,7 @@ struct Duties {
 /// # Errors
 /// A front could not be started, or one has ended by itself: the others are cut.
 pub async fn serve(
-    listener: TcpListener,
+    (listener, limit): (TcpListener, ConnectionLimit),
     routers: Vec<Router>,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), FrontError> {
@@ -81,7 +83,7 @@ pub async fn serve(
     let started = routers.into_iter().enumerate().map(start).collect::<Result<Vec<_>, FrontError>>()?;
     let (fronts, mut endings): (Vec<HandOver>, Vec<Ending>) = started.into_iter().unzip();
     tokio::select! {
-        () = accept(&listener, &fronts) => {}
+        () = accept(&listener, &limit, &fronts) => {}
         // The sender going away means the same.
         _ = stop.wait_for(|stop| *stop) => {}
         ended = first_end(&mut endings) => return ended,
@@ -94,19 +96,13 @@ pub async fn serve(
 }
 
 /// Hands connections to their fronts, until one takes none any more.
-async fn accept(listener: &TcpListener, fronts: &[HandOver]) {
+async fn accept(listener: &TcpListener, limit: &ConnectionLimit, fronts: &[HandOver]) {
     loop {
-        let (stream, peer) = match listener.accept().await {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                tracing::warn!(%error, "a connection could not be accepted");
-                sleep(ACCEPT_AGAIN_AFTER).await;
-                continue;
-            }
-        };
-        // A connection that has ended already is nobody's loss.
+        let (stream, permit) = limit.accept(listener).await;
+        // Both fail for a connection that has ended already.
+        let Ok(peer) = stream.peer_addr() else { continue };
         let Ok(stream) = stream.into_std() else { continue };
-        if fronts[place(peer, fronts.len())].send(stream).await.is_err() {
+        if fronts[place(peer, fronts.len())].send((stream, permit)).await.is_err() {
             return;
         }
     }
@@ -157,9 +153,11 @@ fn start(
 impl Duties {
     async fn serve(self) -> Result<(), FrontError> {
         let Duties { router, connections, mut stop, cut } = self;
-        let incoming = ReceiverStream::new(connections).map(|stream| {
-            stream.set_nodelay(true)?;
-            TcpStream::from_std(stream)
+        // A connection that has ended already fails here, and must not end the others.
+        let incoming = ReceiverStream::new(connections).filter_map(|(stream, permit)| {
+            stream.set_nodelay(true).ok()?;
+            let stream = TcpStream::from_std(stream).ok()?;
+            Some(Ok::<_, io::Error>(Connection::new(stream, permit)))
         });
         let stopped = async move {
             // The sender going away means the same.

@@ -29,8 +29,8 @@ pub mod admin;
 pub mod background;
 pub mod chains;
 pub mod cluster;
-pub mod complaint;
 pub mod config;
+mod descriptors;
 pub mod directory;
 #[cfg(test)]
 mod document;

@@ -9,9 +9,11 @@ use anyhow::Context;
 use clap::Parser;
 use reprise_controlplane::config::{Config, DEFAULT_CONFIG, LogConfig, LogFormat};
 use reprise_controlplane::server::ControlPlane;
+use reprise_daemon::log;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::FmtSpan;
 
 /// Worker threads at the least: one busy with a part of a batch leaves another for heartbeats.
 const WORKERS_MIN: usize = 2;
@@ -41,7 +43,9 @@ fn main() -> anyhow::Result<()> {
             Config::parse(&text).with_context(|| format!("{} is refused", path.display()))?
         }
     };
-    start_log(&config.log)?;
+    let _log = start_log(&config.log)?;
+    reprise_daemon::descriptors::raise_limit()
+        .context("cannot raise the soft limit on open files to the hard limit")?;
     let workers =
         std::thread::available_parallelism().map_or(WORKERS_MIN, |cores| cores.get().max(WORKERS_MIN));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(workers).enable_all().build()?;
@@ -86,15 +90,13 @@ fn print(text: &str) -> anyhow::Result<()> {
     output.write_all(text.as_bytes()).and_then(|()| output.flush()).context("cannot write to standard output")
 }
 
-fn start_log(log: &LogConfig) -> anyhow::Result<()> {
-    let filter =
-        EnvFilter::try_new(&log.level).with_context(|| format!("log.level '{}' is no filter", log.level))?;
-    let colours = std::io::stderr().is_terminal();
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr);
-    match log.format {
-        LogFormat::Text => builder.init(),
-        LogFormat::Json => builder.json().init(),
-    }
-    Ok(())
+fn start_log(config: &LogConfig) -> anyhow::Result<log::Log> {
+    let filter = EnvFilter::try_new(&config.level)
+        .with_context(|| format!("log.level '{}' is no filter", config.level))?;
+    let format = match config.format {
+        LogFormat::Text => log::Format::Text { colours: std::io::stderr().is_terminal() },
+        LogFormat::Json => log::Format::Json,
+    };
+    let settings = log::Settings { filter, format, spans: FmtSpan::NONE };
+    log::start(settings).context("cannot start the log")
 }

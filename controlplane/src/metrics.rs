@@ -12,6 +12,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 use reprise_controlplane_core::{Amounts, DirectorySize, MemberState};
+use reprise_daemon::rejected::{Listener, RejectedConnections};
 use reprise_policy::NodeMode;
 
 use crate::shards::Shards;
@@ -68,8 +69,8 @@ pub struct Metrics {
     pub event_batches: Counter,
     /// Batches that slow subscribers were not sent.
     pub event_batches_skipped: Counter,
-    /// Connections for KV events beyond their number.
-    pub event_connections_refused: Counter,
+    /// Connections that were not served.
+    pub rejected: RejectedConnections,
     /// Answers to subscribers that had missed batches.
     event_replays: Family<ReplayLabels, Counter>,
     /// Time of calls.
@@ -89,6 +90,9 @@ pub struct Metrics {
 impl Metrics {
     /// Creates and registers all metrics.
     pub fn new() -> (Metrics, Registry) {
+        let mut registry = Registry::with_prefix(PREFIX);
+        let listeners = [Listener::Admin, Listener::Grpc, Listener::Events, Listener::Replay];
+        let rejected = RejectedConnections::register(&mut registry, &listeners);
         let metrics = Metrics {
             registrations: Counter::default(),
             heartbeats: Family::default(),
@@ -108,7 +112,7 @@ impl Metrics {
             watch_missed: Family::default(),
             event_batches: Counter::default(),
             event_batches_skipped: Counter::default(),
-            event_connections_refused: Counter::default(),
+            rejected,
             event_replays: Family::default(),
             call: Family::new_with_constructor(latency as fn() -> Histogram),
             modes: Family::default(),
@@ -123,7 +127,6 @@ impl Metrics {
             directory_bytes: Gauge::default(),
         };
         metrics.start_at_zero();
-        let mut registry = Registry::with_prefix(PREFIX);
         metrics.register_membership(&mut registry);
         metrics.register_directory(&mut registry);
         metrics.register_placement(&mut registry);
@@ -256,11 +259,6 @@ impl Metrics {
             "event_batches_skipped",
             "Batches of KV events that a slow subscriber was not sent",
             self.event_batches_skipped.clone(),
-        );
-        registry.register(
-            "event_connections_refused",
-            "Connections for KV events beyond their number",
-            self.event_connections_refused.clone(),
         );
         registry.register("event_replays", "Replays of KV events by outcome", self.event_replays.clone());
     }

@@ -9,6 +9,9 @@ use reprise_controlplane_core::{Amounts, MemberSettings, OwnPlace};
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, KeyValue, MemoryStore, Store, StoreError, TimeToLive,
 };
+use reprise_daemon::connections::ConnectionLimit;
+use reprise_daemon::http;
+use reprise_daemon::rejected::Listener;
 use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
@@ -25,7 +28,8 @@ use tonic::transport::server::Router;
 use crate::admin::{self, Admin};
 use crate::background::Background;
 use crate::cluster::{Cluster, EXPECTED_FOR};
-use crate::config::{Config, StoreConfig};
+use crate::config::{Config, EventsConfig, StoreConfig};
+use crate::descriptors::ConnectionLimits;
 use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
@@ -78,7 +82,7 @@ pub struct ControlPlane {
     admin_state: Arc<Admin>,
     stop: watch::Sender<bool>,
     grpc_task: JoinHandle<Result<(), FrontError>>,
-    admin_task: JoinHandle<std::io::Result<()>>,
+    admin_task: JoinHandle<()>,
     shards: Arc<Shards>,
     background: Background,
     /// Gives the registration back when told to stop.
@@ -114,18 +118,20 @@ impl ControlPlane {
         let modes = modes.context("cannot read the modes of nodes")?;
         modes.entries.iter().for_each(|entry| learn_mode(&cluster, entry));
 
+        let workers = tokio::runtime::Handle::current().metrics().num_workers();
+        let limits = ConnectionLimits::of(workers, &config.events)?;
         let grpc_listener = bind("listen", config.listen).await?;
         let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
         let mut background = Background::default();
-        let publisher = Publisher::start(cluster.clone(), &config.events, &mut background).await?;
+        let events = EventsConfig { subscribers: limits.events, ..config.events.clone() };
+        let publisher = Publisher::start(cluster.clone(), &events, &mut background).await?;
         let shards = Arc::new(shards(&config, (store.clone(), identity.clone()), grpc)?);
         if let StoreConfig::Embedded { .. } = config.store {
             shards.forget_former().await.context("cannot tidy the store")?;
         }
         let admin_state = Admin::new(cluster.clone(), shards.clone(), metric_registry);
         let stop = watch::Sender::new(false);
-        let workers = tokio::runtime::Handle::current().metrics().num_workers();
         let turns = Turns::new(workers, config.limits.calls_at_once);
         let store_lost = watch::Sender::new(None);
         let lost = store_lost.subscribe();
@@ -150,13 +156,13 @@ impl ControlPlane {
             events: EventsServer::new(EventsService::new(cluster.clone())),
         };
         let routers = (0..workers).map(|_| router(&services)).collect();
-        let grpc_task = tokio::spawn(fronts::serve(grpc_listener, routers, stop.subscribe()));
+        let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
+        let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
+        let grpc_task = tokio::spawn(fronts::serve(accepted, routers, stop.subscribe()));
         let routes = admin::router(admin_state.clone());
         let stopped = wait(stop.subscribe());
-        let admin_task =
-            tokio::spawn(
-                async move { axum::serve(admin_listener, routes).with_graceful_shutdown(stopped).await },
-            );
+        let limit = limit(Listener::Admin, limits.admin);
+        let admin_task = tokio::spawn(http::serve(admin_listener, routes, limit, stopped));
         background.for_ever("death of nodes", expire_for_ever(cluster.clone(), settings.dead_after));
         background.for_ever("sweeps", sweep_for_ever(cluster.clone()));
         background.for_ever("members", follow_for_ever(shards.clone()));
@@ -200,10 +206,7 @@ impl ControlPlane {
             if let Ok(Err(error)) = served {
                 tracing::error!(%error, "the gRPC server ended with an error");
             }
-            let served = (&mut admin_task).await;
-            if let Ok(Err(error)) = served {
-                tracing::error!(%error, "the admin server ended with an error");
-            }
+            let _ = (&mut admin_task).await;
         };
         if timeout(SHUTDOWN_WAIT, all).await.is_err() {
             tracing::warn!("connections were still open at shutdown and are cut");
@@ -285,7 +288,7 @@ async fn open_etcd(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
     loop {
         match EtcdStore::connect(settings).await {
             Err(StoreError::Unavailable { reason }) if Instant::now() < give_up => {
-                tracing::info!(reason, "etcd does not answer yet");
+                tracing::info!(condition = "waiting_for_etcd", reason, "etcd does not answer yet");
                 sleep(STORE_PAUSE).await;
             }
             outcome => return outcome,

@@ -36,7 +36,6 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::complaint::Complaint;
 use crate::followed::{self, News};
 use crate::identity::Identity;
 use crate::keys::{Family, Key};
@@ -226,7 +225,6 @@ impl Shards {
 
     /// Registers this member and registers it again whenever its lease is lost, until `stop`; then gives it back.
     pub async fn hold(&self, mut stop: watch::Receiver<bool>) {
-        let mut complaint = Complaint::default();
         loop {
             let joined = tokio::select! {
                 _ = stop.wait_for(|stop| *stop) => return,
@@ -234,15 +232,17 @@ impl Shards {
             };
             match joined {
                 Ok((lease, incarnation)) => {
-                    complaint.mended();
+                    tracing::info!(recovered = "member_not_registered", "this member is registered again");
                     if self.keep(lease, incarnation, &mut stop).await == Loss::Released {
                         return;
                     }
                 }
                 Err(error) => {
-                    if complaint.is_news(&error) {
-                        tracing::warn!(%error, "this member cannot be registered now; trying again");
-                    }
+                    tracing::warn!(
+                        condition = "member_not_registered",
+                        %error,
+                        "this member cannot be registered now; trying again"
+                    );
                     sleep(RETRY_AFTER).await;
                 }
             }

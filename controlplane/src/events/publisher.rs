@@ -24,6 +24,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::Context;
 use bytes::Bytes;
 use reprise_controlplane_core::{LiveNodes, Run, Told};
+use reprise_daemon::connections::ConnectionLimit;
 use reprise_policy::NodeId;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -90,12 +91,14 @@ impl Publisher {
     ) -> anyhow::Result<Option<Publisher>> {
         let Some(publish) = config.publish else { return Ok(None) };
         let hub = Arc::new(Hub::new(cluster, config));
-        let mut serve = async |field, address, role| -> anyhow::Result<SocketAddr> {
+        let mut serve = async |field, address, role: Role| -> anyhow::Result<SocketAddr> {
             let listener = TcpListener::bind(address)
                 .await
                 .with_context(|| format!("cannot listen on {address}: change '{field}' or free it"))?;
             let address = listener.local_addr()?;
-            background.for_ever(field, sockets::serve(listener, role, hub.clone(), config.subscribers));
+            let (of, rejected) = (role.listener(), hub.cluster.metrics.rejected.clone());
+            let limit = ConnectionLimit::new(of, config.subscribers, rejected);
+            background.for_ever(field, sockets::serve(listener, role, hub.clone(), limit));
             Ok(address)
         };
         let publish = serve("events.publish", publish, Role::Publisher).await?;

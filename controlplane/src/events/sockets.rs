@@ -2,14 +2,16 @@
 //!
 //! A subscriber reads the publisher's buffer at a number of its own, so nothing is queued for it: it has 64 KiB that are being
 //! written, and what the kernel holds. One that takes nothing for [`STALLED_AFTER`] is cut; one whose machine is gone is found by
-//! TCP's keep-alive. Connections are as many as `events.subscribers` says, for each of both sockets; more are closed at once. One that
-//! wants nothing and says nothing for [`SILENT_MAX`] is closed, so that it keeps no seat from others: a subscriber without a
-//! subscription, or whoever asks for no replay. ZeroMQ connects again by itself when its user has something to say.
+//! TCP's keep-alive. Each of both sockets has at most `events.subscribers` connections. A full one closes its longest-idle
+//! connection for a new one: one that has not greeted, has no subscription, or waits for no replay. Such a connection is also
+//! closed after [`SILENT_MAX`]. ZeroMQ connects again by itself when its user has something to send.
 
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use reprise_daemon::connections::{ConnectionLimit, Permit};
+use reprise_daemon::rejected::Reason;
 use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -31,8 +33,6 @@ const REPLAY_WITHIN: Duration = Duration::from_secs(120);
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(30);
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_COUNT: u32 = 3;
-/// Pause after a connection could not be accepted: no descriptors are left, most likely.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Silence of a connection that waits for nothing: routers ask for a replay when they have missed something, which is rare.
 const SILENT_MAX: Duration = Duration::from_secs(600);
 /// Bytes that are written together.
@@ -54,38 +54,38 @@ pub(super) struct Out<W> {
 struct Subscriptions(Vec<Vec<u8>>);
 
 /// Accepts connections for ever; they end with it.
-pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, connections_max: usize) {
+pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, limit: ConnectionLimit) {
     let mut connections = JoinSet::new();
     loop {
-        let accepted = listener.accept().await;
+        let (stream, permit) = limit.accept(&listener).await;
         while connections.try_join_next().is_some() {}
-        let metrics = &hub.cluster.metrics;
-        match accepted {
-            Ok(_) if connections.len() >= connections_max => {
-                // Closed as it is dropped.
-                metrics.event_connections_refused.inc();
+        let hub = hub.clone();
+        connections.spawn(async move {
+            tokio::select! {
+                ended = talk(stream, role, &hub, &permit) => {
+                    let Err(error) = ended;
+                    tracing::debug!(?role, %error, "a connection for KV events has ended");
+                }
+                () = permit.closed() => {}
             }
-            Ok((stream, peer)) => {
-                let hub = hub.clone();
-                connections.spawn(async move {
-                    let Err(error) = talk(stream, role, &hub).await;
-                    tracing::debug!(%peer, ?role, %error, "a connection for KV events has ended");
-                });
-            }
-            Err(error) => {
-                tracing::warn!(%error, ?role, "cannot accept a connection for KV events");
-                sleep(ACCEPT_PAUSE).await;
-            }
-        }
+        });
     }
 }
 
-/// Talks to a peer until one of both has enough.
-async fn talk(mut stream: TcpStream, role: Role, hub: &Hub) -> Result<Infallible, ZmtpError> {
+/// Talks to a peer until one of both ends it.
+async fn talk(
+    mut stream: TcpStream,
+    role: Role,
+    hub: &Hub,
+    permit: &Permit,
+) -> Result<Infallible, ZmtpError> {
     keep_alive(&stream)?;
-    timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role))
-        .await
-        .map_err(|_| ZmtpError::Peer("it did not say who it is"))??;
+    let greeted = timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role)).await.map_err(|_| {
+        permit.limit().count(Reason::Timeout);
+        ZmtpError::Peer("it sent no greeting in time")
+    })?;
+    greeted.inspect_err(|_| permit.limit().count(Reason::Protocol))?;
+    permit.set_idle();
     let (read, write) = stream.into_split();
     let (sender, received) = mpsc::channel(RECEIVED_MAX);
     let out = Out { write, pending: Vec::new() };
@@ -93,8 +93,8 @@ async fn talk(mut stream: TcpStream, role: Role, hub: &Hub) -> Result<Infallible
         ended = listen(BufReader::new(read), sender) => ended,
         ended = async {
             match role {
-                Role::Publisher => publish(hub, received, out).await,
-                Role::Router => answer(hub, received, out).await,
+                Role::Publisher => publish((hub, permit), received, out).await,
+                Role::Router => answer((hub, permit), received, out).await,
             }
         } => ended,
     }
@@ -123,7 +123,7 @@ async fn listen<R: AsyncRead + Unpin>(
 
 /// Sends batches to a subscriber, from the next one on.
 async fn publish<W: AsyncWrite + Unpin>(
-    hub: &Hub,
+    (hub, permit): (&Hub, &Permit),
     mut received: mpsc::Receiver<Received>,
     mut out: Out<W>,
 ) -> Result<Infallible, ZmtpError> {
@@ -142,6 +142,11 @@ async fn publish<W: AsyncWrite + Unpin>(
                 next = send_published(hub, next, &mut out).await?;
             }
             () = sleep(SILENT_MAX), if !wanted => return Err(ZmtpError::Peer("it subscribes to nothing")),
+        }
+        match (wanted, subscriptions.want(&hub.topic)) {
+            (false, true) => permit.set_busy(),
+            (true, false) => permit.set_idle(),
+            _ => {}
         }
         if !wanted && subscriptions.want(&hub.topic) {
             published.mark_unchanged();
@@ -176,7 +181,7 @@ async fn send_published<W: AsyncWrite + Unpin>(
 
 /// Answers replays, one after the other.
 async fn answer<W: AsyncWrite + Unpin>(
-    hub: &Hub,
+    (hub, permit): (&Hub, &Permit),
     mut received: mpsc::Receiver<Received>,
     mut out: Out<W>,
 ) -> Result<Infallible, ZmtpError> {
@@ -188,7 +193,9 @@ async fn answer<W: AsyncWrite + Unpin>(
                     "a replay is asked for by an empty frame and 8 bytes, big endian",
                 ))?;
                 // Replays wait for each other: one that is read too slowly must not keep the others waiting.
+                permit.set_busy();
                 let answered = timeout(REPLAY_WITHIN, replay::answer(hub, start, &mut out)).await;
+                permit.set_idle();
                 answered.map_err(|_| ZmtpError::Peer("it reads a replay too slowly"))??;
             }
             Some(Received::Command(body)) => out.pong(&body).await?,
@@ -258,6 +265,8 @@ impl Subscriptions {
 mod tests {
     use tokio::time::Instant;
 
+    use reprise_daemon::rejected::RejectedConnections;
+
     use super::*;
     use crate::config::EventsConfig;
     use crate::events::publisher::tests::cluster;
@@ -270,6 +279,11 @@ mod tests {
         Out { write: tokio::io::sink(), pending: Vec::new() }
     }
 
+    async fn permit() -> Permit {
+        let limit = ConnectionLimit::new(Role::Router.listener(), 1, RejectedConnections::default());
+        limit.admit().await.expect("there is room")
+    }
+
     /// What a peer says: a message of one frame for each.
     fn said(frames: &[&[u8]]) -> Received {
         Received::Message(frames.iter().map(|frame| frame.to_vec()).collect())
@@ -277,7 +291,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn whoever_asks_for_no_replay_is_let_go_some_time_after_the_last_one() {
-        let (hub, began) = (hub(), Instant::now());
+        let (hub, permit, began) = (hub(), permit().await, Instant::now());
         let (sender, received) = mpsc::channel(1);
         let replay = said(&[b"", &0u64.to_be_bytes()]);
         let asking = async {
@@ -286,7 +300,7 @@ mod tests {
             std::future::pending::<()>().await;
         };
         let ended = tokio::select! {
-            ended = answer(&hub, received, out()) => ended,
+            ended = answer((&hub, &permit), received, out()) => ended,
             () = asking => unreachable!("it waits"),
         };
         assert!(matches!(ended, Err(ZmtpError::Peer("it asks for nothing"))), "{ended:?}");
@@ -295,13 +309,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_subscriber_without_a_subscription_is_let_go_and_one_with_it_may_be_silent() {
-        let hub = hub();
+        let (hub, permit) = (hub(), permit().await);
         let (_sender, received) = mpsc::channel(1);
-        let ended = publish(&hub, received, out()).await;
+        let ended = publish((&hub, &permit), received, out()).await;
         assert!(matches!(ended, Err(ZmtpError::Peer("it subscribes to nothing"))), "{ended:?}");
         let (sender, received) = mpsc::channel(1);
         sender.send(said(&[b"\x01"])).await.expect("there is room");
-        let ended = timeout(10 * SILENT_MAX, publish(&hub, received, out())).await;
+        let ended = timeout(10 * SILENT_MAX, publish((&hub, &permit), received, out())).await;
         assert!(ended.is_err(), "{ended:?}");
     }
 }

@@ -13,6 +13,7 @@
 //!
 //! Deliberately absent: other mechanisms, connecting, ZMTP 2 and before (libzmq before 4.0).
 
+use reprise_daemon::rejected::Listener;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// A frame of a subscriber at the most: a subscription names a topic, a replay a number.
@@ -58,6 +59,14 @@ pub(super) enum ZmtpError {
 }
 
 impl Role {
+    /// The listener of this role, for metrics and the log.
+    pub(super) fn listener(self) -> Listener {
+        match self {
+            Role::Publisher => Listener::Events,
+            Role::Router => Listener::Replay,
+        }
+    }
+
     fn socket_type(self) -> &'static [u8] {
         match self {
             Role::Publisher => b"PUB",
