@@ -1,4 +1,5 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`. Not authenticated; nothing here changes anything.
+//! The admin port: `/metrics`, `/healthz`, `/readyz`. Not authenticated; nothing here changes anything. Idle clients cannot stop probes
+//! ([`reprise_daemon::http`]).
 //!
 //! A replica that waits for the lease is healthy and ready: it is ready to take over. Before the API server has answered once, none is
 //! ready. One whose queues do not go on is not healthy ([`crate::progress`]).
@@ -12,6 +13,10 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use reprise_proto::exposition::Format;
+use reprise_daemon::connections::ConnectionLimit;
+use reprise_daemon::descriptors::{Part, TooFewDescriptors, divide, limit};
+use reprise_daemon::http;
+use reprise_daemon::rejected::{Listener, RejectedConnections};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
@@ -24,21 +29,35 @@ struct Pages {
     ready: watch::Receiver<bool>,
 }
 
-/// Serves for ever.
+/// Descriptors beside those of the admin port: standard streams, the API server, members of control planes, etcds.
+const RESERVE: u64 = 128;
+
+/// Probes, scrapers and people: a handful at a time.
+const CONNECTIONS: Part = Part { each: 1, min: 8, max: 64 };
+
+/// The bound of the port under the limit on open files.
 ///
 /// # Errors
-/// The port was taken away.
+/// The limit is too low.
+pub fn connection_limit(rejected: &RejectedConnections) -> Result<ConnectionLimit, TooFewDescriptors> {
+    let [max] = divide(limit(), RESERVE, [CONNECTIONS])?;
+    let max = usize::try_from(max).expect("a few");
+    Ok(ConnectionLimit::new(Listener::Admin, max, rejected.clone()))
+}
+
+/// Serves for ever.
 pub async fn serve(
     listener: TcpListener,
+    limit: ConnectionLimit,
     context: Arc<Context>,
     ready: watch::Receiver<bool>,
-) -> std::io::Result<()> {
+) {
     let pages = Router::new()
         .route("/metrics", get(metrics))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(Pages { context, ready });
-    axum::serve(listener, pages).await
+    http::serve(listener, pages, limit, std::future::pending()).await;
 }
 
 async fn metrics(State(pages): State<Pages>, headers: HeaderMap) -> Response {
@@ -52,7 +71,10 @@ async fn healthz(State(pages): State<Pages>) -> Response {
     match pages.context.progress.stuck(Instant::now()) {
         None => (StatusCode::OK, "ok\n").into_response(),
         Some(what) => {
-            tracing::error!(what, "the operator does not go on, and says so to the kubelet, which ends it");
+            tracing::error!(
+                what,
+                "reconciliation is stuck; failing /healthz so that the kubelet restarts the operator"
+            );
             (StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")).into_response()
         }
     }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kube::{Client, Config};
+use reprise_daemon::log;
 use reprise_operator::definitions::{apply_definitions, apply_objects};
 use reprise_operator::requests::{self, ApiRequests};
 use reprise_operator::run::{Listening, run};
@@ -19,6 +20,7 @@ use reprise_operator::uninstall::{Release, delete};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::FmtSpan;
 
 /// A call that gets no byte for so long has failed. Watches are renewed every 290 s and have bookmarks in between.
 const READ_TIMEOUT: Duration = Duration::from_secs(295);
@@ -134,7 +136,9 @@ enum LogFormat {
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
-    start_log(&arguments)?;
+    let _log = start_log(&arguments)?;
+    reprise_daemon::descriptors::raise_limit()
+        .context("cannot raise the soft limit on open files to the hard limit")?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let obeyed = runtime.block_on(obey(arguments.command));
     // Without a wait for names that are still being looked up.
@@ -210,17 +214,15 @@ fn print(text: &str) -> anyhow::Result<()> {
     output.write_all(text.as_bytes()).and_then(|()| output.flush()).context("cannot write to standard output")
 }
 
-fn start_log(arguments: &Arguments) -> anyhow::Result<()> {
+fn start_log(arguments: &Arguments) -> anyhow::Result<log::Log> {
     let level = &arguments.log_level;
     let filter = EnvFilter::try_new(level).with_context(|| format!("--log-level '{level}' is no filter"))?;
-    let colours = std::io::stderr().is_terminal();
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr);
-    match arguments.log_format {
-        LogFormat::Text => builder.init(),
-        LogFormat::Json => builder.json().init(),
-    }
-    Ok(())
+    let format = match arguments.log_format {
+        LogFormat::Text => log::Format::Text { colours: std::io::stderr().is_terminal() },
+        LogFormat::Json => log::Format::Json,
+    };
+    let settings = log::Settings { filter, format, spans: FmtSpan::NONE };
+    log::start(settings).context("cannot start the log")
 }
 
 #[cfg(test)]

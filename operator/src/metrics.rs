@@ -11,6 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
+use reprise_daemon::rejected::{Listener, RejectedConnections};
 
 use crate::requests::ApiRequests;
 
@@ -119,6 +120,8 @@ pub struct Metrics {
     conflicts: Family<KindLabels, Counter>,
     put_backs: Family<KindLabels, Counter>,
     calls: Family<CallLabels, Counter>,
+    /// Connections to the admin port that were not served.
+    pub rejected: RejectedConnections,
     /// 1 while this process holds the lease.
     pub leader: Gauge,
 }
@@ -128,6 +131,8 @@ impl Metrics {
     pub fn new(requests: ApiRequests) -> Metrics {
         let histogram: fn() -> Histogram =
             || Histogram::new(exponential_buckets(RECONCILE_FIRST_SECONDS, 2.0, RECONCILE_BUCKETS));
+        let mut registry = Registry::with_prefix(PREFIX);
+        let rejected = RejectedConnections::register(&mut registry, &[Listener::Admin]);
         let metrics = Metrics {
             registry: Mutex::default(),
             requests,
@@ -137,14 +142,14 @@ impl Metrics {
             conflicts: Family::default(),
             put_backs: Family::default(),
             calls: Family::default(),
+            rejected,
             leader: Gauge::default(),
         };
-        metrics.register();
+        metrics.register(registry);
         metrics
     }
 
-    fn register(&self) {
-        let mut registry = Registry::with_prefix(PREFIX);
+    fn register(&self, mut registry: Registry) {
         let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
         registry.register("build", "Version of the operator", build);
         registry.register("reconciles", "Reconciles that ended, by kind and result", self.reconciles.clone());

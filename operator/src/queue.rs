@@ -19,6 +19,9 @@ use crate::error::OperatorError;
 use crate::progress::SAID_EVERY;
 use crate::status::kind_of;
 
+/// The condition of an object whose reconcile failed, in the log.
+const RECONCILE_FAILED: &str = "reconcile_failed";
+
 /// Reconciles of one kind at once: enough to keep the API server busy, and few enough to leave it to others.
 const AT_ONCE: u16 = 8;
 
@@ -49,6 +52,7 @@ pub async fn run<K, F, R>(
             context.progress.ended(kind_of::<K>(), &key, Instant::now());
             if ended.is_ok() {
                 context.backoff.succeeded(&key);
+                tracing::info!(recovered = RECONCILE_FAILED, object = key, "the reconcile succeeds again");
             }
             ended
         }
@@ -59,9 +63,21 @@ pub async fn run<K, F, R>(
         let wait = context.backoff.failed(&key);
         // Somebody else was first: the next try sees what is there now.
         if error.code() == Some(409) {
-            tracing::info!(%error, object = key, ?wait, "reconciled again, somebody else has written meanwhile");
+            tracing::info!(
+                condition = "reconcile_conflict",
+                %error,
+                object = key,
+                ?wait,
+                "retrying reconcile: the object was modified concurrently (409)"
+            );
         } else {
-            tracing::warn!(%error, object = key, ?wait, "a reconcile failed and is tried again");
+            tracing::warn!(
+                condition = RECONCILE_FAILED,
+                %error,
+                object = key,
+                ?wait,
+                "a reconcile failed and is tried again"
+            );
         }
         Action::requeue(wait)
     };

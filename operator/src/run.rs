@@ -61,7 +61,8 @@ pub async fn run(
     let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
-    let serving = tokio::spawn(admin::serve(listener, Arc::clone(&context), is_ready));
+    let limit = admin::connection_limit(&context.metrics.rejected)?;
+    let serving = tokio::spawn(admin::serve(listener, limit, Arc::clone(&context), is_ready));
     let mut watches = watch::start(&client, &world, writers, &triggers);
     listening(Listening { admin })?;
     let mut stop = std::pin::pin!(stop);

@@ -60,6 +60,9 @@ const REQUESTS_MAX: usize = 1024;
 /// A watch that has failed begins again after so long, at the most.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
+/// The condition of a watch that was lost, in the log.
+const WATCH_LOST: &str = "watch_lost";
+
 /// Where requests to reconcile go.
 #[derive(Debug)]
 pub struct Triggers {
@@ -455,10 +458,14 @@ where
                 changed(&on, &object, News::Spec).await;
             }
             Ok(Event::Init) => {}
-            Ok(Event::InitDone) => on.wide(News::Spec).await,
+            Ok(Event::InitDone) => {
+                let kind = std::any::type_name::<K>();
+                tracing::info!(recovered = WATCH_LOST, kind, "a watch goes on");
+                on.wide(News::Spec).await;
+            }
             Err(error) => {
                 let kind = std::any::type_name::<K>();
-                tracing::warn!(%error, kind, "a watch was lost and begins again");
+                tracing::warn!(condition = WATCH_LOST, %error, kind, "a watch was lost and begins again");
             }
         }
     }

@@ -25,7 +25,8 @@ async fn the_kubelet_is_told_when_a_queue_does_not_go_on() {
     let address = listener.local_addr().expect("bound");
     let context = context().await;
     let (_ready, is_ready) = watch::channel(true);
-    tokio::spawn(serve(listener, Arc::clone(&context), is_ready));
+    let limit = connection_limit(&context.metrics.rejected).expect("enough descriptors");
+    tokio::spawn(serve(listener, limit, Arc::clone(&context), is_ready));
     assert!(asked(address, "/healthz").await.starts_with("HTTP/1.1 200"), "it has begun nothing yet");
     context.progress.lives("Node", Instant::now());
     assert!(asked(address, "/healthz").await.starts_with("HTTP/1.1 200"));
