@@ -32,7 +32,10 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
+use reprise_daemon::{descriptors, log};
+use tracing_subscriber::fmt::format::FmtSpan;
 
 use crate::config::Config;
 use crate::output::{Audience, JsonFlag};
@@ -104,12 +107,19 @@ enum Command {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    init_logs(match arguments.command {
+    let level = match arguments.command {
         // Whoever started the engine kills agents under it, and says so.
         Some(Command::Engine { .. }) => "warn,reprise_client::connection=error",
         _ => "warn",
+    };
+    let done = start_log(level).and_then(|log| {
+        // For the programs that it starts, and for benches with thousands of connections.
+        descriptors::raise_limit().context("cannot raise the soft limit on open files to the hard limit")?;
+        run(arguments)?;
+        drop(log);
+        Ok(())
     });
-    match run(arguments) {
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);
@@ -148,11 +158,12 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
     }
 }
 
-fn init_logs(level: &str) {
+fn start_log(level: &str) -> anyhow::Result<log::Log> {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(level));
-    let colours = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(std::io::stderr).init();
+    let format = log::Format::Text { colours: std::io::stderr().is_terminal() };
+    let settings = log::Settings { filter, format, spans: FmtSpan::NONE };
+    log::start(settings).context("cannot start the log")
 }
 
 #[allow(clippy::print_stderr)] // the one place where a failed command says why
