@@ -47,6 +47,22 @@ impl Admin {
         Ok((code, head.to_ascii_lowercase(), body.to_owned()))
     }
 
+    /// `host:port`.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The sum of all samples of a metric whose labels have these words.
+    ///
+    /// # Panics
+    /// When the process serves no metrics.
+    pub fn metric(&self, name: &str, words: &str) -> f64 {
+        let (code, text) = self.get("/metrics").expect("the metrics are served");
+        assert_eq!(code, 200);
+        let samples = text.lines().filter(|line| line.starts_with(name) && line.contains(words));
+        samples.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
+    }
+
     /// A page of JSON.
     ///
     /// # Panics

@@ -47,14 +47,14 @@ impl ControlPlane {
     ///
     /// # Panics
     /// When it does not start.
-    pub fn start_in(folder: &Path, store: Store) -> ControlPlane {
+    pub fn start_in(folder: &Path, started: StartedWith, store: Store) -> ControlPlane {
         let store = match store {
             Store::Embedded => {
                 format!("kind = \"embedded\"\npath = {}\n", quoted(&folder.join("controlplane.store")))
             }
             Store::Memory => "kind = \"memory\"\n".to_owned(),
         };
-        ControlPlane::start(folder, &Host::LOOPBACK, StartedWith::default(), "controlplane", &store)
+        ControlPlane::start(folder, &Host::LOOPBACK, started, "controlplane", &store)
     }
 
     /// Starts a member on a host, with something besides, its files in `folder` and its store in an etcd.

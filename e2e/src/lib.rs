@@ -34,6 +34,7 @@ pub mod disk;
 pub mod engine;
 pub mod etcd;
 mod failure;
+pub mod flood;
 pub mod host;
 pub mod interposer;
 pub mod kubernetes;

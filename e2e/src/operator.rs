@@ -132,9 +132,6 @@ impl Operator {
     /// # Panics
     /// When it serves no metrics.
     pub fn metric(&self, name: &str, words: &str) -> f64 {
-        let (code, text) = self.admin.get("/metrics").expect("the metrics are served");
-        assert_eq!(code, 200);
-        let samples = text.lines().filter(|line| line.starts_with(name) && line.contains(words));
-        samples.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
+        self.admin.metric(name, words)
     }
 }

@@ -124,8 +124,13 @@ impl World {
 
     /// Starts a control plane.
     pub fn control_plane(&self, store: Store) -> ControlPlane {
+        self.control_plane_with(StartedWith::default(), store)
+    }
+
+    /// Starts a control plane that is started with something besides.
+    pub fn control_plane_with(&self, started: StartedWith, store: Store) -> ControlPlane {
         self.logs().add(self.folder().join("controlplane.log"));
-        ControlPlane::start_in(self.folder(), store)
+        ControlPlane::start_in(self.folder(), started, store)
     }
 
     /// Starts an etcd.

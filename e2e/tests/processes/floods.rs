@@ -1,0 +1,72 @@
+//! Conditions that clients can repeat at will take a handful of log lines, and counters have their number.
+
+use reprise_e2e::content::small;
+use reprise_e2e::control_plane::Store;
+use reprise_e2e::flood::{garbage, garbage_at};
+use reprise_e2e::{AgentConfig, Loading, PATIENCE, World, logs, wait_until};
+
+/// Connections with garbage to each port.
+const GARBAGE: usize = 300;
+
+/// Lines about all of them: one for each kind of condition, and room.
+const LINES_MAX: usize = 8;
+
+fn bad_lines(log: &std::path::Path) -> Vec<String> {
+    let text = logs::read(log);
+    let bad = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
+    text.lines().filter(bad).map(str::to_owned).collect()
+}
+
+fn assert_few(log: &std::path::Path) {
+    let lines = bad_lines(log);
+    assert!(lines.len() <= LINES_MAX, "{} lines:\n{}", lines.len(), lines.join("\n"));
+}
+
+#[test]
+fn garbage_on_every_port_takes_a_handful_of_log_lines_and_is_counted() {
+    let world = World::new();
+    for words in ["session refused", "protocol error", "peer connection lost"] {
+        world.allow(words);
+    }
+    let mut plane = world.control_plane(Store::Memory);
+    let config =
+        AgentConfig { control_plane: vec![plane.address().to_owned()], ..AgentConfig::named("node") };
+    let mut agent = world.agent(&config);
+    let peer_address = || {
+        let nodes = plane.admin().json("/nodes");
+        Some(nodes[0]["peer_address"].as_str()?.to_owned())
+    };
+    let peer_address = wait_until("a registered agent", PATIENCE, peer_address);
+    garbage_at(&agent.files().socket, GARBAGE);
+    garbage(&peer_address, GARBAGE);
+    garbage(agent.admin().address(), GARBAGE);
+    garbage(plane.address(), GARBAGE);
+    garbage(plane.admin().address(), GARBAGE);
+
+    let engine = agent.engine(small());
+    engine.save_durably(&[1]);
+    engine.load_all(&[1], &Loading::CLUSTER);
+    assert_eq!(plane.offers("node"), Some(true));
+    let count = GARBAGE as f64;
+    let of_agent = |listener: &str| {
+        let labels = format!("listener=\"{listener}\",reason=\"protocol\"");
+        agent.admin().metric("reprise_agent_connections_rejected_total", &labels)
+    };
+    assert_eq!((of_agent("sessions"), of_agent("admin")), (count, count));
+    assert_eq!(agent.admin().metric("reprise_agent_peer_protocol_errors_total", ""), count);
+    for listener in ["grpc", "admin"] {
+        let labels = format!("listener=\"{listener}\",reason=\"protocol\"");
+        let counted = plane.admin().metric("reprise_controlplane_connections_rejected_total", &labels);
+        assert_eq!(counted, count, "of {listener}");
+    }
+
+    assert_few(&agent.files().log);
+    assert_few(&world.folder().join("controlplane.log"));
+    // A program that ends logs what it has counted.
+    agent.stop();
+    let counts = bad_lines(&agent.files().log);
+    let counted =
+        |line: &String| line.contains("repeated") && line.contains(&format!("count={}", GARBAGE - 1));
+    assert_eq!(counts.iter().filter(|line| counted(line)).count(), 2, "{counts:#?}");
+    plane.kill();
+}
