@@ -17,7 +17,7 @@ use crate::queues::{KIND as ALLOCATION, ask};
 
 /// Percentage of the moments of one story that a run covers; 100 covers all.
 const PERCENT_VARIABLE: &str = "REPRISE_E2E_KILL_PERCENT";
-const PERCENT: u64 = 60;
+const PERCENT: u64 = 35;
 /// No story has fewer writes.
 const WRITES_MIN: u64 = 8;
 /// Nothing is written for so long once all is as it should be: pauses within a reconcile are milliseconds.
