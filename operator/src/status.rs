@@ -184,7 +184,7 @@ pub(crate) async fn tell<K: Resource<DynamicType = ()>>(context: &Context, objec
     tracing::info!(kind, name, condition, status, reason, %message, "a condition has changed");
     let note = format!("{condition} is {status}: {message}");
     let event = Event {
-        type_: if is_good(finding) { EventType::Normal } else { EventType::Warning },
+        type_: severity(finding, object.meta().creation_timestamp.as_ref().map(clock::since)),
         reason: reason.to_owned(),
         note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
         action: condition.to_owned(),
@@ -239,6 +239,23 @@ const PUT_BACK: &str = "PutBack";
 
 /// Kubernetes' own bound of an event's note.
 const NOTE_CHARS_MAX: usize = 1024;
+
+/// Objects that refer to each other are made in some order, and agents report when they have started: so long that is no warning.
+const SETTLES_WITHIN: Duration = Duration::from_secs(60);
+
+/// Reasons that pass when another object or a report comes.
+const PASSING: [Reason; 4] =
+    [Reason::ReferenceNotFound, Reason::NoNodes, Reason::NodesNotReady, Reason::NotReported];
+
+/// Type of the event about an object of this age. The condition is the same for an object of any age.
+fn severity(finding: &Finding, age: Option<Duration>) -> EventType {
+    let is_new = age.is_some_and(|age| age < SETTLES_WITHIN);
+    if is_good(finding) || (is_new && PASSING.contains(&finding.reason)) {
+        EventType::Normal
+    } else {
+        EventType::Warning
+    }
+}
 
 /// Whether nobody has to look at it. Some conditions tell of trouble when they are true.
 fn is_good(finding: &Finding) -> bool {

@@ -29,3 +29,18 @@ fn that_something_new_is_under_way_is_no_event_and_why_it_does_not_go_on_is_one(
     let ready = |reason| Finding::no(ConditionType::Ready, reason, "");
     assert_eq!(news_of(&[ready(Reason::Progressing), ready(Reason::FieldConflict)]), [false, true]);
 }
+
+#[test]
+fn what_a_new_object_waits_for_is_a_warning_only_when_it_is_no_longer_new() {
+    let of = |reason: Reason| Finding::no(ConditionType::Ready, reason, "words");
+    let (new, old) = (Some(Duration::from_secs(5)), Some(SETTLES_WITHIN));
+    let is_warning = |reason: Reason, age: Option<Duration>| severity(&of(reason), age) == EventType::Warning;
+    for reason in PASSING {
+        assert!(
+            !is_warning(reason, new) && is_warning(reason, old) && is_warning(reason, None),
+            "{reason:?}"
+        );
+    }
+    assert!(is_warning(Reason::InvalidSpec, new), "it does not pass");
+    assert!(!is_warning(Reason::AsDesired, old) && !is_warning(Reason::Progressing, None));
+}
