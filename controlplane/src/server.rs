@@ -95,12 +95,23 @@ impl ControlPlane {
     /// Opens the store, binds both addresses, serves. Errors say what to change.
     pub async fn start(config: Config) -> anyhow::Result<ControlPlane> {
         config.check()?;
+        let admin = bind("admin", config.admin).await?;
         let store = open_store(config.store.clone()).await?;
-        ControlPlane::start_on(store, config).await
+        ControlPlane::start_with(store, config, admin).await
     }
 
     /// The same on a store that is open: several members of one process can share it.
     pub async fn start_on(store: Arc<dyn Store>, config: Config) -> anyhow::Result<ControlPlane> {
+        let admin = bind("admin", config.admin).await?;
+        ControlPlane::start_with(store, config, admin).await
+    }
+
+    /// The same with an admin port that listens already. It is served when the start is over: until then a start-up probe waits for its answer.
+    async fn start_with(
+        store: Arc<dyn Store>,
+        config: Config,
+        admin_listener: TcpListener,
+    ) -> anyhow::Result<ControlPlane> {
         let identity = Identity::of(store.as_ref()).await.context("cannot read the identity of the store")?;
         let registry = Registry::new(store.clone(), identity.clone());
         let (known, known_at) = registry.nodes().await.context("cannot read the node records")?;
@@ -121,7 +132,6 @@ impl ControlPlane {
         let workers = tokio::runtime::Handle::current().metrics().num_workers();
         let limits = ConnectionLimits::of(workers, &config.events)?;
         let grpc_listener = bind("listen", config.listen).await?;
-        let admin_listener = bind("admin", config.admin).await?;
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
         let mut background = Background::default();
         let events = EventsConfig { subscribers: limits.events, ..config.events.clone() };
@@ -159,6 +169,8 @@ impl ControlPlane {
         let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
         let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
         let grpc_task = tokio::spawn(fronts::serve(accepted, routers, stop.subscribe()));
+        // Before the first page is served: a start-up probe may wait for it.
+        admin_state.set_ready();
         let routes = admin::router(admin_state.clone());
         let stopped = wait(stop.subscribe());
         let limit = limit(Listener::Admin, limits.admin);
@@ -173,7 +185,6 @@ impl ControlPlane {
         background.for_ever("modes", follow_modes(store, cluster.clone()));
         background.for_ever("ledgers", keep_ledgers(cluster.clone(), shards.clone(), tenants));
         let registration = tokio::spawn(hold(shards.clone(), stop.subscribe()));
-        admin_state.set_ready();
         Ok(ControlPlane {
             grpc,
             admin,

@@ -22,6 +22,8 @@ mod chart_crash;
 mod chart_devices;
 #[path = "cluster/chart_drain.rs"]
 mod chart_drain;
+#[path = "cluster/chart_events.rs"]
+mod chart_events;
 #[path = "cluster/chart_faults.rs"]
 mod chart_faults;
 #[path = "cluster/chart_identities.rs"]
@@ -66,6 +68,7 @@ fn main() -> ExitCode {
         ("a_node_whose_kubelet_is_silent_is_not_ready", faults::a_paused_kubelet),
         ("a_node_that_is_cut_off_is_not_ready_and_reaches_nobody", faults::a_cut_link),
         ("a_release_of_the_chart_passes_blocks_between_two_nodes", chart::first_hit),
+        ("a_clean_install_has_no_warning_among_its_events", chart_events::have_no_warning),
         ("all_parts_of_a_release_are_ready_and_say_so", chart::all_is_there),
         ("agents_have_no_privileges_and_write_of_their_own_node_only", chart::what_agents_may),
         ("engines_in_pods_hit_on_their_node_and_on_the_other", chart::engines_hit_everywhere),

@@ -1,4 +1,5 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/status`, `/blocks/<key>`, `/slack/<profile>/<phase>/<tokens>`.
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`, `/status`, `/blocks/<key>`,
+//! `/slack/<profile>/<phase>/<tokens>`.
 //!
 //! One thread with a runtime of its own, so that a slow scraper costs the data path nothing, and a bound on connections
 //! that idle clients cannot exhaust ([`reprise_daemon::http`]). Health is not a constant:
@@ -45,6 +46,12 @@ use crate::slack::InEffect;
 
 /// The core answers within microseconds, or behind a full inbox (0.4 s at the worst).
 const CORE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// `/startz` answers after this time even if the agent is not ready: from then on failing readiness probes report it.
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
+
+/// Pause between two looks of `/startz` whether the agent is ready.
+const LOOKS_EVERY: Duration = Duration::from_millis(20);
 
 /// What a page says whose core has not answered.
 const SILENT: &str = "the core does not answer\n";
@@ -126,6 +133,7 @@ impl AdminPort {
             .route("/metrics", get(metrics))
             .route("/healthz", get(healthz))
             .route("/readyz", get(readyz))
+            .route("/startz", get(startz))
             .route("/status", get(status_page))
             .route("/blocks/{key}", get(block_page))
             .route("/slack/{profile}/{phase}/{tokens}", get(slack_page))
@@ -216,6 +224,15 @@ async fn healthz(State(context): State<Arc<AdminContext>>) -> Response {
 
 async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
     if context.ready.load(Ordering::Acquire) { "ready\n".into_response() } else { unavailable("not ready\n") }
+}
+
+/// Answers once the agent is ready, so that no probe of the kubelet fails during a normal start.
+async fn startz(State(context): State<Arc<AdminContext>>) -> Response {
+    let begun = Instant::now();
+    while !context.ready.load(Ordering::Acquire) && begun.elapsed() < STARTS_WITHIN {
+        tokio::time::sleep(LOOKS_EVERY).await;
+    }
+    healthz(State(context)).await
 }
 
 async fn status_page(State(context): State<Arc<AdminContext>>) -> Response {

@@ -112,6 +112,8 @@ impl Runtime {
     /// # Errors
     /// What is missing, of which kind, and what to do.
     pub(crate) fn start(settings: Settings, cluster: Option<InCluster>) -> Result<Runtime, AgentError> {
+        // Before anything that takes long: a start-up probe waits for the answer.
+        let admin = AdminPort::bind(settings.admin)?;
         let limits = ConnectionLimits::of(&settings, cluster.is_some())?;
         let clock = Clock::start();
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
@@ -132,7 +134,6 @@ impl Runtime {
         let regions: Vec<(RegionId, u64)> =
             arena.regions().iter().map(|region| (RegionId(region.id()), region.bytes())).collect();
         let core = AgentCore::new(core_settings(&settings), pools, &regions);
-        let admin = AdminPort::bind(settings.admin)?;
         let port = settings
             .peers
             .as_ref()

@@ -1,11 +1,13 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`. Not authenticated; nothing here changes anything. Idle clients cannot stop probes
-//! ([`reprise_daemon::http`]).
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. Not authenticated; nothing here changes anything. Idle clients cannot
+//! stop probes ([`reprise_daemon::http`]).
 //!
 //! A replica that waits for the lease is healthy and ready: it is ready to take over. Before the API server has answered once, none is
 //! ready. One whose queues do not go on is not healthy ([`crate::progress`]).
+//!
+//! `/startz` is for the start-up probe: it answers once the replica is ready, and no probe fails during a normal start.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::extract::State;
@@ -21,6 +23,9 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::context::Context;
+
+/// `/startz` answers after this time even if the replica is not ready: from then on failing readiness probes report it.
+const STARTS_WITHIN: Duration = Duration::from_secs(50);
 
 /// What the pages are about.
 #[derive(Clone)]
@@ -56,6 +61,7 @@ pub async fn serve(
         .route("/metrics", get(metrics))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
+        .route("/startz", get(startz))
         .with_state(Pages { context, ready });
     http::serve(listener, pages, limit, std::future::pending()).await;
 }
@@ -86,6 +92,13 @@ async fn readyz(State(pages): State<Pages>) -> Response {
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "the API server has not answered yet\n").into_response()
     }
+}
+
+async fn startz(State(pages): State<Pages>) -> Response {
+    let mut ready = pages.ready.clone();
+    // Fails when it takes too long or the process ends: health is the answer then.
+    let _ = tokio::time::timeout(STARTS_WITHIN, ready.wait_for(|ready| *ready)).await;
+    healthz(State(pages)).await
 }
 
 #[cfg(test)]

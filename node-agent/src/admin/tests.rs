@@ -78,6 +78,21 @@ fn a_core_with_a_full_inbox_is_healthy_and_answers_when_there_is_room() {
 }
 
 #[test]
+fn the_startup_probe_is_answered_when_the_agent_is_ready_and_not_before() {
+    let (inbox, _inputs) = Inbox::new();
+    let context = context(inbox, Pulse::new(Clock::start()));
+    context.ready.store(false, Ordering::Release);
+    run(async {
+        let mut answer = std::pin::pin!(startz(State(context.clone())));
+        let early = tokio::time::timeout(3 * LOOKS_EVERY, &mut answer).await;
+        assert!(early.is_err(), "answered before the agent is ready");
+        assert_eq!(readyz(State(context.clone())).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        context.ready.store(true, Ordering::Release);
+        assert_eq!(answer.await.status(), StatusCode::OK);
+    });
+}
+
+#[test]
 fn a_core_that_takes_nothing_for_too_long_is_not_waited_for() {
     let (inbox, _inputs) = Inbox::new();
     let context = context(inbox.clone(), Pulse::stopped());

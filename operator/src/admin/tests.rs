@@ -40,3 +40,19 @@ async fn the_kubelet_is_told_when_a_queue_does_not_go_on() {
     context.progress.ended("Node", "Node//n1", Instant::now());
     assert!(asked(address, "/healthz").await.starts_with("HTTP/1.1 200"));
 }
+
+#[tokio::test]
+async fn the_startup_probe_is_answered_when_the_replica_is_ready_and_not_before() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let (ready, is_ready) = watch::channel(false);
+    tokio::spawn(serve(listener, context().await, is_ready));
+    let mut started = tokio::spawn(asked(address, "/startz"));
+    assert!(asked(address, "/readyz").await.starts_with("HTTP/1.1 503"));
+    assert!(asked(address, "/healthz").await.starts_with("HTTP/1.1 200"));
+    let early = tokio::time::timeout(Duration::from_millis(50), &mut started).await;
+    assert!(early.is_err(), "answered before the replica is ready: {early:?}");
+    ready.send(true).expect("the pages listen");
+    assert!(started.await.expect("no panic").starts_with("HTTP/1.1 200"));
+    assert!(asked(address, "/startz").await.starts_with("HTTP/1.1 200"), "at once");
+}

@@ -19,7 +19,9 @@ use serde_json::{Value, json};
 use super::access::Access;
 use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
 use super::identities;
-use super::pods::{Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, tolerations, without_empty};
+use super::pods::{
+    Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, startup_probe, tolerations, without_empty,
+};
 use super::{config_map, metadata};
 use crate::child::{Child, ChildKind, Ownership};
 use crate::cluster::dereference::Found;
@@ -34,8 +36,8 @@ const CPU_MILLIS: u64 = 1000;
 const OVERHEAD_BYTES: u64 = 1 << 30;
 /// An agent that is told to stop flushes, says so and ends.
 const GRACE_SECONDS: u32 = 30;
-/// An agent that starts takes its whole arena and reads its journals; health is served after that: 300 × 2 s.
-const START_PROBES: u32 = 300;
+/// An agent that starts takes its whole arena and reads its journals, and then opens what its node claims.
+const STARTS_SECONDS: u32 = 300;
 /// Raw devices and their stable names.
 const DEVICES_FOLDER: &str = "/dev";
 
@@ -132,7 +134,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         ],
         "resources": resources(agents.resources.as_ref(), &reckoned),
         "securityContext": confined(),
-        "startupProbe": probe("/healthz", "admin", 2, START_PROBES),
+        "startupProbe": startup_probe("/startz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
         "volumeMounts": mounts,

@@ -1,7 +1,8 @@
 //! An etcd that the operator runs: a StatefulSet of 1, 3 or 5, with TLS for clients and among its members.
 //!
 //! Its volumes go with the cluster: everything in them can be rebuilt from agents and resources, and a new cluster of the same name must
-//! not find the facts of another.
+//! not find the facts of another. The StatefulSet becomes the owner of its claims once a member is ready: before that, while they are bound, its controller
+//! would meet other writers of them, and each install would have a warning among its events.
 //!
 //! etcd reads whom it trusts once, at its start. Members that trust a new authority cannot talk to those that trust the one before, so one that is
 //! replaced alone never becomes ready, and a StatefulSet replaces no second one before it is. Hence all go before any comes back:
@@ -34,6 +35,11 @@ const CPU_MILLIS: u64 = 100;
 const MEMORY_BYTES: u64 = 256 << 20;
 /// Bytes of the store beyond which etcd refuses writes; some hundred bytes a node are kept.
 const QUOTA_BYTES: u64 = 512 << 20;
+/// A normal start of an etcd of one member, and of several.
+const STARTS_ALONE_SECONDS: u32 = 5;
+const STARTS_SECONDS: u32 = 10;
+/// Probes of a start, each 2 s: one that replays its log or waits for other members takes long.
+const START_PROBES: u32 = 300;
 /// What its volumes are called in its pods; their claims are called by that, the StatefulSet and the number of the member.
 pub(in crate::cluster) const ETCD_CLAIM: &str = "data";
 /// Annotation of its pods: digest of the authority that they trust.
@@ -99,6 +105,14 @@ fn has_no_pods(live: &DynamicObject) -> bool {
     is_seen && status["replicas"].as_u64().unwrap_or_default() == 0
 }
 
+/// Whether the claims of volumes are deleted with the StatefulSet: from the first ready member on, and then for ever.
+fn owns_claims(live: Option<&DynamicObject>) -> bool {
+    live.is_some_and(|live| {
+        let policy = &live.data["spec"]["persistentVolumeClaimRetentionPolicy"];
+        live.data["status"]["readyReplicas"].as_u64() > Some(0) || policy["whenDeleted"] == "Delete"
+    })
+}
+
 /// Whether all members go before any comes back.
 pub(in crate::cluster) fn is_replaced(live: &DynamicObject) -> bool {
     live.data["spec"]["replicas"].as_u64() == Some(0)
@@ -126,7 +140,10 @@ fn stateful_set(cluster: &KVCacheCluster, found: &Found, drawn: Option<&Drawn>) 
             "serviceName": names.etcd(),
             "podManagementPolicy": "Parallel",
             "updateStrategy": { "type": "RollingUpdate" },
-            "persistentVolumeClaimRetentionPolicy": { "whenDeleted": "Delete", "whenScaled": "Retain" },
+            "persistentVolumeClaimRetentionPolicy": {
+                "whenDeleted": if owns_claims(found.etcd.as_deref()) { "Delete" } else { "Retain" },
+                "whenScaled": "Retain",
+            },
             "selector": { "matchLabels": names.selector(Component::Etcd) },
             "template": {
                 "metadata": metadata,
@@ -154,6 +171,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         "ports": [port("client", CLIENT_PORT), port("peer", PEER_PORT), port("metrics", METRICS_PORT)],
         "resources": resources(managed.resources.as_ref(), &reckoned),
         "securityContext": confined(),
+        "startupProbe": startup(managed.replicas),
         "livenessProbe": probe("/livez", "metrics", 5, 6),
         "readinessProbe": probe("/readyz", "metrics", 2, 2),
         "volumeMounts": [
@@ -175,6 +193,14 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         "containers": [container],
         "volumes": [{ "name": "tls", "secret": { "secretName": found.referred.names.etcd_tls(), "defaultMode": 0o440 } }],
     }))
+}
+
+/// The start-up probe. etcd does not wait with its answer until it is ready, as our programs do, so the first probe comes when a normal start is
+/// over: an etcd of one member leads itself at once, others have to find each other by names that are new.
+fn startup(replicas: u8) -> Value {
+    let mut probe = probe("/readyz", "metrics", 2, START_PROBES);
+    probe["initialDelaySeconds"] = json!(if replicas == 1 { STARTS_ALONE_SECONDS } else { STARTS_SECONDS });
+    probe
 }
 
 /// etcd reads its certificates at every handshake, so renewed ones need no restart; of its authorities see [`stage`].
@@ -227,6 +253,22 @@ mod tests {
 
     fn stage_of(replicas: u8, authority: Option<&str>) -> Stage {
         Stage { replicas, authority: authority.map(str::to_owned) }
+    }
+
+    #[test]
+    fn claims_are_owned_from_the_first_ready_member_on() {
+        let set = |policy: &str, ready: Option<u32>| -> DynamicObject {
+            serde_json::from_value(json!({
+                "metadata": { "name": "c-etcd" },
+                "spec": { "persistentVolumeClaimRetentionPolicy": { "whenDeleted": policy } },
+                "status": { "readyReplicas": ready },
+            }))
+            .expect("an object")
+        };
+        assert!(!owns_claims(None));
+        assert!(!owns_claims(Some(&set("Retain", None))) && !owns_claims(Some(&set("Retain", Some(0)))));
+        assert!(owns_claims(Some(&set("Retain", Some(1)))));
+        assert!(owns_claims(Some(&set("Delete", None))), "all members are away for a while");
     }
 
     #[test]

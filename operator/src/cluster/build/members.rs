@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
 use super::pods::{
-    Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, restricted, tolerations, without_empty,
+    Reckoned, SETTLED_SECONDS, confined, probe, pull, resources, restricted, startup_probe, tolerations,
+    without_empty,
 };
 use super::{config_map, metadata, service_account};
 use crate::child::{Child, ChildKind, Ownership};
@@ -29,6 +30,8 @@ const BLOCK_ENTRY_BYTES: u64 = 64;
 const BLOCK_BYTES: u64 = 2 << 20;
 /// A member that is told to stop hands over and ends.
 const GRACE_SECONDS: u32 = 15;
+/// A member waits for its store when it starts, and ends itself before this.
+const STARTS_SECONDS: u32 = 60;
 /// A digest over what members share is made of the file of this one.
 const ANY_MEMBER: &str = "any";
 
@@ -121,6 +124,7 @@ fn pod(cluster: &KVCacheCluster, found: &Found) -> Value {
         "ports": container_ports,
         "resources": resources(spec.resources.as_ref(), &reckoned),
         "securityContext": confined(),
+        "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
         "volumeMounts": mounts,

@@ -106,6 +106,25 @@ pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -
     })
 }
 
+/// A start-up probe of a page that is answered when the start is over.
+///
+/// A probe that fails is a warning among the events of its pod, also during a start. So our programs listen before anything that takes long, and
+/// the kubelet waits for their answer: in a normal start the first probe succeeds.
+pub(super) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) -> Value {
+    json!({
+        "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
+        "initialDelaySeconds": LISTENS_SECONDS,
+        "periodSeconds": 2,
+        "timeoutSeconds": starts_within_seconds,
+        "failureThreshold": START_ATTEMPTS,
+    })
+}
+
+/// Our programs listen this soon after their start.
+const LISTENS_SECONDS: u32 = 2;
+/// A start that takes longer than this many times what it may is given up.
+const START_ATTEMPTS: u32 = 2;
+
 #[cfg(test)]
 mod tests {
     use super::*;
