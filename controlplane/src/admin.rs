@@ -9,8 +9,8 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use prometheus_client::registry::Registry;
+use reprise_daemon::exposition::Format;
 use reprise_proto::controlplane::{NodeInfo, NodeMode};
-use reprise_proto::exposition::Format;
 use serde::Serialize;
 
 use crate::cluster::Cluster;

@@ -173,7 +173,7 @@ impl State {
     }
 
     /// Whether an event becomes a line now.
-    fn decide(&self, level: Level, fields: Fields, now: Tick) -> bool {
+    fn decide(&self, level: Level, fields: &Fields, now: Tick) -> bool {
         let text = fields.text();
         let mut shared = self.shared();
         if let Some(recovered) = &fields.recovered {
@@ -267,7 +267,7 @@ impl<S: Subscriber> Layer<S> for Limit {
         event.record(&mut fields);
         // A place in the code is a kind of its own: the name has file and line.
         fields.condition.get_or_insert_with(|| metadata.name().to_owned());
-        self.state.decide(level, fields, self.state.now())
+        self.state.decide(level, &fields, self.state.now())
     }
 }
 

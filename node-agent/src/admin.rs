@@ -19,9 +19,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use reprise_daemon::exposition::Format;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, TenantId};
-use reprise_proto::exposition::Format;
 
 use axum::Router;
 use axum::extract::{Path, State};

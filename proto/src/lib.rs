@@ -3,7 +3,6 @@
 //! * [`local`]: the session between an engine and its node's agent, over a unix socket (`docs/PROTOCOL.md`).
 //! * [`controlplane`]: gRPC between agents, command line and control plane.
 //! * [`connection`]: the way of a small gRPC call to the socket, where its time counts.
-//! * [`exposition`]: the formats of `/metrics`.
 //!
 //! The agent-to-agent stream is a fixed binary framing and lives with its transport.
 
@@ -11,7 +10,6 @@
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic, clippy::cast_lossless)]
 
 pub mod connection;
-pub mod exposition;
 
 /// The local session: version, messages.
 pub mod local {

@@ -46,7 +46,9 @@ async fn the_startup_probe_is_answered_when_the_replica_is_ready_and_not_before(
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("bound");
     let (ready, is_ready) = watch::channel(false);
-    tokio::spawn(serve(listener, context().await, is_ready));
+    let context = context().await;
+    let limit = connection_limit(&context.metrics.rejected).expect("enough descriptors");
+    tokio::spawn(serve(listener, limit, context, is_ready));
     let mut started = tokio::spawn(asked(address, "/startz"));
     assert!(asked(address, "/readyz").await.starts_with("HTTP/1.1 503"));
     assert!(asked(address, "/healthz").await.starts_with("HTTP/1.1 200"));

@@ -67,7 +67,7 @@ impl Ending<'_> {
         let Ending { direction, peer, port, open } = *self;
         match close {
             Close::Ours(reason) => {
-                tracing::debug!(direction, peer, port, open, reason, "peer connection closed")
+                tracing::debug!(direction, peer, port, open, reason, "peer connection closed");
             }
             Close::Ended(Boundary::BetweenFrames) if open == 0 => {
                 tracing::debug!(direction, peer, port, "peer connection closed by the peer");
