@@ -11,13 +11,15 @@ use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable}
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
-use tokio::task::yield_now;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use crate::rejected::{Listener, Reason, RejectedConnections};
 
 /// Pause after a failed accept: most often no descriptor is free, and the connection stays in the listener's queue.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A connection that is closed to make room ends within this time, or is not waited for.
+const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
 /// The bound of one listener; clones are the same one.
 #[derive(Clone, Debug)]
@@ -30,6 +32,8 @@ struct Shared {
     listener: Listener,
     rejected: RejectedConnections,
     table: Mutex<ConnectionTable<Arc<Notify>>>,
+    /// A connection has ended.
+    ended: Notify,
 }
 
 /// A connection's place under the bound; returned when dropped.
@@ -44,12 +48,13 @@ impl ConnectionLimit {
     /// At most `connections_max` connections.
     pub fn new(listener: Listener, connections_max: usize, rejected: RejectedConnections) -> ConnectionLimit {
         let table = Mutex::new(ConnectionTable::new(connections_max));
-        ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table }) }
+        ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table, ended: Notify::new() }) }
     }
 
     /// The next connection, with its place. Connections that find no place are closed; failures are logged and retried.
     pub async fn accept(&self, listener: &TcpListener) -> (TcpStream, Permit) {
         loop {
+            self.wait_for_closing().await;
             let stream = match listener.accept().await {
                 Ok((stream, _)) => stream,
                 // It was closed before it was accepted.
@@ -68,6 +73,15 @@ impl ConnectionLimit {
         }
     }
 
+    /// Waits until connections that were closed to make room have ended, most often for as long as their task takes to run.
+    async fn wait_for_closing(&self) {
+        while self.table().must_wait() {
+            if timeout(CLOSED_WITHIN, self.shared.ended.notified()).await.is_err() {
+                return;
+            }
+        }
+    }
+
     /// A place for a connection that was accepted; `None` when all connections are in use.
     pub async fn admit(&self) -> Option<Permit> {
         let close = Arc::new(Notify::new());
@@ -77,8 +91,6 @@ impl ConnectionLimit {
             Admission::Replaced { id, closed } => {
                 self.count(Reason::Idle);
                 closed.notify_one();
-                // The closed connection's task runs before the next accept: its descriptor is free by then.
-                yield_now().await;
                 id
             }
             Admission::Full(_) => {
@@ -137,5 +149,6 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         self.limit.table().remove(self.id);
+        self.limit.shared.ended.notify_one();
     }
 }

@@ -27,6 +27,10 @@ use crate::rejected::Reason;
 /// Time for a request header, and between two requests. Scrapers keep a connection for intervals of up to a minute.
 pub const REQUEST_WITHIN: Duration = Duration::from_secs(65);
 
+/// Connections that the kernel keeps until they are accepted. One beyond them is tried again by its client after a second,
+/// which is a probe's whole patience.
+const BACKLOG: i32 = 4096;
+
 /// Bytes of a request header and of the buffers of one connection.
 const BUFFER_BYTES: usize = 16 << 10;
 
@@ -37,6 +41,9 @@ pub async fn serve(
     limit: ConnectionLimit,
     stop: impl Future<Output = ()>,
 ) {
+    if let Err(error) = rustix::net::listen(&listener, BACKLOG) {
+        tracing::warn!(%error, "cannot enlarge the queue of connections");
+    }
     let (stopping, is_stopping) = watch::channel(false);
     let mut connections = JoinSet::new();
     let mut stop = std::pin::pin!(stop);

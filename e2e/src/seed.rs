@@ -11,8 +11,8 @@ use rand::rngs::StdRng;
 /// Seed of a run, if not [`FIXED`].
 pub const SEED_VARIABLE: &str = "REPRISE_E2E_SEED";
 
-/// Seed of a run that names none.
-pub const FIXED: u64 = 31;
+/// Seed of a run that names none: with it the chaos of the operator meets many faults, and deletions that have to wait.
+pub const FIXED: u64 = 5;
 
 /// Returns a generator for a test, and prints its seed and how to replay it on standard error.
 ///

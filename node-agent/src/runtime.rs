@@ -23,7 +23,7 @@ use reprise_agent_core::agent::{AgentCore, Settings as CoreSettings};
 use reprise_agent_core::effect::{DeviceId, RegionId};
 use reprise_agent_core::event::Event;
 use reprise_agent_kubernetes::{Access, NodeSettings, Reviews, StateDirectory, reviews};
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_policy::identity::TOKEN_AUDIENCE;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
@@ -114,11 +114,14 @@ impl Runtime {
     pub(crate) fn start(settings: Settings, cluster: Option<InCluster>) -> Result<Runtime, AgentError> {
         // Before anything that takes long: a start-up probe waits for the answer.
         let admin = AdminPort::bind(settings.admin)?;
+        let arena = arena_config(&settings.arena);
+        // Before the descriptors: an arena that does not fit memory is a matter of another setting.
+        Arena::check(&arena).map_err(no_memory)?;
         let limits = ConnectionLimits::of(&settings, cluster.is_some())?;
         let clock = Clock::start();
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
         let (inbox, inputs) = Inbox::new();
-        let arena = Arc::new(take_memory(&settings.arena)?);
+        let arena = Arc::new(take_memory(&arena)?);
         let metrics = Arc::new(Metrics::new(&settings.node.name, arena.coverage()));
         let context =
             DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
@@ -347,17 +350,22 @@ pub(crate) fn recall_tenants(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<T
     }
 }
 
-fn take_memory(settings: &ArenaSettings) -> Result<Arena, AgentError> {
+fn arena_config(settings: &ArenaSettings) -> ArenaConfig {
     let huge = match settings.huge_pages {
         HugePages::Prefer => HugePolicy::Prefer,
         HugePages::Never => HugePolicy::Never,
     };
-    let config = ArenaConfig { bytes: settings.bytes, region_bytes: settings.region_bytes, huge };
-    let arena = Arena::new(&config).map_err(|error| {
-        AgentError::new(ErrorKind::Resource, "cannot take the memory of arena.bytes").because(error)
-    })?;
-    tracing::info!(bytes = settings.bytes, regions = arena.regions().len(), pages = %arena.coverage(), "arena ready");
+    ArenaConfig { bytes: settings.bytes, region_bytes: settings.region_bytes, huge }
+}
+
+fn take_memory(config: &ArenaConfig) -> Result<Arena, AgentError> {
+    let arena = Arena::new(config).map_err(no_memory)?;
+    tracing::info!(bytes = config.bytes, regions = arena.regions().len(), pages = %arena.coverage(), "arena ready");
     Ok(arena)
+}
+
+fn no_memory(error: BufferError) -> AgentError {
+    AgentError::new(ErrorKind::Resource, "cannot take the memory of arena.bytes").because(error)
 }
 
 fn core_settings(settings: &Settings) -> CoreSettings {

@@ -15,6 +15,9 @@
 
 use std::collections::BTreeMap;
 
+/// Connections that may be open in addition to a table's, because they were closed to make room and have not ended.
+pub const CLOSING_MAX: usize = 8;
+
 /// A connection of a [`ConnectionTable`]; never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(u64);
@@ -37,6 +40,8 @@ pub struct ConnectionTable<C> {
     idle: BTreeMap<(Phase, u64), (ConnectionId, C)>,
     /// Where each connection is in `idle`; `None`: it is busy.
     connections: BTreeMap<ConnectionId, Option<(Phase, u64)>>,
+    /// Connections that were closed to make room, and have not ended.
+    closing: usize,
 }
 
 /// Outcome of [`ConnectionTable::admit`].
@@ -63,6 +68,7 @@ impl<C> ConnectionTable<C> {
             next: 0,
             idle: BTreeMap::new(),
             connections: BTreeMap::new(),
+            closing: 0,
         }
     }
 
@@ -73,6 +79,7 @@ impl<C> ConnectionTable<C> {
         } else {
             let Some((_, (oldest, closed))) = self.idle.pop_first() else { return Admission::Full(close) };
             self.connections.remove(&oldest);
+            self.closing += 1;
             Some(closed)
         };
         let id = ConnectionId(self.tick());
@@ -106,11 +113,21 @@ impl<C> ConnectionTable<C> {
         true
     }
 
-    /// Removes a connection that has ended; one that was closed to make room is gone already.
+    /// Removes a connection that has ended, once.
     pub fn remove(&mut self, id: ConnectionId) {
-        if let Some(Some(place)) = self.connections.remove(&id) {
-            self.idle.remove(&place);
+        match self.connections.remove(&id) {
+            Some(Some(place)) => {
+                self.idle.remove(&place);
+            }
+            Some(None) => {}
+            None => self.closing = self.closing.saturating_sub(1),
         }
+    }
+
+    /// Whether so many connections that were closed to make room have not ended that the next accept must wait: until
+    /// then they have their descriptors.
+    pub fn must_wait(&self) -> bool {
+        self.closing >= CLOSING_MAX
     }
 
     /// Connections in the table.
@@ -186,6 +203,15 @@ mod tests {
         table.remove(first);
         assert!(table.set_busy(second));
         assert_eq!(table.len(), 1);
+    }
+
+    #[test]
+    fn the_next_accept_waits_while_closed_connections_have_not_ended() {
+        let mut table = ConnectionTable::new(1);
+        let ids: Vec<_> = (0..=CLOSING_MAX as u32).map(|close| admit(&mut table, close).0).collect();
+        assert!(table.must_wait());
+        table.remove(ids[0]);
+        assert!(!table.must_wait());
     }
 
     proptest! {

@@ -126,11 +126,8 @@ impl Arena {
     ///
     /// Errors: sizes that cannot be, more than the memory available, too few descriptors (two for each region).
     pub fn new(config: &ArenaConfig) -> Result<Arena, BufferError> {
+        Arena::check(config)?;
         let sizes = config.region_sizes()?;
-        // Without /proc/meminfo nothing can be said beforehand; populating reports ENOMEM then.
-        if let Some(available) = Available::now() {
-            config.check_memory(&available)?;
-        }
         let fresh = build_all(&sizes, config.huge)?;
         let addresses: Vec<Range<usize>> = fresh.iter().map(FreshRegion::addresses).collect();
         let coverages = measure(&addresses);
@@ -140,6 +137,15 @@ impl Arena {
             .map(|((id, fresh), coverage)| Arc::new(fresh.into_region(id, coverage)))
             .collect();
         Ok(Arena { regions })
+    }
+
+    /// Refuses what [`Arena::new`] would refuse before it touches memory.
+    ///
+    /// Errors: sizes that cannot be, more than the memory available.
+    pub fn check(config: &ArenaConfig) -> Result<(), BufferError> {
+        config.region_sizes()?;
+        // Without /proc/meminfo nothing can be said beforehand; populating reports ENOMEM then.
+        Available::now().map_or(Ok(()), |available| config.check_memory(&available))
     }
 
     /// The regions; a region's id is its position.

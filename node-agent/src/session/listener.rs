@@ -14,7 +14,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -32,6 +32,9 @@ use reprise_proto::local::FailureKind;
 
 /// Pause after a failed accept: it fails for want of descriptors, which come back when sessions end.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// A connection that is closed to make room ends within this time, or is not waited for.
+const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
 /// What the server is made of.
 pub(crate) struct SessionServerSettings {
@@ -73,6 +76,8 @@ struct Shared {
     sessions_max: usize,
     /// A connection that has not greeted can be closed by a copy of its socket; a session is busy.
     connections: Mutex<ConnectionTable<UnixStream>>,
+    /// A connection has ended.
+    ended: Condvar,
 }
 
 /// The place of a connection among those at a time; returned when dropped.
@@ -105,6 +110,7 @@ impl SessionServer {
             next_id: AtomicU64::new(1),
             sessions_max,
             connections: Mutex::new(ConnectionTable::new(sessions_max)),
+            ended: Condvar::new(),
         });
         let accepting = spawn("sessions", {
             let shared = shared.clone();
@@ -166,7 +172,10 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
             return;
         }
         match connection {
-            Ok(socket) => admit(shared, socket),
+            Ok(socket) => {
+                admit(shared, socket);
+                shared.wait_for_closing();
+            }
             Err(error) => {
                 shared.context.count_rejected(Reason::System);
                 tracing::warn!(listener = Listener::Sessions.as_str(), %error, "cannot accept a connection");
@@ -235,6 +244,13 @@ impl Shared {
         Ok(Some(Place { shared: Arc::clone(self), id }))
     }
 
+    /// Waits until connections that were closed to make room have ended: their threads free their descriptors.
+    fn wait_for_closing(&self) {
+        let waits = |table: &mut ConnectionTable<UnixStream>| table.must_wait();
+        // Without the time limit a thread that hangs would keep all engines out.
+        drop(self.ended.wait_timeout_while(self.connections(), CLOSED_WITHIN, waits));
+    }
+
     /// Each change is whole, so a poisoned lock is as good as any.
     fn connections(&self) -> MutexGuard<'_, ConnectionTable<UnixStream>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
@@ -251,6 +267,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.shared.connections().remove(self.id);
+        self.shared.ended.notify_one();
     }
 }
 

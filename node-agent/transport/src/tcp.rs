@@ -24,7 +24,7 @@ mod writer;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use reprise_policy::Tier;
@@ -52,6 +52,9 @@ pub struct TcpTransport {
     local_address: SocketAddr,
 }
 
+/// A connection that is closed to make room ends within this time, or is not waited for.
+const CLOSED_WITHIN: Duration = Duration::from_secs(1);
+
 /// What all connections of a transport share.
 struct Common {
     settings: TcpSettings,
@@ -67,6 +70,8 @@ struct Common {
     offer_routes: Mutex<HashMap<u64, Arc<Incoming>>>,
     /// Sockets of accepted connections, so that shutdown can end them.
     accepted: Mutex<Accepted>,
+    /// An accepted connection has ended.
+    accepted_ended: Condvar,
 }
 
 struct Accepted {
@@ -100,6 +105,7 @@ impl TcpTransport {
             routes: Mutex::default(),
             offer_routes: Mutex::default(),
             accepted,
+            accepted_ended: Condvar::new(),
         });
         let (listener, local_address) = Listener::start(&common)?;
         Ok(TcpTransport { common, listener, local_address })
@@ -213,6 +219,14 @@ impl Common {
         lock(&self.routes).remove(&serve);
     }
 
+    /// Waits until connections that were closed to make room have ended: their threads free their descriptors.
+    fn wait_for_closing(&self) {
+        let accepted = lock(&self.accepted);
+        let waits = |accepted: &mut Accepted| accepted.table.must_wait();
+        // Without the time limit a thread that hangs would keep all peers out.
+        drop(self.accepted_ended.wait_timeout_while(accepted, CLOSED_WITHIN, waits));
+    }
+
     /// Enters an accepted connection, in place of the longest-idle one when there are too many; `None` when all of them
     /// have requests, or the transport shuts down.
     fn register_incoming(self: &Arc<Self>, socket: &Arc<Socket>) -> Option<Registered> {
@@ -257,6 +271,8 @@ impl Drop for Registered {
         let mut accepted = lock(&self.common.accepted);
         accepted.table.remove(self.id);
         accepted.sockets.remove(&self.id);
+        drop(accepted);
+        self.common.accepted_ended.notify_one();
     }
 }
 

@@ -14,6 +14,9 @@ use crate::error::TransportError;
 /// Pause after a failed accept (out of descriptors, usually): the pending connection stays pending.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
+/// Connections that the kernel keeps until they are accepted. One beyond them is tried again by its peer after a second.
+const BACKLOG: i32 = 4096;
+
 /// The accepting thread's other end.
 pub(super) struct Listener {
     wake: Arc<Wake>,
@@ -31,6 +34,7 @@ impl Listener {
             ))
         })?;
         listener.set_nonblocking(true).map_err(cannot_listen)?;
+        rustix::net::listen(&listener, BACKLOG).map_err(|error| cannot_listen(error.into()))?;
         let address = listener.local_addr().map_err(cannot_listen)?;
         let wake = Arc::new(Wake::new().map_err(cannot_listen)?);
         let (accepting, waking) = (Arc::clone(common), Arc::clone(&wake));
@@ -49,6 +53,7 @@ impl Listener {
 
 fn run(common: &Arc<Common>, listener: &TcpListener, wake: &Wake) {
     while !common.is_closing() {
+        common.wait_for_closing();
         match listener.accept() {
             Ok((stream, address)) => {
                 let serving = Arc::clone(common);
