@@ -370,8 +370,9 @@ async fn keep_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<T
             }
             (None, _) | (_, None) => cluster.ledgers.end(),
         }
-        let capacity = cluster.capacity_known();
-        let now = capacity.map_or(Amounts::default(), |capacity| tenants.overcommitted(capacity));
+        // While a node has not reported, what is known stays: an agent that restarts changes nothing.
+        let Some(capacity) = cluster.capacity_known() else { continue };
+        let now = tenants.overcommitted(capacity);
         cluster.metrics.set_overcommitted(now);
         if now != overcommitted && now != Amounts::default() {
             tracing::warn!(

@@ -58,7 +58,7 @@ pub enum TenantsError {
         error: QuotaError,
     },
     /// What there is to reserve is not known yet.
-    #[error("nodes are still registering: try again")]
+    #[error("nodes are still registering, or have not reported what they have: try again in a second")]
     Registering,
     /// There are as many as there can be.
     #[error("{TENANTS_MAX} tenants have budgets already: remove one that is not used any more")]

@@ -75,11 +75,13 @@ impl ConnectionLimit {
 
     /// Waits until connections that were closed to make room have ended, most often for as long as their task takes to run.
     async fn wait_for_closing(&self) {
-        while self.table().must_wait() {
-            if timeout(CLOSED_WITHIN, self.shared.ended.notified()).await.is_err() {
-                return;
+        let all_ended = async {
+            while self.table().must_wait() {
+                self.shared.ended.notified().await;
             }
-        }
+        };
+        // Late ones still count against the bound; accepting goes on without them.
+        let _ = timeout(CLOSED_WITHIN, all_ended).await;
     }
 
     /// A place for a connection that was accepted; `None` when all connections are in use.
@@ -121,8 +123,9 @@ impl ConnectionLimit {
 
 impl Permit {
     /// The connection is in use: it stays until [`set_idle`](Permit::set_idle).
-    pub fn set_busy(&self) {
-        self.limit.table().set_busy(self.id);
+    /// False when it was closed to make room before this call: it must end, which [`closed`](Permit::closed) reports as well.
+    pub fn set_busy(&self) -> bool {
+        self.limit.table().set_busy(self.id)
     }
 
     /// The connection has been of use, and may be closed from now on.

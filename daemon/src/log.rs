@@ -17,6 +17,7 @@
 
 use std::fmt::{self, Write};
 use std::io;
+use std::str::FromStr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -26,13 +27,17 @@ use reprise_policy::log_rate::{LogDecision, LogRate, Occurrence, Report, ReportK
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Directive;
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
 /// Fields that name what a condition is of. Their values are bounded by what is configured or connected, or the bound of
 /// [`LogRate`] holds.
-pub const SUBJECT_FIELDS: [&str; 16] = [
+pub const SUBJECT_FIELDS: [&str; 18] = [
+    // Of libraries that log through the crate `log`: all their events have one name.
+    "log.target",
+    "log.line",
     "peer",
     "device",
     "path",
@@ -59,6 +64,9 @@ const RECOVERED: &str = "recovered";
 
 /// Target of reports, which are not limited themselves.
 const REPORT_TARGET: &str = "reprise_daemon::log";
+
+/// With which a filter lets reports pass.
+const REPORT_DIRECTIVE: &str = "reprise_daemon::log=info";
 
 /// Bytes of an occurrence that a report repeats.
 const TEXT_BYTES_MAX: usize = 300;
@@ -138,6 +146,8 @@ struct Fields {
 /// Another log was started, or the reporting thread cannot be.
 pub fn start(settings: Settings) -> io::Result<Log> {
     let Settings { filter, format, spans } = settings;
+    // Counts are written whatever a filter says of this crate: it has suppressed what they count.
+    let filter = filter.add_directive(Directive::from_str(REPORT_DIRECTIVE).map_err(io::Error::other)?);
     let state = Arc::new(State::new());
     let registry = tracing_subscriber::registry().with(filter).with(Limit { state: Arc::clone(&state) });
     let lines = tracing_subscriber::fmt::layer().with_span_events(spans).with_writer(io::stderr);
@@ -204,7 +214,8 @@ impl State {
             let stopping = shared.stopping;
             reports.extend(if stopping { shared.rate.flush(now) } else { shared.rate.due(now) });
             let next = shared.rate.next_due();
-            if !reports.is_empty() {
+            let wrote = !reports.is_empty();
+            if wrote {
                 // Without the lock: lines pass the layer.
                 drop(shared);
                 reports.iter().for_each(write);
@@ -213,7 +224,8 @@ impl State {
             if stopping {
                 return;
             }
-            if !shared.ended.is_empty() || shared.stopping {
+            if wrote || !shared.ended.is_empty() || shared.stopping {
+                // What was read before the lines were written is old: a condition may have begun meanwhile.
                 continue;
             }
             shared = match next.map(|next| next.since(now)) {

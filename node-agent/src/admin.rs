@@ -34,7 +34,7 @@ use reprise_daemon::http;
 use reprise_daemon::rejected::Listener;
 use serde::Serialize;
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 use crate::config::Settings;
 use crate::core_loop::{Inbox, Input, Pulse};
@@ -49,6 +49,9 @@ const CORE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// `/startz` answers after this time even if the agent is not ready: from then on failing readiness probes report it.
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
+
+/// Callers of `/startz` that may wait at a time: the kubelet is one.
+static WAITING: Semaphore = Semaphore::const_new(4);
 
 /// Pause between two looks of `/startz` whether the agent is ready.
 const LOOKS_EVERY: Duration = Duration::from_millis(20);
@@ -228,6 +231,8 @@ async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
 
 /// Answers once the agent is ready, so that no probe of the kubelet fails during a normal start.
 async fn startz(State(context): State<Arc<AdminContext>>) -> Response {
+    // Callers that wait keep their connection: with more of them, probes would find none.
+    let Ok(_waits) = WAITING.try_acquire() else { return unavailable("too many wait for the start\n") };
     let begun = Instant::now();
     while !context.ready.load(Ordering::Acquire) && begun.elapsed() < STARTS_WITHIN {
         tokio::time::sleep(LOOKS_EVERY).await;

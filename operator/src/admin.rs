@@ -20,12 +20,15 @@ use reprise_daemon::exposition::Format;
 use reprise_daemon::http;
 use reprise_daemon::rejected::{Listener, RejectedConnections};
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::context::Context;
 
 /// `/startz` answers after this time even if the replica is not ready: from then on failing readiness probes report it.
 const STARTS_WITHIN: Duration = Duration::from_secs(50);
+
+/// Callers of `/startz` that may wait at a time: the kubelet is one.
+static WAITING: Semaphore = Semaphore::const_new(4);
 
 /// What the pages are about.
 #[derive(Clone)]
@@ -95,6 +98,10 @@ async fn readyz(State(pages): State<Pages>) -> Response {
 }
 
 async fn startz(State(pages): State<Pages>) -> Response {
+    // Callers that wait keep their connection: with more of them, probes would find none.
+    let Ok(_waits) = WAITING.try_acquire() else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "too many wait for the start\n").into_response();
+    };
     let mut ready = pages.ready.clone();
     // Fails when it takes too long or the process ends: health is the answer then.
     let _ = tokio::time::timeout(STARTS_WITHIN, ready.wait_for(|ready| *ready)).await;

@@ -144,7 +144,9 @@ async fn publish<W: AsyncWrite + Unpin>(
             () = sleep(SILENT_MAX), if !wanted => return Err(ZmtpError::Peer("it subscribes to nothing")),
         }
         match (wanted, subscriptions.want(&hub.topic)) {
-            (false, true) => permit.set_busy(),
+            (false, true) => {
+                permit.set_busy();
+            }
             (true, false) => permit.set_idle(),
             _ => {}
         }

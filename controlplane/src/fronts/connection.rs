@@ -79,13 +79,16 @@ impl Connection {
         Connection { stream, permit, trial: Some(trial) }
     }
 
-    fn note(&mut self, bytes: &[u8]) {
-        let Some(trial) = &mut self.trial else { return };
+    /// Fails for a call on a connection that was closed to make room.
+    fn note(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let Some(trial) = &mut self.trial else { return Ok(()) };
         match trial.scan.feed(bytes) {
             Seen::Nothing => {}
             Seen::Preface => trial.deadline.as_mut().reset(Instant::now() + CALLED_WITHIN),
             Seen::Call => {
-                self.permit.set_busy();
+                if !self.permit.set_busy() {
+                    return Err(io::ErrorKind::ConnectionAborted.into());
+                }
                 self.trial = None;
             }
             // The server answers it, and closes.
@@ -94,6 +97,7 @@ impl Connection {
                 trial.scan.payload = usize::MAX;
             }
         }
+        Ok(())
     }
 }
 
@@ -157,8 +161,7 @@ impl AsyncRead for Connection {
         let before = buffer.filled().len();
         if let Poll::Ready(read) = Pin::new(&mut self.stream).poll_read(context, buffer) {
             read?;
-            self.note(&buffer.filled()[before..]);
-            return Poll::Ready(Ok(()));
+            return Poll::Ready(self.note(&buffer.filled()[before..]));
         }
         let Some(trial) = &mut self.trial else { return Poll::Pending };
         if let Some(reason) = ready!(trial.poll_end(context)) {

@@ -7,8 +7,8 @@ use reprise_policy::Epoch;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
-    Bytes, ListMembersRequest, ListTenantsRequest, RemoveTenantRequest, ReportReply, ReportRequest,
-    SetTenantRequest, Tenant, TenantOrder, TenantReport, TenantState,
+    Bytes, ListMembersRequest, ListTenantsRequest, NodeUsage, RemoveTenantRequest, ReportReply,
+    ReportRequest, SetTenantRequest, Tenant, TenantOrder, TenantReport, TenantState,
 };
 use tonic::Code;
 use tonic::transport::Channel;
@@ -46,7 +46,9 @@ impl Reporter {
         };
         let placement = PlacementClient::new(channel(member).await);
         let node = Node::register(member, name).await;
-        Reporter { node, placement, report, names: true, map_digest: 0 }
+        let mut reporter = Reporter { node, placement, report, names: false, map_digest: 0 };
+        reporter.say().await;
+        Reporter { names: true, ..reporter }
     }
 
     async fn say(&mut self) -> ReportReply {
@@ -55,6 +57,10 @@ impl Reporter {
             epoch: self.node.granted.epoch,
             tenants: self.names.then(|| self.report.clone()).into_iter().collect(),
             map_digest: self.map_digest,
+            usage: Some(NodeUsage {
+                capacity: Some(Bytes { dram: GIB, nvme: 1024 * GIB }),
+                ..NodeUsage::default()
+            }),
             ..ReportRequest::default()
         };
         self.placement.report(request).await.expect("answered").into_inner()

@@ -191,6 +191,8 @@ async fn say(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(
     let mut conditions: Vec<Condition> = conditions(live).iter().filter(ours).cloned().collect();
     let was = conditions.first().map(|condition| (condition.status, condition.reason.clone()));
     if set(&mut conditions, finding, generation, &clock::now()) == Change::None {
+        // As for other statuses: an older write of this process may not have come back yet.
+        context.triggers.own.expect(live.metadata.uid.as_ref(), &conditions.first());
         // Once more, which the condition cannot show.
         if finding.reason == Reason::SetBack {
             tell_event(context, live, finding).await;

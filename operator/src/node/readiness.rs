@@ -117,7 +117,11 @@ fn last_report(live: &CacheNode) -> Option<&Time> {
 pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), OperatorError> {
     let name = node.name_any();
     let wanted = match step {
-        Step::Nothing => return Ok(()),
+        Step::Nothing => {
+            // As for other statuses: an older write of this process may not have come back yet.
+            context.triggers.own.expect(node.metadata.uid.as_ref(), &condition(node));
+            return Ok(());
+        }
         Step::Say(condition) => Some(&**condition),
         Step::Remove => None,
     };

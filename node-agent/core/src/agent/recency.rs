@@ -21,8 +21,13 @@ use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
 use super::AgentCore;
-use super::frames::FrameState;
+use super::arena::Place;
+use super::frames::{FrameIndex, FrameState};
 use super::index::Dram;
+use super::limits::BATCH_BLOCKS_MAX;
+
+/// Ancestors that are passed for one that is saved: as many as the other devices can be late with, a batch each of a few.
+const ANCESTORS_MAX: usize = 4 * BATCH_BLOCKS_MAX;
 
 impl AgentCore {
     /// Notes a use of consecutive blocks of a chain, in both tiers.
@@ -37,10 +42,14 @@ impl AgentCore {
 
     /// Moves a block immediately before its parent in the orders that it is in; without one it becomes the newest.
     pub(super) fn order_before_parent(&mut self, entry: EntryIndex, parent: Option<BlockKey>) {
-        let parent = self.nearest_saved(parent);
         let state = self.index.entry(entry);
         let (dram, class) = (state.dram(), state.class());
         let is_in_nvme_order = state.stored().is_some() && !matches!(dram, Dram::Filling(_));
+        let evictable = self.evictable_frame(dram);
+        if !is_in_nvme_order && evictable.is_none() {
+            return;
+        }
+        let parent = self.nearest_saved(parent);
         if is_in_nvme_order {
             let standing = self.nvme_standing(entry);
             match parent {
@@ -48,23 +57,25 @@ impl AgentCore {
                 None => self.devices.touch(entry),
             }
         }
-        let Dram::Resident(frame) = dram else { return };
-        let state = self.frames.get(frame);
-        if state.state != FrameState::Clean || state.leases > 0 {
-            return;
-        }
-        let place = state.place;
+        let Some((frame, place)) = evictable else { return };
         match parent.map(|parent| self.index.entry(parent).dram()) {
             Some(Dram::Resident(parent)) => self.arena.order_before(place, frame, class, parent),
             Some(Dram::Absent | Dram::Filling(_)) | None => self.arena.touch(frame),
         }
     }
 
+    /// The frame of a block in DRAM, if it is in the order of eviction.
+    fn evictable_frame(&self, dram: Dram) -> Option<(FrameIndex, Place)> {
+        let Dram::Resident(frame) = dram else { return None };
+        let state = self.frames.get(frame);
+        (state.state == FrameState::Clean && state.leases == 0).then_some((frame, state.place))
+    }
+
     /// A block, or its nearest ancestor that does not wait to be saved.
     fn nearest_saved(&self, key: Option<BlockKey>) -> Option<EntryIndex> {
         let mut entry = self.index.find(&key?)?;
-        // More steps than blocks can wait: parents that clients name may form a circle.
-        for _ in 0..self.writeback.unsaved.len() {
+        // Parents that clients name may form a circle.
+        for _ in 0..ANCESTORS_MAX {
             let Dram::Resident(frame) = self.index.entry(entry).dram() else { break };
             let is_saved = !matches!(self.frames.get(frame).state, FrameState::Unsaved(_));
             if is_saved {
