@@ -15,7 +15,8 @@ beside=$!
 set +m
 trap 'kill -KILL -- "-$beside" 2> /dev/null || true' EXIT
 code=0
-cargo test --locked --workspace || code=$?
+# Every failure of a run is worth knowing.
+cargo test --locked --workspace --no-fail-fast || code=$?
 wait "$beside" || code=$?
 echo "the tests of a whole Kubernetes:"
 cat "$log"
