@@ -48,18 +48,30 @@ pub(super) struct State {
     busy: bool,
 }
 
-/// Body of the reading thread.
-pub(super) fn run(common: &Arc<Common>, stream: TcpStream, address: SocketAddr) {
-    // Without the port, which is another one each time: a peer is one subject in the log.
-    let (peer, port) = (address.ip().to_string(), address.port());
+/// A connection that counts against the bound and has not greeted.
+pub(super) struct Entered {
+    registered: Registered,
+    socket: Arc<Socket>,
+    address: SocketAddr,
+}
+
+/// Enters an accepted connection; `None` when it is closed at once.
+pub(super) fn enter(common: &Arc<Common>, stream: TcpStream, address: SocketAddr) -> Option<Entered> {
     let socket = match Socket::accepted(stream, &common.settings.socket_options()) {
         Ok(socket) => Arc::new(socket),
         Err(error) => {
-            tracing::warn!(peer, port, %error, "cannot configure a peer connection");
-            return;
+            tracing::warn!(peer = %address.ip(), port = address.port(), %error, "cannot configure a peer connection");
+            return None;
         }
     };
-    let Some(registered) = common.register_incoming(&socket) else { return };
+    let registered = common.register_incoming(&socket)?;
+    Some(Entered { registered, socket, address })
+}
+
+/// Body of the reading thread.
+pub(super) fn run(common: &Arc<Common>, Entered { registered, socket, address }: Entered) {
+    // Without the port, which is another one each time: a peer is one subject in the log.
+    let (peer, port) = (address.ip().to_string(), address.port());
     let close = match greet(&registered, &socket) {
         Ok(hello) => {
             tracing::debug!(peer, port, node = hello.node_name, "peer connected");

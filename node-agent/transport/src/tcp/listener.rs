@@ -56,9 +56,10 @@ fn run(common: &Arc<Common>, listener: &TcpListener, wake: &Wake) {
         common.wait_for_closing();
         match listener.accept() {
             Ok((stream, address)) => {
+                // Here and not in its thread: connections are entered in the order in which they came.
+                let Some(entered) = incoming::enter(common, stream, address) else { continue };
                 let serving = Arc::clone(common);
-                let spawned =
-                    common.threads.spawn("peer-read", move || incoming::run(&serving, stream, address));
+                let spawned = common.threads.spawn("peer-read", move || incoming::run(&serving, entered));
                 if let Err(error) = spawned {
                     tracing::error!(%error, "cannot start a thread for a peer connection");
                 }
