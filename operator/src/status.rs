@@ -242,12 +242,18 @@ const PUT_BACK: &str = "PutBack";
 /// Kubernetes' own bound of an event's note.
 const NOTE_CHARS_MAX: usize = 1024;
 
-/// Objects that refer to each other are made in some order, and agents report when they have started: so long that is no warning.
+/// Objects that refer to each other are made in some order, agents report and control planes answer when they have started: for this
+/// long that is no warning.
 const SETTLES_WITHIN: Duration = Duration::from_secs(60);
 
 /// Reasons that pass when another object or a report comes.
-const PASSING: [Reason; 4] =
-    [Reason::ReferenceNotFound, Reason::NoNodes, Reason::NodesNotReady, Reason::NotReported];
+const PASSING: [Reason; 5] = [
+    Reason::ReferenceNotFound,
+    Reason::NoNodes,
+    Reason::NodesNotReady,
+    Reason::NotReported,
+    Reason::ControlPlaneUnreachable,
+];
 
 /// Type of the event about an object of this age. The condition is the same for an object of any age.
 fn severity(finding: &Finding, age: Option<Duration>) -> EventType {
