@@ -80,7 +80,7 @@ impl ConnectionLimit {
                 self.shared.ended.notified().await;
             }
         };
-        // Late ones still count against the bound; accepting goes on without them.
+        // Late ones still count against the bound; the listener accepts without waiting longer.
         let _ = timeout(CLOSED_WITHIN, all_ended).await;
     }
 

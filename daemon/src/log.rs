@@ -13,7 +13,7 @@
 //! * Where the end can be seen, name the condition (`condition = "etcd_unreachable"`) and log its end with
 //!   `recovered = "etcd_unreachable"` and the same subject. Such a line appears only when the condition was logged.
 //!
-//! An info line with `condition` is limited as well. Debug lines are not: whoever asks for them wants each.
+//! An info line with `condition` is limited as well. Debug lines are not: a person who turns them on wants each.
 
 use std::fmt::{self, Write};
 use std::io;

@@ -1,6 +1,6 @@
 //! The connections of one listener: how many it accepts, and which one it closes to accept another.
 //!
-//! A full listener that refuses new connections serves whoever came first, and idle clients stop everybody else. A full
+//! A full listener that refuses new connections serves the clients that came first, and idle ones stop all others. A full
 //! listener that closes its longest-idle connection stays reachable: each new connection has the time of
 //! `connections_max - 1` further ones to send its first request.
 //!

@@ -45,7 +45,7 @@ pub struct Report<D> {
 /// What has happened to a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReportKind {
-    /// It goes on.
+    /// The condition lasts.
     Repeated {
         /// Occurrences that were counted since the last line about it.
         count: u64,

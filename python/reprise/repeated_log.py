@@ -23,7 +23,7 @@ KINDS_MAX = 64
 
 @dataclass
 class _Condition:
-    """A kind of error that goes on."""
+    """A kind of error that still occurs."""
 
     latest: str
     reported: float

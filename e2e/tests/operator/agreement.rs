@@ -13,7 +13,7 @@ use crate::put_back::{edit, wait_again};
 
 /// Edits after which an operator paces its write-backs.
 const EDITS: usize = 5;
-/// Reconciles of each operator that are looked at.
+/// Reconciles of each operator that the test waits for.
 const ROUNDS: usize = 5;
 
 /// Reconciles of a kind that have succeeded.

@@ -68,7 +68,7 @@ impl Watched for KVCacheCluster {
 }
 
 impl Watched for SSDPool {
-    /// A pool that is to be wiped is, once engines hold its deletion no more. Before a deletion nobody depends on that. Nodes of one that is refused, or is
+    /// A pool that is to be wiped is, once engines no longer block its deletion. Before a deletion nothing depends on that. Nodes of one that is refused, or is
     /// refused no more, may be many, and a label of one of them may have done it.
     fn more(&self) -> Option<String> {
         let goes = self.metadata.deletion_timestamp.as_ref().map(|_| in_use::holds(self));

@@ -2,7 +2,7 @@
 
 A generation is a suffix behind SGLang's page hashes. An engine starts with the empty one, under which engines with the same model
 share pages. Each change of weights and each clear ends a generation for good: nothing that was saved under it is found again by this
-engine. The next generation is random, so no other engine finds its pages, and nobody has saved anything under it.
+engine. The next generation is random, so no other engine finds its pages, and no page is saved under it yet.
 
 ```text
 current ── weights begin to change ──▶ suspended ── the cache holds KV of the current weights only ──▶ next generation

@@ -2,7 +2,7 @@
 
 The storage lives in the process of SGLang's scheduler, before which each update passes. So the methods of SGLang that change weights
 are wrapped, in their classes, when the first storage is made: SGLang makes it before it binds these methods. While one runs, the
-key generation is suspended (:mod:`reprise.sglang.generation`). It begins anew when all of this holds:
+key generation is suspended (:mod:`reprise.sglang.generation`). It resumes, with new keys, when all of this holds:
 
 - the weights are whole: no update session is open, and they are not released;
 - SGLang's cache holds nothing: it was reset (``flush_cache``), or it is empty when the update ends, as in engines that were paused

@@ -54,7 +54,7 @@ fn matched(world: &mut World, session: SessionId, keys: &[BlockKey]) -> usize {
     }
 }
 
-/// How many blocks are there, wherever in the chain. Is no use of them.
+/// How many blocks are there, wherever in the chain. Does not touch them.
 fn present(world: &World, keys: &[BlockKey]) -> usize {
     keys.iter().filter(|key| world.core.describe(key).is_some()).count()
 }
@@ -91,7 +91,7 @@ fn displace(world: &mut World, session: SessionId, chain: &[BlockKey]) {
         save(world, session, &keys(first..first + 4), None, 4);
     }
     assert_eq!(present(world, chain), 0, "more was saved than the node has room for");
-    assert!(partly > 1, "the chain has gone piece by piece");
+    assert!(partly > 1, "the chain was not evicted step by step");
 }
 
 #[test]
