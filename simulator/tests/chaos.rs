@@ -120,55 +120,57 @@ fn seeds_that_have_found_something_find_nothing_any_more() {
     }
 }
 
-/// The first seed that finds a flaw.
-fn finds(variant: Variant, seeds: std::ops::Range<u64>) -> Option<(u64, String)> {
-    seeds
-        .into_iter()
-        .find_map(|seed| run(seed, variant, Recording::Digest).violation.map(|words| (seed, words)))
+/// The first seed that finds a flaw as a violation that contains `words`. A flaw may violate other invariants as well.
+fn finds(variant: Variant, seeds: std::ops::Range<u64>, words: &str) -> Option<(u64, String)> {
+    seeds.into_iter().find_map(|seed| {
+        let violation = run(seed, variant, Recording::Digest).violation?;
+        violation.contains(words).then_some((seed, violation))
+    })
 }
 
 #[test]
 fn flaws_that_are_put_in_on_purpose_are_found() {
-    // Each is found often; the ranges begin where it is found soon.
+    // Most seeds find most flaws. A range starts shortly before the first seed that finds its flaw, to save time.
     let flaws = [
         (Variant::RegainedSlotsUnasked, 0..100, "does not know everything"),
         (Variant::RegistrationKeepsDirectory, 0..100, "node"),
         (Variant::DurableBeforeSync, 0..100, "told durable and gone"),
         (Variant::DeadNodesOffered, 0..100, "silent for"),
-        (Variant::ReadsUnchecked, 0..100, "committed"),
+        (Variant::ReadsUnchecked, 60..160, "committed"),
         (Variant::EvictionsUnannounced, 0..100, "the directory names what is not there"),
         (Variant::AnswersAfterLease, 0..100, "after its lease has expired"),
-        (Variant::AnswersBetweenMaps, 320..420, "two members answer for slot"),
-        (Variant::LeaseFromAnswer, 230..330, "after the store has ended its lease"),
-        (Variant::CompactionLosesChanges, 140..240, "know"),
+        (Variant::AnswersBetweenMaps, 160..260, "two members answer for slot"),
+        (Variant::LeaseFromAnswer, 140..240, "after the store has ended its lease"),
+        (Variant::CompactionLosesChanges, 170..270, "know"),
         (Variant::NewOwnerWhole, 0..100, "says that it knows everything"),
-        (Variant::OutboxOutlivesRegistration, 10..110, "node"),
+        (Variant::OutboxOutlivesRegistration, 0..100, "node"),
         (Variant::LookupsWithoutEnd, 0..100, "a lookup is not over in time"),
-        (Variant::QueueWithoutBound, 50..150, "changes wait for a member"),
+        (Variant::QueueWithoutBound, 70..170, "changes wait for a member"),
         (Variant::LocalNeedsControlPlane, 0..100, "blocks are on the node"),
-        (Variant::PeersUnchecked, 180..280, "a peer sent"),
+        (Variant::PeersUnchecked, 0..100, "a peer sent"),
         (Variant::TenantsTogether, 0..100, "of another tenant"),
-        (Variant::GrantsInOrderOfArrival, 1..101, "over its limit"),
+        (Variant::GrantsInOrderOfArrival, 0..100, "over its limit"),
         (Variant::DramCountsAsDurable, 0..100, "that it is durable where it is not"),
         (Variant::ModesUnfollowed, 0..100, "places blocks on node"),
         (Variant::CordonsUnheard, 0..100, "and is not active"),
         (Variant::DrainsUnheard, 0..100, "does not drain"),
-        (Variant::OffersWithoutEnd, 100..200, "an offer is not over in time"),
-        (Variant::OffersOfOneTenant, 25..125, "blocks are on the node"),
+        (Variant::OffersWithoutEnd, 0..100, "an offer is not over in time"),
+        (Variant::OffersOfOneTenant, 60..160, "blocks are on the node"),
         (Variant::TakenPushesOut, 0..100, "only what was offered to it needs room"),
         (Variant::MovesWithoutEnd, 0..100, "nothing is left to wait for"),
-        (Variant::ElsewhereHeard, 20..120, "has no order for"),
-        (Variant::NewLedgerDeaf, 0..100, "then nodes may hold"),
-        (Variant::DeadNodesFreed, 60..160, "then nodes may hold"),
+        (Variant::ElsewhereHeard, 110..210, "has no order for"),
+        (Variant::NewLedgerDeaf, 20..120, "then nodes may hold"),
+        (Variant::DeadNodesFreed, 10..110, "then nodes may hold"),
     ];
+    let mut missed = Vec::new();
     for (flaw, seeds, words) in flaws {
-        let found = finds(flaw, seeds);
+        let found = finds(flaw, seeds, words);
         println!("{flaw:?}: {found:?}");
-        assert!(
-            found.is_some_and(|(_, violation)| violation.contains(words)),
-            "{flaw:?} was not found as '{words}'"
-        );
+        if found.is_none() {
+            missed.push(format!("{flaw:?} was not found as '{words}'"));
+        }
     }
+    assert!(missed.is_empty(), "{}", missed.join("\n"));
 }
 
 #[test]
